@@ -26,6 +26,7 @@ from weft.embedding.check import missing_feature
 from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_sum
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
+from weft.runtime.collectives import all_to_all_single
 from weft.runtime.in_turn import begun, turn_on
 from weft.words import by_rank, counted
 
@@ -226,7 +227,7 @@ class InputDist:
         received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
         turn = turn_on(self.group, self.device, self._what, self.deadline_s)
         works = [
-            begun(turn, f"all-to-all {i} of {what}", dist.all_to_all_single, *parts, group=self.group)
+            begun(turn, f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)
             for i, parts in enumerate(zip(received, send, into, out, strict=True))
         ]
         for work in works:

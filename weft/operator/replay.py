@@ -173,8 +173,8 @@ class Replay:
             here = self._here
             here.calls = prepared.called_at = here.calls + 1
             with together(self.op.title, group, lambda: device, self._deadline_s):
-                inputs, call = {name: get(arguments) for name, get in self._inputs}, self._call(arguments)
-                results = prepared(call, self._deadline_s, None, inputs)
+                call = self.op.checked(self._call(arguments), group)  # which looks at values here, and so does `inputs`
+                results = prepared(call, self._deadline_s, None)
                 self.op.note(call)
                 return self._returned(results)
         capturing = torch._C._cuda_isCurrentStreamCapturing()

@@ -12,7 +12,7 @@ from weft.operator.calls import registered
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, is_scattered, strided
 from weft.operator.spec import Operator
-from weft.runtime.collectives import all_gather_single
+from weft.runtime.collectives import all_gather_single, all_reduce_single
 from weft.runtime.in_turn import Turn, begun
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmulGradients
@@ -105,7 +105,7 @@ def reduce_scattered(
     if len(set(rows)) == 1 and partial.device.type == "cuda":
         mine = partial.new_empty(rows[rank], partial.shape[1])
         return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
-    work = begun(turn, "reduce-scatter of x_shard's gradient", dist.all_reduce, partial, group=group)
+    work = begun(turn, "reduce-scatter of x_shard's gradient", all_reduce_single, partial, group=group)
     return partial.split(list(rows))[rank], work
 
 

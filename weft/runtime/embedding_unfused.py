@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from weft import env
 from weft.embedding.check import CheckedInput, check_contents
@@ -23,6 +22,7 @@ from weft.embedding.jagged import JaggedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import column_runs
 from weft.runtime.agreement import agree, refuse, topic_of
+from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding as cpu
 from weft.runtime.in_turn import Marks, Turn, Turns
 from weft.symm import Domain
@@ -82,7 +82,7 @@ class EmbeddingAllToAllUnfused:
         leaving = [size * self._columns[rank] for size in batch_sizes]
         received = pooled.new_empty(sum(arriving))
         exchange = received, pooled.view(-1), arriving, leaving
-        turn.run("all_to_all of pooled vectors", dist.all_to_all_single, *exchange, group=self.domain.group)
+        turn.run("all_to_all of pooled vectors", all_to_all_single, *exchange, group=self.domain.group)
         turn.done("all_to_all", received, (sum(leaving) - leaving[rank]) * pooled.itemsize)
         shaped = zip(received.split(arriving), self._columns, strict=True)
         of_ranks = [part.view(own, columns) for part, columns in shaped]

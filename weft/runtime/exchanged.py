@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from weft.runtime.collectives import all_to_all_single
 from weft.runtime.in_turn import Turn, begun
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
 
@@ -139,9 +140,9 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn |
         return splits.view(1, -1).clone()
     received = torch.empty_like(splits).view(world, -1)
     if turn is None:
-        dist.all_to_all_single(received, splits.view(world, -1), group=group)
+        all_to_all_single(received, splits.view(world, -1), group=group)
         return received
-    turn.run(_SPLITS, dist.all_to_all_single, received, splits.view(world, -1), group=group)
+    turn.run(_SPLITS, all_to_all_single, received, splits.view(world, -1), group=group)
     return turn.done(_SPLITS, received, splits.nbytes // world * (world - 1))
 
 
@@ -245,7 +246,7 @@ def _send(
     rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> Any:  # fmt: skip
     """What to wait for before reading `out`."""
-    return begun(turn, name, dist.all_to_all_single, out, rows, came, sent, group=group)
+    return begun(turn, name, all_to_all_single, out, rows, came, sent, group=group)
 
 
 def _dispatched(

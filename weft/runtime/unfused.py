@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import ScheduleError
-from weft.runtime.collectives import all_gather_single, reduce_scatter_single, sendable
+from weft.runtime.collectives import all_gather_single, all_reduce_single, reduce_scatter_single, sendable
 from weft.runtime.in_turn import Turn
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -229,7 +229,7 @@ def reduce_scatter(
         turn.run(name, reduce_scatter_single, mine, x, group=group)
     else:  # which not every library has for parts of other sizes, or for the CPU
         total = x.clone()
-        turn.run(name, dist.all_reduce, total, group=group)
+        turn.run(name, all_reduce_single, total, group=group)
         mine = total.split(rows)[rank].clone()
     return turn.done(name, mine, x.nbytes - mine.nbytes)
 
@@ -246,7 +246,7 @@ def all_reduce_(
 ) -> torch.Tensor:
     """The same in the place of `x`, whose elements are in one piece."""
     turn = turn or STRAIGHT
-    turn.run(name, dist.all_reduce, x, group=group)
+    turn.run(name, all_reduce_single, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))
 
 

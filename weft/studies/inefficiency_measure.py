@@ -30,7 +30,7 @@ from weft import _core
 from weft.bench.core.harness import Ranks, Timing, summarise
 from weft.bench.core.measure import Step
 from weft.bench.table_1 import Gemm
-from weft.runtime.collectives import all_gather_single
+from weft.runtime.collectives import all_gather_by_torch
 from weft.symm import SymmetricBuffer
 from weft.words import counted
 
@@ -82,7 +82,7 @@ class Side(AbstractContextManager["Side"], ABC):
         for i, source in enumerate(self._shard.split(size)):
             if by == "library":
                 whole = self._gathered[i * world * size :][: world * size]
-                moves.append(partial(all_gather_single, whole, source, group=self.ranks.group))
+                moves.append(partial(all_gather_by_torch, whole, source, group=self.ranks.group))
                 continue
             for peer in (p % world for p in range(rank + 1, rank + world)):
                 moves.append(self._put(by, self._box.peer(peer)[rank * self.nbytes + i * size :][:size], source))

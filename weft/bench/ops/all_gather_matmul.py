@@ -33,7 +33,7 @@ from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
-from weft.runtime.collectives import all_gather_single, sendable
+from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import named
 
@@ -110,7 +110,7 @@ class GatherVariants(TorchVariants):
 
     def gather(self, which: int) -> None:
         x = sendable(self.x_shards[which])
-        all_gather_single(sendable(self.gathered), x, group=self.ranks.group)
+        all_gather_by_torch(sendable(self.gathered), x, group=self.ranks.group)
 
     def serial(self, which: int) -> torch.Tensor:
         self.gather(which)

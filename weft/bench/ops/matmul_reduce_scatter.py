@@ -22,7 +22,7 @@ from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.asynctp import TorchOperator, TorchVariants
 from weft.ops import matmul_reduce_scatter as plain
 from weft.ops import scaled_matmul_reduce_scatter as scaled
-from weft.runtime.collectives import reduce_scatter_single
+from weft.runtime.collectives import reduce_scatter_by_torch
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.unfused import reduce_scatter
 
@@ -51,7 +51,7 @@ class ScatterVariants(TorchVariants):
         if self.ranks.device.type != "cuda":  # gloo's way, without one of its own
             return reduce_scatter(self.product, [rows] * world, rank, group, None, "reduce_scatter")
         y = self.product.new_empty(rows, self.config.n)
-        reduce_scatter_single(y, self.product, group=group)
+        reduce_scatter_by_torch(y, self.product, group=group)
         return y
 
     def torchs(self) -> Arm:

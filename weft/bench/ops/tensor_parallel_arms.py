@@ -21,7 +21,7 @@ import weft.nn
 from weft.bench.core.harness import Ranks
 from weft.bench.ops.asynctp import ASYNCTP, enable_symmetric_memory
 from weft.bench.ops.gemms import BASELINE, WEFT
-from weft.runtime.collectives import all_gather_single, reduce_scatter_single
+from weft.runtime.collectives import all_gather_by_torch, reduce_scatter_by_torch
 
 COMPUTE, COMPILED = "compute", "weft-compiled"
 
@@ -112,7 +112,7 @@ class _Through(torch.autograd.Function):
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
     whole = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-    all_gather_single(whole, x.contiguous())
+    all_gather_by_torch(whole, x.contiguous())
     return whole
 
 
@@ -122,7 +122,7 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(total := x.clone())
         return total.chunk(world)[dist.get_rank()].contiguous()
     part = x.new_empty(len(x) // world, *x.shape[1:])
-    reduce_scatter_single(part, x.contiguous())
+    reduce_scatter_by_torch(part, x.contiguous())
     return part
 
 

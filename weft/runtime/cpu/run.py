@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import PoisonedGroupError, RefusedError, WeftError
-from weft.runtime.collectives import all_gather_single, finish, reduce_scatter_single, sendable
+from weft.runtime.collectives import (
+    all_gather_single,
+    all_reduce_single,
+    all_to_all_single,
+    finish,
+    reduce_scatter_single,
+    sendable,
+)
 from weft.runtime.meeting import Topic, meeting_of
 from weft.symm import Domain
 
@@ -97,7 +104,7 @@ class Run:
         """Rows of src, so many to each rank, into dst, so many from each, by the library. One thread at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
-        work = dist.all_to_all_single(whole, source, received, sent, group=self.domain.group, async_op=True)
+        work = all_to_all_single(whole, source, received, sent, group=self.domain.group, async_op=True)
         finish(work, self.domain, f"exchange of {self.name}", self._deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
@@ -106,7 +113,7 @@ class Run:
         """dst = the sum of all ranks' src, by the library. One thread at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
-        work = dist.all_reduce(whole, group=self.domain.group, async_op=True)
+        work = all_reduce_single(whole, group=self.domain.group, async_op=True)
         finish(work, self.domain, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
@@ -120,7 +127,7 @@ class Run:
             work = reduce_scatter_single(whole, source, group=self.domain.group, async_op=True)
         else:  # which the library's reduce-scatter does not know
             source = source.clone() if source is src else source
-            work = dist.all_reduce(source, group=self.domain.group, async_op=True)
+            work = all_reduce_single(source, group=self.domain.group, async_op=True)
             whole = source.split(rows)[self.domain.rank]
         finish(work, self.domain, f"reduce_scatter of {self.name}", self._deadline_s, source, whole, self.tensors)
         if whole is not dst:

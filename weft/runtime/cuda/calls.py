@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import ScheduleError
-from weft.runtime.collectives import all_gather_single, reduce_scatter_single, sendable
+from weft.runtime.collectives import all_gather_single, all_reduce_single, reduce_scatter_single, sendable
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions, View
 from weft.runtime.scaled_matmul import scaled_matmul
@@ -86,8 +86,8 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
     sizes = [int((s.src if step.op == "all_gather" else s.dst).rows) for s in peers]
     if step.op == "all_reduce":
         if step.src == step.dst:
-            return Operation(lambda t: void(dist.all_reduce(dst(t), group=group)))
-        return Operation(lambda t: void(dist.all_reduce(dst(t).copy_(src(t)), group=group)))
+            return Operation(lambda t: void(all_reduce_single(dst(t), group=group)))
+        return Operation(lambda t: void(all_reduce_single(dst(t).copy_(src(t)), group=group)))
     if step.op == "reduce_scatter":
         if len(set(sizes)) > 1:
             raise ScheduleError(f"{step}: the library scatters sums in equal parts, and these have {sizes} rows")
