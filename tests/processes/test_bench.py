@@ -53,7 +53,7 @@ def test_names_of_variants() -> None:
     assert why_not("fbgemm", CPU) == "it is compared on GPUs"
     assert why_not("per-table", CPU) == "only GPU kernels are launched"
     with pytest.raises(
-        ValueError, match="no variant 'fast': give embedding_bag, batched, fbgemm, per-table, or direct or put"
+        ValueError, match="no variant 'fast': give embedding_bag, batched, fbgemm, per-table, weft, or direct or put"
     ):
         why_not("fast", CPU)
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.bench.core.arguments import check_file, check_pictures, one_line, sizes
+from weft.bench.core.arguments import check_file, check_pictures, number_of_ranks, one_line, sizes
 from weft.bench.core.operators import measured, operator, plain
+from weft.bench.never_slower import options as never_slower
 
 if TYPE_CHECKING:
     from weft.bench.core.options import BenchOptions
@@ -92,7 +93,6 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
 
     import torch
 
-    from weft import env
     from weft.bench.core.options import BenchOptions, parse_option, parse_scale
 
     given.op, given.dtype = plain(given.op, given.dtype)
@@ -112,26 +112,27 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     given.option = tuple(parse_option(given.op, one) for one in given.option)
     # A comma before `parameter=` belongs to a schedule's name: "weft, shard[chunks=2,send=in_turn,put" are three.
     given.variants = tuple(name for part in re.split(r",(?!\s*\w+=)", given.variants) if (name := part.strip()))
-    if env.under_torchrun():
-        if given.ranks is not None:
-            raise ValueError(f"ranks={given.ranks} under torchrun, which has chosen the number of ranks: leave it out")
-        given.ranks = env.world_size()
-    elif given.ranks is None:
-        given.ranks = max(1, torch.cuda.device_count()) if given.device == "cuda" else 2
-    elif given.device == "cuda" and given.ranks > torch.cuda.device_count():
-        raise ValueError(
-            f"--ranks {given.ranks}, and torch sees {torch.cuda.device_count()} GPUs: ranks would share them, and no time would "
-            f"mean anything. Take at most {torch.cuda.device_count()}, or --device cpu"
-        )
+    given.ranks = number_of_ranks(given.ranks, given.device)
     return BenchOptions(**vars(given))
+
+
+def run(arguments: Sequence[str], program: str = "python -m weft.bench") -> None:
+    """Do what is asked for. ValueError for what cannot be."""
+    if arguments and arguments[0] == never_slower.COMMAND:
+        asked = never_slower.options_of(arguments[1:], program)
+        from weft.bench.never_slower.run import never_slower as measure
+
+        measure(asked)
+        return
+    options = options_of(arguments, program)
+    from weft.bench.core.run import bench
+
+    bench(options)
 
 
 def main() -> None:
     with one_line("weft bench"):
-        options = options_of(sys.argv[1:])
-        from weft.bench.core.run import bench
-
-        bench(options)
+        run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
   operator knows its columns. Of simulated records it shows what the study that simulated them makes of them. A block stays
   empty until its results are recorded.
 - `<!-- study:STUDY NAME -->` to `<!-- /study -->`: what the study (`weft.studies`) makes of them. It stays empty likewise.
+- `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: what a run of `weft bench never-slower` found, a line for each operator.
+  `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both stay empty likewise.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: how many times as fast a variant is, in the geometric mean
   over configurations; with ` worst` behind the baseline, on the configuration where it gains least.
 
@@ -32,6 +34,7 @@ from weft.bench.core.console import end_quietly
 from weft.bench.core.harness import HARNESS
 from weft.bench.core.operators import operator
 from weft.bench.core.tables import Record, by_config, geomean, times
+from weft.bench.never_slower import judge, page
 from weft.files import write_whole
 from weft.words import counted
 
@@ -40,9 +43,11 @@ GAIN = re.compile(
     r"(?: (?P<worst>worst))? -->)[^<]*<!-- /gain -->"
 )
 _MARKED = re.compile(
-    r"(<!-- (?:results:|study:(?P<study>\w+) )(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /(?:results|study) -->)",
+    r"(?P<open><!-- (?:(?P<kind>results|never-slower):|study:(?P<study>\w+) )(?P<name>[\w.-]+) -->\n)(?P<body>.*?)"
+    r"(?P<close><!-- /(?:results|never-slower|study) -->)",
     re.DOTALL,
 )
+_SAYS = re.compile(r"(?P<open><!-- never-slower-says:(?P<name>[\w.-]+) -->)(?P<body>[^<]*)<!-- /never-slower-says -->")
 
 _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
 """Which study simulates an operator (`weft reproduce`). Its records say nothing of a run on a machine, so the operator's own tables
@@ -148,14 +153,21 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
         if found["name"] not in results and not found["body"].strip():
             return found[0]
         shown = _study(found["study"]).markdown if found["study"] else markdown
-        return f"{found[1]}{shown(given(found['name']))}{found[5]}"
+        if found["kind"] == judge.BENCHMARK:
+            shown = page.markdown
+        return f"{found['open']}{shown(given(found['name']))}{found['close']}"
+
+    def says(found: re.Match[str]) -> str:
+        if found["name"] not in results and not found["body"].strip():
+            return found[0]
+        return f"{found['open']}{page.sentence(given(found['name']))}<!-- /never-slower-says -->"
 
     def factor(found: re.Match[str]) -> str:
         which = (found["mode"], found["dtype"], found["variant"], found["baseline"])
         gains = speedups(given(found["name"]), *which).values()
         return f"{found['open']}{times(min(gains) if found['worst'] else geomean(list(gains)))}<!-- /gain -->"
 
-    return GAIN.sub(factor, _MARKED.sub(block, document))
+    return GAIN.sub(factor, _SAYS.sub(says, _MARKED.sub(block, document)))
 
 
 def marks(document: str) -> list[Mark]:
@@ -176,6 +188,9 @@ def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, basel
 def _printed(name: str, found: Sequence[Record]) -> str:
     if not found:
         raise ValueError(f"{name} has no records: record a run (weft bench OPERATOR --json FILE)")
+    if drawn := judge.mine(found):
+        others = [record for record in found if not judge.is_mine(record)]
+        return "\n".join([f"{name}\n\n{page.markdown(drawn)}", *([_printed(name, others)] if others else [])])
     shown = markdown(found, short=True)
     if len(_long_enough(found)) < len(found):
         shown += f"\nTimes under {TOO_SHORT_MS:g} ms on CPU are here too; documents leave them out.\n"

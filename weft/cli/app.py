@@ -59,12 +59,9 @@ def _root(
 )
 def bench(context: typer.Context) -> None:
     """Measure an operator against its baselines, after checking every variant against float64: `weft bench --help`."""
-    from weft.bench.__main__ import options_of
+    from weft.bench.__main__ import run
 
-    options = options_of(context.args, "weft bench")
-    from weft.bench.core.run import bench as run
-
-    run(options)
+    run(context.args, "weft bench")
 
 
 @app.command()

@@ -358,7 +358,7 @@ def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings],
         loss = timing.p50_ms / found.timings[base].p50_ms
         roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic / memory
         common = common_fields(options, gemm.name, ranks, base, roofline_ms, ceilings)
-        measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
+        measured = {k: v for k, v in timing.as_fields().items() if k != "host_us"}
         judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
         beside = {"overlap": found.overlap.get(name), "error": found.errors.get(name)}
         records.append({**common, **described, "variant": name, **measured, **judged, **beside})

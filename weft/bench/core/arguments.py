@@ -1,6 +1,6 @@
 """What weft's commands have in common: how shapes and files are given, what is checked before work starts, how a command ends.
 
-It needs neither torch nor the packages of `weft[cli]`.
+It needs neither torch nor the packages of `weft[cli]`, but to count GPUs.
 """
 
 from __future__ import annotations
@@ -65,6 +65,27 @@ def check_pictures(path: Path) -> None:
     check_folder("--pictures", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--pictures: drawing needs matplotlib: pip install 'weft[cli]'")
+
+
+def number_of_ranks(given: int | None, device: str) -> int:
+    """Return how many ranks to start: `given`, or torchrun's, or one for each GPU, or 2 on CPU. `ValueError` for more than fit."""
+    import torch
+
+    from weft import env
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if env.under_torchrun():
+        if given is not None:
+            raise ValueError(f"ranks={given} under torchrun, which has chosen the number of ranks: leave it out")
+        return env.world_size()
+    if given is None:
+        return max(1, gpus) if device == "cuda" else 2
+    if device == "cuda" and given > gpus:
+        raise ValueError(
+            f"--ranks {given}, and torch sees {gpus} GPUs: ranks would share them, and no time would mean anything. Take at most "
+            f"{gpus}, or --device cpu"
+        )
+    return given
 
 
 def appended(path: Path, count: int) -> str:

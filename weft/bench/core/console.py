@@ -78,6 +78,11 @@ def _rich_table(
     return table
 
 
+def has_bar() -> bool:
+    """True if `progress` shows a bar: rich is there, and stderr is a terminal."""
+    return Console is not None and sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def progress(
     total: float, shown: bool, prefix: str = "", every_s: float = 0.0
@@ -89,7 +94,7 @@ def progress(
     """
     if not shown:
         yield lambda what, share: None
-    elif Console is None or not sys.stderr.isatty():
+    elif not has_bar():
         said: set[str] = set()
         start, said_at, done = time.monotonic(), 0.0, 0.0
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -110,7 +110,7 @@ class Ranks:
 @dataclass(frozen=True)
 class Timing:
     """Milliseconds of one call. `skew_ms` is the median over repetitions of slowest minus fastest rank; `host_us`, on
-    GPUs, what the call kept the host busy, also the slowest rank's median."""
+    GPUs, what the call kept the host busy, also the slowest rank's median. `each_ms`: the slowest rank's, in each repetition."""
 
     p20_ms: float
     p50_ms: float
@@ -119,6 +119,11 @@ class Timing:
     repetitions: int
     calls: int = 1
     host_us: float | None = None
+    each_ms: tuple[float, ...] = field(default=(), repr=False)
+
+    def as_fields(self) -> dict[str, float | None]:
+        """Return what a record says of it: all but `each_ms`."""
+        return {of.name: getattr(self, of.name) for of in fields(self) if of.name != "each_ms"}
 
     @property
     def noise(self) -> float:
@@ -147,7 +152,7 @@ def summarise(
     p20, p50, p80 = (float(np.percentile(slowest, p)) for p in (20, 50, 80))
     skew = float(np.median(slowest - times.min(axis=1)))
     host = None if host_us is None else float(np.median(np.asarray(host_us, dtype=float).max(axis=1)))
-    return Timing(p20, p50, p80, skew, len(repetitions_ms), calls, host)
+    return Timing(p20, p50, p80, skew, len(repetitions_ms), calls, host, tuple(slowest.tolist()))
 
 
 def time_arms(

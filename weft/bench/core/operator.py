@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
+
+import torch
 
 from weft.bench.core import records, remarks
 from weft.bench.core.ceilings import Ceilings
@@ -77,7 +79,7 @@ class Variants(Workload):
         )
         rows = [row for mode in options.modes for row in self._records(mode, arms, found, options, ceilings)]
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
-        others = [{"variant": name, "mode": mode} | asdict(timing) for mode, name, timing in timed]
+        others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         notes = [*self.said(rows, ceilings), *notes]
         notes += [f"{name} cannot be captured: {why}" for name, why in found.not_captured.items()]
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
@@ -96,12 +98,36 @@ class Variants(Workload):
                 continue
             over = {o: base_ms / ms for o in self.baselines if (base_ms := found.ms(mode, o)) is not None}
             mine = {
-                "variant": name, "mode": mode, **asdict(found.timings[mode, name]), "first_call_ms": found.first_call_ms[name],
+                "variant": name, "mode": mode, **found.timings[mode, name].as_fields(), "first_call_ms": found.first_call_ms[name],
                 "speedup": over.get(base), "speedup_over": over, "roofline_ratio": ms / roofline_ms if roofline_ms else None,
                 "error": found.errors[name],
             }  # fmt: skip
             rows.append(common | mine | self.judged(mode, name, found))
         return rows
+
+
+class ChoosingVariants(Variants):
+    """Variants of an operator that chooses its schedule, as `weft bench never-slower` compares them."""
+
+    @abstractmethod
+    def pair(self, mode: Mode) -> tuple[str, str]:
+        """(the variant that chooses, the collective and the computation by hand that it is compared with)"""
+
+    @abstractmethod
+    def taken(self, variant: str, mode: Mode) -> str:
+        """Return the schedule that the operator took for a variant that pins none, and was called."""
+
+    @abstractmethod
+    def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
+        """(milliseconds of the computation alone, of the collective alone); None for what was not timed."""
+
+    @abstractmethod
+    def arm(self, name: str) -> Callable[[int], torch.Tensor]:
+        """Return one of such a pair, of calls that are not captured."""
+
+    @abstractmethod
+    def resized(self, size: int) -> Self:
+        """Return the same weights with the first `size` rows of the inputs (tokens, samples): a call of another size."""
 
 
 class Operator(ABC, Generic[P]):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import os
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from weft.hw import available_memory_bytes
 from weft.launch import run_ranks
 from weft.symm import domain
 
+O = TypeVar("O")  # noqa: E741
+
 
 def bench(options: BenchOptions) -> list[Record]:
     """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
@@ -38,16 +41,23 @@ def bench(options: BenchOptions) -> list[Record]:
     Rank 0 prints the tables and appends the records to `options.json`. Returns the records (under torchrun: on rank 0,
     elsewhere none). WeftError at the end if a variant computed something wrong.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
+    return on_ranks(run_rank, options.ranks, options.device, options)
+
+
+def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, device: str, options: O) -> list[Record]:
+    """Call `rank_of_run(rank, world_size, options)` on so many new processes, or, under torchrun, as one of its ranks. Return what
+    rank 0 returns, or under torchrun this rank's."""
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' but torch sees no GPU here: run `weft doctor`, or use device='cpu'")
-    backend = "nccl" if options.device == "cuda" else "gloo"
+    backend = "nccl" if device == "cuda" else "gloo"
     if not env.under_torchrun():
-        return run_ranks(options.ranks, run_rank, options, backend=backend, timeout_s=24 * 3600.0)[0]
-    if options.device == "cuda":
+        found: list[Record] = run_ranks(ranks, rank_of_run, options, backend=backend, timeout_s=24 * 3600.0)[0]
+        return found
+    if device == "cuda":
         torch.cuda.set_device(env.local_rank())
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     try:
-        return run_rank(dist.get_rank(), dist.get_world_size(), options)
+        return rank_of_run(dist.get_rank(), dist.get_world_size(), options)
     finally:
         dist.destroy_process_group()
 
@@ -91,13 +101,13 @@ def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
     return measure_ceilings(ranks, size, DTYPES[options.dtype] if operator(options.op).matmul else None)
 
 
-def make_ranks(device: str) -> Ranks:
-    """The default group's ranks; each takes its share of the cores, as every arm will."""
+def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
+    """The default group's ranks; each takes its share of the cores, as every arm will. timeout: of the control group."""
     assert dist.group.WORLD is not None
     if device == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     here = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), here)
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout), here)
 
 
 def free_bytes(ranks: Ranks) -> float:

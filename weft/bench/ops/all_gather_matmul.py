@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Self
 
 import torch
 
@@ -60,6 +60,10 @@ class GatherVariants(TorchVariants):
 
     def _x_shard(self, which: int, rank: int) -> torch.Tensor:
         return self.normal(1000 * which + rank, self.problem.rows[rank], self.config.k).to(self.operands)
+
+    def cut_to(self, whole: Self) -> None:
+        self.x_shards = [x[: self.problem.rows[self.ranks.rank]] for x in whole.x_shards]
+        self.gathered = whole.gathered[: self.config.m]
 
     def whole(self, which: int) -> torch.Tensor:
         """The gathered x, made and not gathered: [m, k]."""
@@ -131,18 +135,15 @@ class GatherVariants(TorchVariants):
 
         return call
 
-    def weft(self, variant: str, schedule: str | None) -> Arm:
-        how: dict[str, Any] = {"return_A": False, "schedule": schedule}
-
-        def call(which: int) -> torch.Tensor:
-            x, group = self.x_shards[which], self.ranks.group
-            if self.scaled:
-                _, (y,) = all_gather_scaled_matmul(x, [self.w], self.x_scale[0], [self.w_scale], 0, group, **how)
-            else:
-                _, (y,) = all_gather_matmul(x, [self.w], 0, group, **how)
-            return y
-
-        return call
+    def public(self, which: int, schedule: str | None) -> torch.Tensor:
+        x, group = self.x_shards[which], self.ranks.group
+        if self.scaled:
+            _, (y,) = all_gather_scaled_matmul(
+                x, [self.w], self.x_scale[0], [self.w_scale], 0, group, return_A=False, schedule=schedule
+            )
+        else:
+            _, (y,) = all_gather_matmul(x, [self.w], 0, group, return_A=False, schedule=schedule)
+        return y
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:

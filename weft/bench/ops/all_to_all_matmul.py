@@ -181,6 +181,26 @@ class ExpertVariants(GemmVariants):
     def baseline(self, mode: Mode) -> str:
         return self.ahead if mode == "graph" else BASELINE
 
+    def pair(self, mode: Mode) -> tuple[str, str]:
+        """In graphs the variant that waits for nothing."""
+        return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
+
+    def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
+        gemms = [ms for name in (GEMM, GEMM_EACH) if (ms := found.ms(mode, name)) is not None]
+        return min(gemms, default=None), found.ms(mode, EXCHANGE)
+
+    def cut_to(self, whole: Self) -> None:
+        """With as many rows for each expert in proportion."""
+        self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
+        self.splits = [splits[self.ranks.rank].to(self.ranks.device) for splits in self.all_splits]
+        self.received = [self.counts(which).to(self.ranks.device) for which in range(self.input_sets)]
+        self.known = [Sizes(*tables) for tables in zip(self.splits, self.received, strict=True)]
+        self.cut_rows(whole)
+
+    @abstractmethod
+    def cut_rows(self, whole: Self) -> None:
+        """Take as many of the rows of `whole` as these splits say."""
+
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
         shape, load = self.config, self.load
@@ -220,10 +240,6 @@ class ExpertVariants(GemmVariants):
     def waits(self, name: str) -> bool:
         return name != self.ahead and not name.endswith(BOUNDED)
 
-    @abstractmethod
-    def serial(self, which: int) -> torch.Tensor:
-        """The library's calls in turn: `weft.runtime.exchanged`, which is also the operator's serial schedule."""
-
     def gemm(self, which: int) -> torch.Tensor:
         return torch.nn.functional.grouped_mm(self.arrived[which], self.w, offs=self.ends[which])
 
@@ -246,6 +262,9 @@ class DispatchVariants(ExpertVariants):
     def draw_rows(self) -> None:
         self.tokens = [self._tokens(which, self.ranks.rank) for which in range(self.input_sets)]
         self.slots = torch.arange(self.load.capacity, device=self.ranks.device)
+
+    def cut_rows(self, whole: Self) -> None:
+        self.tokens = [tokens[: self.config.rows] for tokens in whole.tokens]
 
     def _tokens(self, which: int, rank: int) -> torch.Tensor:
         return self.rows_drawn(which, rank, self.config.rows)
@@ -394,6 +413,14 @@ class ExpertsOperator(GemmOperator[MoeShape]):
 
 def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
     return [(r["speedup_over"][over], r["config"]) for r in rows if over in r["speedup_over"]]
+
+
+def _in_proportion(splits: torch.Tensor, rows: int) -> torch.Tensor:
+    """`rows` for each rank, spread over experts as `splits` spreads its own; the last ones go to the first experts."""
+    of_rank = splits.sum(1, keepdim=True)
+    fewer = splits * rows // of_rank
+    left = rows - fewer.sum(1, keepdim=True)
+    return fewer + (torch.arange(splits.shape[1]) < left)
 
 
 def _round_up(rows: int, to: int) -> int:

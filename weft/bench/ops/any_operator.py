@@ -8,11 +8,13 @@ means all that begin so, "all" every one.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -21,7 +23,7 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Columns, Operator, Variants
+from weft.bench.core.operator import ChoosingVariants, Columns, Operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, cell, geomean, markdown_table, milliseconds, number, share, times
 from weft.bench.ops import gemms
@@ -35,7 +37,7 @@ from weft.schedule import Schedule, named
 from weft.sim import Model
 from weft.words import counted
 
-GEMM, COMMUNICATION = "gemm", "communication"
+GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
 PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
 """An operator takes the same schedule for single calls as for queued ones."""
 NEVER_BELOW = 0.98
@@ -50,7 +52,7 @@ _BY_KIND = "the fastest of each kind of schedule, and of how many"
 _PREDICTED = ("predicted_ms", "predicted_blind_ms")
 
 
-class GemmVariants(Variants):
+class GemmVariants(ChoosingVariants):
     """Of an operator with a GEMM: baselines, the operator as it chooses (`compared`), schedules under their names."""
 
     config: Any
@@ -66,7 +68,8 @@ class GemmVariants(Variants):
     def __init__(self, spec: Spec[Any], shape: Shape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
         self.name, self.about, self.dtype, self.operands = shape.name, shape.about, DTYPES[dtype], DTYPES[dtype]
-        self.problems: gemms.Problems = shape.problems(spec.name, ranks.world_size, dtype)
+        self._describe: Callable[[Shape], gemms.Problems] = lambda of: of.problems(spec.name, ranks.world_size, dtype)
+        self.problems = self._describe(shape)
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
         self.schedules: dict[str, Schedule] = {}  # of the variants that pin one
@@ -130,8 +133,32 @@ class GemmVariants(Variants):
         self._taken[name] = found[-1]
 
     def taken(self, variant: str, mode: Mode) -> str:
-        """Which schedule the operator took for a variant that pins none, and was called."""
         return self._taken[variant][mode == "graph"]
+
+    def pair(self, mode: Mode) -> tuple[str, str]:
+        return WEFT, self.baseline(mode)
+
+    def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
+        return found.ms(mode, GEMM), found.ms(mode, COLLECTIVE)
+
+    def arm(self, name: str) -> Arm:
+        return self.weft(WEFT, None) if name == WEFT else self.serial
+
+    @abstractmethod
+    def serial(self, which: int) -> torch.Tensor:
+        """The baseline: the library's collective and GEMM in turn."""
+
+    def resized(self, size: int) -> Self:
+        other = copy.copy(self)
+        other.config = replace(self.config, m=size)
+        other.problems = self._describe(other.config)
+        other.problem = other.problems[0][0]
+        other.cut_to(self)
+        return other
+
+    @abstractmethod
+    def cut_to(self, whole: Self) -> None:
+        """Take the first rows of the inputs of `whole`, as this shape needs them."""
 
     def twins(self, mode: Mode) -> dict[str, str]:
         return {WEFT: BASELINE} if WEFT in self._taken and self.taken(WEFT, mode) == "serial" else {}
@@ -162,6 +189,9 @@ class MatmulVariants(GemmVariants):
     def _drawn(self, which: int, rank: int) -> Any:
         return self.spec.drawn(self.problem, rank, self.generator(1000 * which + rank))
 
+    def cut_to(self, whole: Self) -> None:
+        self.calls = [call._replace(x=call.x[: self.config.m]) for call in whole.calls]
+
     def reference(self, which: int) -> torch.Tensor:
         calls = [self._drawn(which, rank) for rank in range(self.ranks.world_size)]
         return self.spec.expected(self.problem, self.ranks.rank, calls)[0]
@@ -174,8 +204,11 @@ class MatmulVariants(GemmVariants):
 
         return call
 
+    def serial(self, which: int) -> torch.Tensor:
+        return self.weft(BASELINE, "serial")(which)
+
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        return {BASELINE: self.weft(BASELINE, "serial")}, {}, []
+        return {BASELINE: self.serial}, {}, []
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Inputs and results once through memory."""

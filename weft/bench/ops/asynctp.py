@@ -16,11 +16,12 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record, geomean, times
-from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MatmulVariants
+from weft.bench.ops.any_operator import COLLECTIVE, COMMUNICATION, GEMM, AnyOperator, Arm
+from weft.bench.ops.by_hand import HandVariants
 from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.symm import SymmetricBuffer
 
-ASYNCTP, COLLECTIVE = "asynctp", "collective"
+ASYNCTP = "asynctp"
 
 
 def enable_symmetric_memory(group_name: Any) -> None:
@@ -32,32 +33,23 @@ def enable_symmetric_memory(group_name: Any) -> None:
         enable_symm_mem_for_group(group_name)
 
 
-class TorchVariants(MatmulVariants):
-    """Of an operator that torch has too. Beside the variants run the GEMM alone, the copies to the peers alone, and the library's
-    collective alone."""
+class TorchVariants(HandVariants):
+    """Of an operator that torch has too. Beside the variants the copies to the peers alone run too."""
 
     baselines = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}
     beside = (GEMM, COMMUNICATION, COLLECTIVE)
 
     @abstractmethod
-    def serial(self, which: int) -> torch.Tensor:
-        """Collective and GEMM as a user would write them, with memory made beforehand but for the result."""
-
-    @abstractmethod
     def torchs(self) -> Arm:
         """torch's own operator."""
 
-    @abstractmethod
-    def alone(self) -> tuple[Call, Call, Call]:
-        """What runs beside the variants."""
-
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        arms: dict[str, Arm] = {BASELINE: self.serial}
+        arms, beside, notes = super().others(wanted)
         if self.ranks.device.type == "cuda" and ASYNCTP in (wanted or (ASYNCTP,)):
             enable_symmetric_memory(self.ranks.group.group_name)
             arms[ASYNCTP] = self.torchs()
-        return arms, dict(zip(self.beside, self.alone(), strict=True)), []
+        return arms, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Operands and result once through memory, the GEMM, or what leaves a rank over the link: the longest."""

@@ -6,30 +6,31 @@ what the bytes that move take at the rates measured in the same run; what a cach
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Columns, Operator, Variants
+from weft.bench.core.operator import ChoosingVariants, Columns, Operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, by_config, cell, geomean, times
-from weft.bench.ops.embedding_arms import BASELINE, Arm, EmbeddingData, SerialArm, make_arm, why_not
-from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale
+from weft.bench.ops.embedding_arms import BASELINE, CHOOSES, Arm, EmbeddingData, FusedArm, SerialArm, make_arm, why_not
+from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale, shared_out
 
 BASELINES = (BASELINE, "batched", "fbgemm")
 DEFAULT = "direct"  # what transport="auto" takes on CPU, and on H200s by their model
 DEFAULT_VARIANTS = ("batched", "fbgemm", DEFAULT, "put")
-POOL = " pooling alone"
+POOL, EXCHANGE = " pooling alone", "exchange alone"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Traffic:
         return ceilings.ms(self.memory, self.wire)
 
 
-class EmbeddingWorkload(EmbeddingData, Variants):
+class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     """What is recorded of the arms."""
 
     baselines = BASELINES
@@ -65,13 +66,39 @@ class EmbeddingWorkload(EmbeddingData, Variants):
     # --- variants, and what is recorded of them ---
 
     def arms(self, wanted: Sequence[str]) -> tuple[Mapping[str, Arm], dict[str, Call], list[str]]:
-        """Beside serial variants runs their pooling alone."""
+        """Beside serial variants runs their pooling alone, and beside the one that chooses the baseline's exchange alone."""
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_arm(name, self) for name in names if why_not(name, self.ranks.device) is None}
         pools: dict[str, Call] = {
             name + POOL: arm.pool for name, arm in self.built.items() if isinstance(arm, SerialArm)
         }
+        baseline = self.built[BASELINE]
+        if CHOOSES in self.built and isinstance(baseline, SerialArm):
+            pooled = baseline.pool(0)
+            pools[EXCHANGE] = lambda which: baseline.exchange(pooled)
         return self.built, pools, []
+
+    def pair(self, mode: Mode) -> tuple[str, str]:
+        return CHOOSES, BASELINE
+
+    def taken(self, variant: str, mode: Mode) -> str:
+        arm = self.built[variant]
+        assert isinstance(arm, FusedArm)
+        return arm.transport
+
+    def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
+        return found.ms(mode, BASELINE + POOL), found.ms(mode, EXCHANGE)
+
+    def arm(self, name: str) -> Arm:
+        return make_arm(name, self)
+
+    def resized(self, size: int) -> Self:
+        """The ids of another global batch are drawn anew."""
+        other = copy.copy(self)
+        other.config = replace(self.config, batch_sizes=shared_out(size, self.ranks.world_size))
+        other.local_batch = other.config.batch_sizes[self.ranks.rank]
+        other.draw_inputs()
+        return other
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))

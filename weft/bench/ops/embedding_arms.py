@@ -23,7 +23,7 @@ from weft.embedding.check import check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
 from weft.embedding.tables import column_runs
-from weft.operator.embedding import compiled
+from weft.operator.embedding import compiled, known_operator
 from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.symm import domain
@@ -31,6 +31,8 @@ from weft.timeline import Timeline
 
 BASELINE = "embedding_bag"
 PER_TABLE = "per-table"
+CHOOSES = "weft"
+"""The operator as users call it, which chooses its transport (`transport="auto"`)."""
 _OUTPUT_BUFFERS = 1  # no result is held across calls
 _CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
 
@@ -50,8 +52,17 @@ class EmbeddingData(Workload):
         self.weights = [torch.empty(shape, dtype=sharding.dtype, device=device) for shape in shapes]
         for t, weight in zip(owned, self.weights, strict=True):
             weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
-        bags, rows, law = [config.bags[t] for t in owned], [rows for rows, _ in shapes], config.preset.indices
-        drawn = [(bags, rows, law, config.global_batch, owned, i, device) for i in range(input_sets)]
+        self.draw_inputs()
+
+    def draw_inputs(self) -> None:
+        config, device = self.config, self.ranks.device
+        owned = list(config.sharding.local_tables(self.ranks.rank))
+        bags, rows, law = (
+            [config.bags[t] for t in owned],
+            [len(weight) for weight in self.weights],
+            config.preset.indices,
+        )
+        drawn = [(bags, rows, law, config.global_batch, owned, i, device) for i in range(self.input_sets)]
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
@@ -243,6 +254,16 @@ class FusedArm:
         )  # fmt: skip
 
     @property
+    def transport(self) -> str:
+        """The transport of the calls that were made."""
+        work = self.work
+        plan = plan_of(work.config.sharding, self.options)
+        known = known_operator(plan, domain(work.ranks.group, work.ranks.device), work.config.batch_sizes)
+        if known is None:
+            raise RuntimeError(f"no call of {work.name} was made with transport={self.options.transport!r}")
+        return str(known.plan.options.transport)
+
+    @property
     def extra_bytes(self) -> tuple[int, str]:
         config = self.work.config
         output = max(config.batch_sizes) * config.sharding.total_dim * config.itemsize
@@ -263,10 +284,10 @@ POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
 
 def why_not(name: str, device: torch.device) -> str | None:
     """Why arm `name` cannot run here, None if it can. Raises ValueError on a name that is no arm."""
-    if name not in (*POOLS, PER_TABLE) and parse(name) is None:
+    if name not in (*POOLS, PER_TABLE, CHOOSES) and parse(name) is None:
         raise ValueError(
-            f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE))}, or direct or put, optionally with -natural and -sliceN, "
-            f"such as put-natural-slice8"
+            f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE, CHOOSES))}, or direct or put, optionally with -natural and "
+            f"-sliceN, such as put-natural-slice8"
         )
     if name == PER_TABLE and device.type != "cuda":
         return "only GPU kernels are launched"
@@ -283,5 +304,5 @@ def why_not(name: str, device: torch.device) -> str | None:
 def make_arm(name: str, work: EmbeddingData) -> Arm:
     if name in POOLS:
         return SerialArm(work, POOLS[name])
-    options = parse(name) or EmbeddingOptions("direct", outputs=_OUTPUT_BUFFERS)
+    options = parse(name) or EmbeddingOptions("auto" if name == CHOOSES else "direct", outputs=_OUTPUT_BUFFERS)
     return FusedArm(work, options, per_table=name == PER_TABLE)

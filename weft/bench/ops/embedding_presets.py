@@ -126,9 +126,13 @@ class EmbeddingPreset:
             for i, shape in enumerate(shapes)
         )
         sharding = place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes])
-        batch = max(world_size, round(self.global_batch * scale.batch))
-        batch_sizes = tuple(batch // world_size + (r < batch % world_size) for r in range(world_size))
+        batch_sizes = shared_out(max(world_size, round(self.global_batch * scale.batch)), world_size)
         return EmbeddingConfig(self, sharding, tuple(shape.bags for shape in shapes), batch_sizes, scale)
+
+
+def shared_out(batch: int, world_size: int) -> tuple[int, ...]:
+    """Return each rank's samples of a global batch; the first ranks get the odd ones."""
+    return tuple(batch // world_size + (r < batch % world_size) for r in range(world_size))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ weft knows what a dispatch before it would tell it, the number of this rank's to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,11 @@ class CombineVariants(ExpertVariants):
 
     def draw_rows(self) -> None:
         self.arrived = [self.rows_at(which, self.ranks.rank) for which in range(self.input_sets)]
+        for splits in self.splits:
+            remember_total(splits, self.config.rows)
+
+    def cut_rows(self, whole: Self) -> None:
+        self.arrived = [rows[: int(self.counts(which).sum())] for which, rows in enumerate(whole.arrived)]
         for splits in self.splits:
             remember_total(splits, self.config.rows)
 

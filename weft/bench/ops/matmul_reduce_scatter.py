@@ -13,6 +13,7 @@ library's reduce-scatter alone.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -22,6 +23,8 @@ from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.asynctp import TorchOperator, TorchVariants
 from weft.ops import matmul_reduce_scatter as plain
 from weft.ops import scaled_matmul_reduce_scatter as scaled
+from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 from weft.runtime.collectives import reduce_scatter_by_torch
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.unfused import reduce_scatter
@@ -31,6 +34,14 @@ class ScatterVariants(TorchVariants):
     def draw(self) -> None:
         super().draw()
         self.product = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=self.ranks.device)
+
+    def cut_to(self, whole: Self) -> None:
+        super().cut_to(whole)
+        self.product = whole.product[: self.config.m]
+
+    def public(self, which: int, schedule: str | None) -> torch.Tensor:
+        call = self.calls[which]
+        return matmul_reduce_scatter(call.x, call.B, "sum", 0, self.ranks.group, schedule=schedule)
 
     def moved(self) -> tuple[float, float, float]:
         m, n, k = self.config.m, self.config.n, self.config.k
@@ -84,6 +95,12 @@ class ScaledScatterVariants(ScatterVariants):
     def gemm(self, which: int, out: torch.Tensor) -> None:
         call = self.calls[which]
         scaled_matmul(call.x, call.B, call.scale, call.B_scale, fast=call.fast, out=out)
+
+    def public(self, which: int, schedule: str | None) -> torch.Tensor:
+        x, B, scale, B_scale, *_ = self.calls[which]
+        return scaled_matmul_reduce_scatter(
+            x, B, scale, B_scale, "sum", 0, 0, self.ranks.group, out_dtype=self.dtype, schedule=schedule
+        )
 
     def torchs(self) -> Arm:
         name, shape = self.ranks.group.group_name, [self.config.m, self.config.n]

@@ -1,0 +1,207 @@
+"""Shapes that a seed draws: a function of (seed, operator, number) and of what the machine takes, the same for every part of a run.
+
+    M        30%: 1 to 256, as when a language model generates; else 128 to 65536, log-uniform, half of them multiples of 128.
+             Operators whose ranks have equal parts of the rows: the next multiple of the number of ranks
+    N, K     512 to 53248, log-uniform; 80% multiples of 128, else of 64
+    experts  tokens of a rank as M, to 16384; 1 to 32 experts on each rank, each token for 1 to 8; even to zipf 1
+    tables   1 to 64 of 1,000 to 10,000,000 rows and 16 to 512 columns; bags of up to 64 rows; batches of 64 to 65536
+    CPU      all smaller, so that a call takes some milliseconds
+
+What needs more than `Bounds` is drawn again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from weft.bench.ops.all_to_all_matmul import MoeShape
+from weft.bench.ops.embedding_presets import Bag, EmbeddingPreset, TableShape, Zipf
+from weft.bench.ops.gemms import Shape
+from weft.hw import machine_of
+
+Drawn: TypeAlias = Shape | EmbeddingPreset
+
+EMBEDDING = "embedding_all_to_all"
+EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
+_EVEN = ("all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter")
+"""Operators whose ranks have equal parts of M."""
+
+_MOST_US = 5000.0
+_MEMORY_SHARE = 0.25
+_UNKNOWN = (500e6, 2e6)  # FLOP and bytes in a microsecond, for a GPU of which nothing is known
+_DECODE_SHARE = 0.3
+_ATTEMPTS = 100_000
+_ITEM_BYTES, _TABLE_BYTES = {"cuda": 2, "cpu": 4}, 4
+_CHECKING = 2.4
+"""Times the bytes of a shape: what the check of its results may hold, 60% of the memory."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Of a type of device. m, tokens, experts: at most. decode: rows of few, at most. nk, rows, dim, batch: from, to. sizes: the
+    largest M, tokens and batch of `changing`."""
+
+    m: int
+    decode: int
+    nk: tuple[int, int]
+    tokens: int
+    experts: int
+    rows: tuple[int, int]
+    dim: tuple[int, int]
+    batch: tuple[int, int]
+    sizes: tuple[int, int, int]
+
+
+RANGES = {
+    "cuda": Ranges(
+        65536, 256, (512, 53248), 16384, 32, (1000, 10_000_000), (16, 512), (64, 65536), (16384, 4096, 8192)
+    ),
+    "cpu": Ranges(1024, 64, (64, 1024), 256, 8, (1000, 50_000), (16, 128), (16, 512), (512, 128, 256)),
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a draw may need of each of `ranks`: operations of its GEMMs, bytes that pooling reads, bytes of inputs and of results in
+    float64."""
+
+    device: str
+    ranks: int
+    flops: float
+    read_bytes: float
+    bytes: float
+
+
+def bounds_here(device: str, ranks: int) -> Bounds:
+    """Return the bounds of this machine: 5 ms at the rates of its model, a quarter of its memory. On CPU they are constants."""
+    if device == "cpu":
+        return Bounds(device, ranks, 1e8, 8e6, 64e6)
+    machine = machine_of(torch.cuda.get_device_name())
+    flops, read = _UNKNOWN
+    if machine is not None:
+        flops, read = machine.per_us("compute.bf16_dense"), machine.per_us("memory.bandwidth")
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return Bounds(device, ranks, _MOST_US * flops, _MOST_US * read, _MEMORY_SHARE * memory)
+
+
+def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
+    """Return shape number `index` of an operator."""
+    return _first_fitting(random.Random(f"{seed}/{op}/{index}"), op, bounds, _kind(op))
+
+
+def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
+    """Return a shape of the largest size, and `count` different sizes up to that (fewer, where there are no more): M, tokens of a
+    rank, or samples of all ranks."""
+    rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
+    most = sizes[(Shape, MoeShape, EmbeddingPreset).index(_made_by(op))]
+    unit = _unit(op, bounds)
+
+    def largest(rng: random.Random, op: str, bounds: Bounds) -> Drawn:
+        drawn = kind(rng, op, bounds)
+        if isinstance(drawn, EmbeddingPreset):
+            return replace(drawn, name=f"{drawn.name.partition('-b')[0]}-b{most}", global_batch=most)
+        return replace(drawn, m=most - most % unit)
+
+    shape, least = _first_fitting(rng, op, bounds, largest), bounds.ranks if op == EMBEDDING else 1
+    possible = range(least, most // unit + 1)
+    return shape, tuple(unit * size for size in rng.sample(possible, min(count, len(possible))))
+
+
+def _made_by(op: str) -> type:
+    return EmbeddingPreset if op == EMBEDDING else MoeShape if op in EXPERTS else Shape
+
+
+def _kind(op: str) -> Callable[[random.Random, str, Bounds], Drawn]:
+    return _tables if op == EMBEDDING else _experts if op in EXPERTS else _gemm
+
+
+def _unit(op: str, bounds: Bounds) -> int:
+    return bounds.ranks if op in _EVEN else 1
+
+
+def _first_fitting(
+    rng: random.Random, op: str, bounds: Bounds, drawn: Callable[[random.Random, str, Bounds], Drawn]
+) -> Drawn:
+    for _ in range(_ATTEMPTS):
+        one = drawn(rng, op, bounds)
+        if fits(one, bounds):
+            return one
+    raise ValueError(f"no shape of {op} fits {bounds}: give more memory, or leave the operator out")
+
+
+def fits(drawn: Drawn, bounds: Bounds) -> bool:
+    """Return whether a shape stays within the bounds."""
+    if isinstance(drawn, EmbeddingPreset):
+        table_bytes = _TABLE_BYTES * _of_busiest([table.rows * table.dim for table in drawn.tables], bounds.ranks)
+        row_bytes = _TABLE_BYTES * _of_busiest([table.bags.mean * table.dim for table in drawn.tables], bounds.ranks)
+        result_bytes = 8 * sum(table.dim for table in drawn.tables) * drawn.global_batch
+        return table_bytes + result_bytes <= bounds.bytes and row_bytes * drawn.global_batch <= bounds.read_bytes
+    item_bytes, rows = _ITEM_BYTES[bounds.device], drawn.rows if isinstance(drawn, MoeShape) else drawn.m
+    return (
+        2.0 * rows * drawn.n * drawn.k <= bounds.flops
+        and drawn.bytes(bounds.ranks, item_bytes) <= bounds.bytes
+        and (
+            isinstance(drawn, MoeShape) or _checking_bytes(drawn, bounds.ranks, item_bytes) <= _CHECKING * bounds.bytes
+        )
+    )
+
+
+def _checking_bytes(shape: Shape, ranks: int, item_bytes: int) -> float:
+    """What the comparison with float64 holds: two input sets, one of each rank, an operand in fp32 and both in fp64, products."""
+    operands = (shape.m + shape.n) * shape.k
+    return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
+
+
+def _of_busiest(costs: Sequence[float], ranks: int) -> float:
+    """The least that the busiest rank has of tables, none of which is split."""
+    return max(max(costs), sum(costs) / ranks)
+
+
+def _gemm(rng: random.Random, op: str, bounds: Bounds) -> Shape:
+    ranges, unit = RANGES[bounds.device], _unit(op, bounds)
+    m = _rows(rng, ranges.m, ranges.decode)
+    even = min(-(-m // unit) * unit, ranges.m - ranges.m % unit)
+    return Shape(even, _extent(rng, ranges.nk), _extent(rng, ranges.nk))
+
+
+def _experts(rng: random.Random, op: str, bounds: Bounds) -> MoeShape:
+    ranges = RANGES[bounds.device]
+    experts = bounds.ranks * 2 ** rng.randint(0, ranges.experts.bit_length() - 1)
+    top_k = rng.randint(1, min(8, experts))
+    m, n, k = _rows(rng, ranges.tokens, ranges.decode), _extent(rng, ranges.nk), _extent(rng, ranges.nk)
+    return MoeShape(m, n, k, experts=experts, top_k=top_k, skew=rng.choice((0.0, 0.5, 1.0)))
+
+
+def _tables(rng: random.Random, op: str, bounds: Bounds) -> EmbeddingPreset:
+    ranges = RANGES[bounds.device]
+    count, dim = round(_log(rng, (1, 64))), 8 * max(1, round(_log(rng, ranges.dim) / 8))
+    most, law = round(_log(rng, (1, 64))), rng.choice((0.0, 0.8, 1.2))
+    fixed = rng.random() < 0.5
+    tables = tuple(
+        TableShape(round(_log(rng, ranges.rows)), dim, Bag(most if fixed else 0, most)) for _ in range(count)
+    )
+    batch = round(_log(rng, ranges.batch))
+    name = f"{count}x{sum(table.rows for table in tables)}-d{dim}-{'l' if fixed else 'to'}{most}-zipf{law:g}-b{batch}"
+    return EmbeddingPreset(name, "drawn", tables, False, max(batch, bounds.ranks), Zipf(law))
+
+
+def _rows(rng: random.Random, most: int, decode: int) -> int:
+    if rng.random() < _DECODE_SHARE:
+        return rng.randint(1, decode)
+    rows = round(_log(rng, (decode // 2, most)))
+    return rows - rows % 128 if rows >= 128 and rng.random() < 0.5 else rows
+
+
+def _extent(rng: random.Random, within: tuple[int, int]) -> int:
+    unit = 128 if rng.random() < 0.8 else 64
+    return max(within[0], min(within[1], round(_log(rng, within) / unit) * unit))
+
+
+def _log(rng: random.Random, within: tuple[int, int]) -> float:
+    return math.exp(rng.uniform(math.log(within[0]), math.log(within[1])))

@@ -1,0 +1,205 @@
+"""What rows say. A row is a record of one shape in one mode: the slowest rank's milliseconds of weft and of serial by hand in each
+repetition, in which they took turns; of `changing` the same over all sizes.
+
+A shape is *below* in a mode if weft ran at under `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a second
+run. Single calls are judged by the microseconds that weft adds, `changing` by mean and 99th percentile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+
+from weft.bench.core.tables import Record, geomean, share
+from weft.bench.ops.any_operator import NEVER_BELOW
+
+BENCHMARK = "never-slower"
+"""What the field `benchmark` of its rows says."""
+
+SERIAL = "serial"
+"""The schedule that overlaps nothing."""
+GAINS_BELOW = 0.9
+"""Of serial's time: where the ideal is under it, overlap can gain."""
+OVERLAPPED_SHARE = 0.6
+ADDED_US = {True: 20.0, False: 10.0}
+"""What a single call may add to serial's time, by whether its schedule overlaps."""
+CHANGING_MEAN, CHANGING_P99_MS = 1.03, 0.3
+"""Of serial's mean; above serial's 99th percentile."""
+
+_OF_REPETITIONS = 0.8
+_JUDGED = ("queued", "graph")
+
+
+def is_mine(record: Record) -> bool:
+    """True for a row of this benchmark."""
+    return record.get("benchmark") == BENCHMARK
+
+
+def key(row: Record) -> tuple[Hashable, ...]:
+    """What identifies a shape in a mode."""
+    return row["seed"], row["op"], row["index"], row["config"], row["mode"]
+
+
+def speed(row: Record) -> float:
+    """How many times as fast as serial by hand."""
+    return float(median(row["serial_ms"]) / median(row["weft_ms"]))
+
+
+def is_under(row: Record) -> bool:
+    """True if weft ran at under `NEVER_BELOW` of serial's speed in four of five repetitions of this run."""
+    pairs = [*zip(row["serial_ms"], row["weft_ms"], strict=True)]
+    under = sum(serial / weft < NEVER_BELOW for serial, weft in pairs)
+    return under >= math.ceil(_OF_REPETITIONS * len(pairs))
+
+
+def is_timed(row: Record) -> bool:
+    return "weft_ms" in row
+
+
+def is_suspect(row: Record) -> bool:
+    """True for a row of a first run that is to be measured again."""
+    return is_timed(row) and row["mode"] in _JUDGED and not row["again"] and is_under(row)
+
+
+def added_us(row: Record) -> float:
+    """What a call takes longer than serial's, at the median."""
+    return 1e3 * (median(row["weft_ms"]) - median(row["serial_ms"]))
+
+
+def overlaps(row: Record) -> bool:
+    return bool(row["chosen"] != SERIAL)
+
+
+def ideal_ratio(row: Record) -> float | None:
+    """The longer of computation and collective, each alone, over serial's time."""
+    ideal = row["ideal_ms"]
+    return None if ideal is None else float(ideal / median(row["serial_ms"]))
+
+
+def can_gain(row: Record) -> bool:
+    ratio = ideal_ratio(row)
+    return ratio is not None and ratio < GAINS_BELOW
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What rows say together. Of equal keys the last row counts, in the first and in the second run apart."""
+
+    rows: Sequence[Record]
+
+    @cached_property
+    def _runs(self) -> tuple[dict[Hashable, Record], dict[Hashable, Record]]:
+        first, second = dict[Hashable, Record](), dict[Hashable, Record]()
+        for row in self.rows:
+            (second if row["again"] else first)[key(row)] = row
+        return first, second
+
+    @cached_property
+    def timed(self) -> list[Record]:
+        """Rows of the first run with times, without those of `changing`."""
+        return [row for row in self._runs[0].values() if is_timed(row)]
+
+    @cached_property
+    def judged(self) -> list[Record]:
+        """Those among them in modes where a shape can be below."""
+        return [row for row in self.timed if row["mode"] in _JUDGED]
+
+    @cached_property
+    def suspects(self) -> list[Record]:
+        """Rows that were under in the first run and have no second one."""
+        return [row for row in self.judged if is_suspect(row) and key(row) not in self._runs[1]]
+
+    @cached_property
+    def below(self) -> list[Record]:
+        """Rows that were under in both runs."""
+        again = self._runs[1]
+        return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
+
+    @property
+    def worst(self) -> list[Record]:
+        """The slowest beside serial first; single calls only where there is nothing else."""
+        return sorted(self.judged or self.timed, key=speed)
+
+    @property
+    def serial(self) -> list[Record]:
+        """Rows for which the serial schedule was chosen."""
+        return [row for row in self.judged if not overlaps(row)]
+
+    @property
+    def gaining(self) -> list[Record]:
+        """Rows where overlap can gain."""
+        return [row for row in self.judged if can_gain(row)]
+
+    @property
+    def overlapped_share(self) -> float | None:
+        """Of the rows where overlap can gain, the part that overlaps."""
+        return share([overlaps(row) for row in self.gaining])
+
+    def added_us(self, overlapped: bool) -> float | None:
+        """What single calls add, at the median of all shapes."""
+        found = [added_us(row) for row in self.timed if row["mode"] == "single" and overlaps(row) == overlapped]
+        return median(found) if found else None
+
+    @property
+    def changing(self) -> list[Record]:
+        return [row for row in self._runs[0].values() if "changing" in row]
+
+    @property
+    def errors(self) -> list[Record]:
+        return [row for run in self._runs for row in run.values() if row.get("error")]
+
+    @property
+    def skipped(self) -> list[Record]:
+        return [row for row in self._runs[0].values() if row.get("skipped")]
+
+    @property
+    def mean_ideal_of_serial(self) -> float | None:
+        """Where serial was chosen: the ideal over serial's time, in the geometric mean."""
+        return geomean([ratio for row in self.serial if (ratio := ideal_ratio(row)) is not None])
+
+    @property
+    def failures(self) -> list[str]:
+        """What does not hold, a part of a sentence for each; empty if all holds."""
+        found = []
+        if self.below:
+            found.append(f"{len(self.below)} of {len(self.judged)} below {NEVER_BELOW}x")
+        if self.suspects:
+            found.append(f"{len(self.suspects)} under {NEVER_BELOW}x once and not measured again")
+        overlapped = self.overlapped_share
+        if overlapped is not None and overlapped < OVERLAPPED_SHARE:
+            found.append(f"{overlapped:.0%} overlapped where overlap can gain (at least {OVERLAPPED_SHARE:.0%})")
+        for how, most in ADDED_US.items():
+            added = self.added_us(how)
+            if added is not None and added > most:
+                found.append(
+                    f"single calls add {added:.0f} us {'overlapped' if how else 'serial'} (at most {most:.0f})"
+                )
+        beyond = []
+        for row in self.changing:
+            mean, p99_ms = changing_ratios(row)
+            if mean > CHANGING_MEAN or p99_ms > CHANGING_P99_MS:
+                beyond.append(f"{row['op']} {mean:.2f}x and {p99_ms:+.2f} ms")
+        if beyond:
+            limits = f"{CHANGING_MEAN}x serial's mean and {CHANGING_P99_MS} ms above its 99th percentile"
+            found.append(f"changing sizes (at most {limits}): {', '.join(beyond)}")
+        if self.errors:
+            found.append(f"{len(self.errors)} ended with an error")
+        return found
+
+
+def is_under_again(row: Record | None) -> bool:
+    return row is not None and is_timed(row) and is_under(row)
+
+
+def changing_ratios(row: Record) -> tuple[float, float]:
+    """(weft's mean over serial's, milliseconds that weft's 99th percentile is above serial's)"""
+    weft, serial = row["changing"]["weft_ms"], row["changing"]["serial_ms"]
+    return weft["mean"] / serial["mean"], weft["p99"] - serial["p99"]
+
+
+def mine(records: Iterable[Record]) -> list[Record]:
+    """Return the rows of this benchmark."""
+    return [record for record in records if is_mine(record)]

@@ -1,0 +1,167 @@
+"""One drawn shape on all ranks: inputs, checks and times by the harness of all benchmarks, and a row for each mode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from weft.bench.core.harness import Mode, Ranks
+from weft.bench.core.measure import Results, measure_arms
+from weft.bench.core.operator import ChoosingVariants
+from weft.bench.core.operators import operator, plain
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.records import environment
+from weft.bench.core.tables import Record
+from weft.bench.never_slower.draw import Drawn
+from weft.bench.never_slower.judge import BENCHMARK
+from weft.bench.never_slower.options import Options
+from weft.bench.ops.any_operator import COMMUNICATION
+from weft.bench.ops.embedding_presets import EmbeddingPreset
+from weft.words import counted
+
+REPETITIONS = 5
+_SECONDS = {"cuda": 0.03, "cpu": 0.05}
+"""For the slowest variant of a mode."""
+_WARM = {"cuda": 20, "cpu": 5}
+"""Sizes that are called before `changing` counts."""
+_FP8 = (8, 9)
+"""The compute capability from which on GPUs have fp8 GEMMs."""
+_LIMIT = 4.0
+"""Times the error that torch's own GEMM may have: how far results of two ways may be apart, each of which rounds."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A shape to measure. index: its number; -1 for that of `changing`. sizes: of `changing`."""
+
+    op: str
+    index: int
+    drawn: Drawn
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def config(self) -> str:
+        return self.drawn.name + (f", {counted(len(self.sizes), 'size')}" if self.sizes else "")
+
+
+def common(item: Item, mode: str, again: bool, ranks: Ranks, options: Options) -> Record:
+    """Return the fields that every row has."""
+    device = options.device
+    name, dtype = plain(item.op, None)
+    return {
+        "benchmark": BENCHMARK, "op": item.op, "config": item.config, "index": item.index, "seed": options.seed, "mode": mode,
+        "again": again, "dtype": dtype or operator(name).default_dtype(device), "device": device, "ranks": ranks.world_size,
+        "threads": torch.get_num_threads() if device == "cpu" else None, **environment(device),
+    }  # fmt: skip
+
+
+def measured(item: Item, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
+    """Measure a shape. Collective; the same times on every rank."""
+    if why := _cannot(item, ranks):
+        return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
+    name, dtype = plain(item.op, None)
+    op: Any = operator(name)
+    drawn, is_tables = item.drawn, isinstance(item.drawn, EmbeddingPreset)
+    work: ChoosingVariants = op.workload(
+        drawn, ranks,
+        BenchOptions(
+            name, None if is_tables else drawn.name, ranks.world_size, options.device, quick=True,
+            dtype=dtype or op.default_dtype(options.device), scale=1.0 if is_tables else None,
+        ),
+    )  # fmt: skip
+    if item.sizes:
+        return [common(item, "changing", again, ranks, options) | _changing(work, item, ranks)]
+    known = op.modes(options.device)
+    rows: dict[str, Record] = {mode: {"skipped": f"{item.op} is not captured by its benchmark"} for mode in modes}
+    timed: tuple[Mode, ...] = tuple(m for m in get_args(Mode) if m in modes and m in known)  # graph is the last
+    if timed:
+        rows |= _timed(work, timed, options)
+    return [common(item, mode, again, ranks, options) | found for mode, found in rows.items()]
+
+
+def _cannot(item: Item, ranks: Ranks) -> str:
+    """Why an operator cannot run on this machine; empty if it can."""
+    fp8 = "scaled" in item.op and ranks.device.type == "cuda"
+    if fp8 and torch.cuda.get_device_capability(ranks.device) < _FP8:
+        return f"fp8 GEMMs need a GPU of compute capability {'.'.join(map(str, _FP8))}"
+    return ""
+
+
+def _timed(work: ChoosingVariants, modes: tuple[Mode, ...], options: Options) -> dict[str, Record]:
+    pairs = {mode: work.pair(mode) for mode in modes}
+    wanted = dict.fromkeys([work.baselines[0], *(name for pair in pairs.values() for name in reversed(pair))])
+    arms, beside, notes = work.arms([*wanted])
+    arms, beside = {name: arms[name] for name in wanted if name in arms}, dict(beside)
+    beside.pop(COMMUNICATION, None)
+    found = measure_arms(
+        work, arms, beside, modes=modes, seconds=_SECONDS[options.device], repetitions=(REPETITIONS, REPETITIONS),
+        step=lambda what, share: None,
+    )  # fmt: skip
+    return {mode: _row(work, mode, *pairs[mode], found, notes) for mode in modes}
+
+
+def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Results, notes: Sequence[str]) -> Record:
+    mine, serial = (found.timings.get((mode, name)) for name in (weft, base))
+    if wrong := found.wrong.get(weft) or found.wrong.get(base):
+        return {"error": wrong}
+    if mine is None or serial is None:
+        name = base if serial is None else weft
+        waits = f"{name} waits for the device in each call" if name in work.waiting else ""
+        return {"skipped": found.not_captured.get(name) or waits or "; ".join(notes) or f"{name} cannot run here"}
+    computation, collective = work.alone_ms(mode, found)
+    ideal = None if computation is None or collective is None else max(computation, collective)
+    return {
+        "weft_ms": list(mine.each_ms), "serial_ms": list(serial.each_ms), "computation_ms": computation,
+        "collective_ms": collective, "ideal_ms": ideal, "variant": weft, "baseline": base, "chosen": work.taken(weft, mode),
+        "host_us": mine.host_us, "serial_host_us": serial.host_us, "first_call_ms": found.first_call_ms[weft],
+        "calls": mine.calls, "differs": found.errors[weft],
+    }  # fmt: skip
+
+
+def _changing(work: ChoosingVariants, item: Item, ranks: Ranks) -> Record:
+    """Call all sizes, one after the other, weft and serial in turns, a synchronisation after each call."""
+    names = work.pair("single")
+    warm, times = _WARM[ranks.device.type], list[list[float]]()
+    apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for number, size in enumerate(item.sizes):
+        of_size = work.resized(size)
+        arms = [of_size.arm(name) for name in names]
+        took, made = [0.0, 0.0], [torch.empty(0)] * 2
+        for which in (0, 1) if number % 2 else (1, 0):
+            ranks.synchronize()
+            ranks.start_together()
+            start = time.perf_counter()
+            made[which] = arms[which](0)
+            ranks.synchronize()
+            took[which] = 1e3 * (time.perf_counter() - start)
+        times.append(took)
+        apart = torch.maximum(apart, _apart(*made))
+        del made, arms, of_size
+    limit = _LIMIT * work.limit(work.baselines[0], {})
+    if not (worst := ranks.most(float(apart))) <= limit:
+        raise RuntimeError(
+            f"{item.config}: weft and serial differ by {worst:.3g} of the largest element (at most {limit:.3g})"
+        )
+    counted_from = min(warm, len(times) // 2)
+    flat = ranks.gather([ms for took in times[counted_from:] for ms in took])
+    slowest = np.asarray(flat).reshape(ranks.world_size, -1, 2).max(axis=0)
+    weft, serial = (_spread(slowest[:, which]) for which in (0, 1))
+    return {"changing": {"weft_ms": weft, "serial_ms": serial, "sizes": len(slowest), "warm": counted_from}}
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The largest difference over the largest element; stays on the device."""
+    if not one.numel():
+        return torch.zeros((), dtype=torch.float64, device=one.device)
+    largest = other.abs().max().double().clamp_min(1e-30)
+    return torch.nan_to_num((one.float() - other.float()).abs().max().double() / largest, nan=torch.inf)
+
+
+def _spread(ms: np.ndarray) -> dict[str, float]:
+    p50, p99 = (float(np.percentile(ms, p)) for p in (50, 99))
+    return {"mean": float(ms.mean()), "p50": p50, "p99": p99, "max": float(ms.max())}

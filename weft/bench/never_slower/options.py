@@ -1,0 +1,129 @@
+"""The command line of `weft bench never-slower`. It needs no torch for its help."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.bench.core.arguments import check_file, number_of_ranks, one_of
+from weft.bench.core.operators import LAYERS, names
+from weft.bench.provenance import provenance
+
+COMMAND = "never-slower"
+MODES = ("queued", "graph", "single", "changing")
+SHAPES = 12
+SIZES = {"cuda": 1000, "cpu": 30}
+"""How many sizes follow each other in `changing`, by type of device."""
+
+_ABOUT = """
+Measure whether weft is ever slower than NCCL (gloo) and cuBLAS called by hand: every forward operator, on shapes that a seed draws.
+
+Each shape is checked against float64, then timed in turns with serial by hand, five times. A shape is below if weft runs at under
+0.98 of serial's speed in four of the five, and again when all such shapes are measured a second time. Shapes: M 1 to 65536, N and
+K 512 to 53248; those of more than 5 ms of GEMM, or a quarter of the memory, are drawn again; on CPU they are small. The exit status
+is 0 whatever is found; the last line is the verdict.
+"""
+_EXAMPLES = """modes:
+  queued    the host runs ahead of the device, as in training
+  graph     captured in a CUDA graph and replayed, as in decoding; not on CPU, nor where an operator cannot be captured
+  single    a synchronisation after each call: counted in microseconds that weft adds
+  changing  sizes follow each other, none twice, each call synchronised: mean and 99th percentile
+
+examples:
+  weft bench never-slower                                  5 minutes on two GPUs
+  weft bench never-slower --ops all_gather_matmul,matmul_all_reduce --modes queued,graph
+  weft bench never-slower --json never.jsonl               interrupted? The same command again measures what is missing
+  weft bench never-slower --shapes 40 --part 2/3 --seed 89614071 --json part-2.jsonl
+  torchrun --nproc-per-node 2 -m weft.cli bench never-slower --device cuda
+"""
+
+
+def forward_operators() -> list[str]:
+    """Return the names of the operators that users call."""
+    return [name for name in names() if name != LAYERS and not name.endswith("_gradients")]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run. part: (i, n), the i-th of n equal parts of all shapes. sizes: how many follow each other in `changing`."""
+
+    ops: tuple[str, ...]
+    modes: tuple[str, ...]
+    device: str
+    ranks: int
+    seed: str
+    shapes: int = SHAPES
+    sizes: int = SIZES["cpu"]
+    part: tuple[int, int] = (1, 1)
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r} must be 'cpu' or 'cuda'")
+        for name in self.ops:
+            if name not in forward_operators():
+                raise one_of("operator", name, forward_operators())
+        for mode in self.modes:
+            if mode not in MODES:
+                raise one_of("mode", mode, MODES)
+        if self.modes == ("graph",) and self.device == "cpu":
+            raise ValueError(
+                "--modes graph: on CPU nothing is captured: take queued, single or changing, or --device cuda"
+            )
+        if not re.fullmatch(r"[0-9a-f]{1,16}", self.seed):
+            raise ValueError(f"--seed {self.seed}: give up to 16 hexadecimal digits, such as 89614071")
+        for name, count in (("--ranks", self.ranks), ("--shapes", self.shapes), ("--sizes", self.sizes)):
+            if count < 1:
+                raise ValueError(f"{name} {count}: must be at least 1")
+        number, parts = self.part
+        if not 1 <= number <= parts:
+            raise ValueError(f"--part {number}/{parts}: parts are numbered from 1 to {parts}")
+
+
+def options_of(arguments: Sequence[str], program: str) -> Options:
+    """Return what is asked for. `ValueError` for what cannot be."""
+    parser = argparse.ArgumentParser(
+        prog=f"{program} {COMMAND}", description=_ABOUT, epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--ops", metavar="A,B", help=f"default: all, which are {', '.join(forward_operators())}")
+    add("--shapes", type=int, default=SHAPES, metavar="N", help=f"shapes of each operator. Default: {SHAPES}")
+    add("--part", default="1/1", metavar="I/N", help="measure the I-th of N equal parts of all shapes")
+    add("--seed", metavar="HEX", help="of the shapes. Default: the first 8 digits of the commit that is measured")
+    add("--modes", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}; on CPU without graph")
+    add("--sizes", type=int, metavar="N", help="how many sizes follow each other in changing. Default: "
+        f"{SIZES['cuda']} on GPUs, {SIZES['cpu']} on CPU")  # fmt: skip
+    add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
+    add("--ranks", type=int, help="processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun")
+    add("--json", type=Path, metavar="FILE", help="append a line for each shape and mode. What FILE already has of this seed, "
+        "code and machine is not measured again")  # fmt: skip
+    given = parser.parse_args(arguments)
+
+    import torch
+
+    if given.json is not None:
+        check_file("--json", given.json)
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    modes = tuple(mode for mode in _list(given.modes) if mode != "graph" or device != "cpu" or given.modes == "graph")
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", given.part)
+    if found is None:
+        raise ValueError(f"--part {given.part}: write it as I/N, such as 1/3")
+    return Options(
+        _list(given.ops) if given.ops is not None else tuple(forward_operators()), modes, device,
+        number_of_ranks(given.ranks, device), (given.seed or default_seed()).lower(), given.shapes,
+        SIZES.get(device, SIZES["cpu"]) if given.sizes is None else given.sizes, (int(found[1]), int(found[2])), given.json,
+    )  # fmt: skip
+
+
+def default_seed() -> str:
+    """Return the first 8 hexadecimal digits of the commit, or of the sources' hash where no commit is known."""
+    code = provenance()
+    return (code.source if code.commit == "unknown" else code.commit)[:8]
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))

@@ -1,0 +1,173 @@
+"""What rows say, for readers: the summary on the terminal, a table for documents, and the sentence of the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from weft.bench.core.console import print_table
+from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, times
+from weft.bench.never_slower.judge import (
+    ADDED_US,
+    GAINS_BELOW,
+    OVERLAPPED_SHARE,
+    Verdict,
+    changing_ratios,
+    ideal_ratio,
+    key,
+    speed,
+)
+from weft.bench.ops.any_operator import NEVER_BELOW
+from weft.words import counted, joined
+
+_WORST = 10
+_HOW = {True: "overlapped", False: "serial"}
+
+
+def in_short(rows: Sequence[Record]) -> str:
+    """Return what a shape's rows say, for a line of progress."""
+    found = []
+    for row in rows:
+        if row.get("error"):
+            found.append(f"{row['mode']} {row['error']}")
+        elif row.get("skipped"):
+            found.append(f"{row['mode']} skipped")
+        elif "changing" in row:
+            mean, p99_ms = changing_ratios(row)
+            found.append(f"changing {mean:.2f}x the time, {p99_ms:+.2f} ms at the 99th percentile")
+        else:
+            found.append(f"{row['mode']} {times(speed(row))} ({row['chosen']})")
+    return joined(*found)
+
+
+def show(rows: Sequence[Record]) -> None:
+    """Print the ten worst, what all say together, and the verdict."""
+    verdict = Verdict(rows)
+    if verdict.timed:
+        below = {key(row) for row in verdict.below}
+        lines = [
+            [f"{row['op']} {row['config']}", row["mode"], times(speed(row)), milliseconds(median(row["serial_ms"])),
+             number(ideal_ratio(row), 2), row["chosen"], "below" if key(row) in below else ""]
+            for row in verdict.worst[:_WORST]
+        ]  # fmt: skip
+        columns = ("shape", "mode", "vs\nserial", "serial\nms", "ideal /\nserial", "chosen", "")
+        where = f"{counted(rows[0]['ranks'], 'rank')}, {rows[0]['machine']}, seed {rows[0]['seed']}"
+        print_table(f"never-slower, {where}: the slowest beside serial", columns, lines, optional=("ideal /\nserial",))
+    print("\n".join(["", *said(verdict), "", f"Verdict: {verdict_of(verdict)}"]), flush=True)
+
+
+def verdict_of(verdict: Verdict) -> str:
+    """Return the verdict in one line."""
+    if not (verdict.timed or verdict.changing):
+        return "nothing was measured"
+    measured = counted(len({(row["op"], row["config"]) for row in verdict.timed}), "shape")
+    if failures := verdict.failures:
+        return f"does not hold on {measured}: {'; '.join(failures)}"
+    return f"holds on {measured}: none is below {NEVER_BELOW}x serial by hand"
+
+
+def said(verdict: Verdict) -> list[str]:
+    """Return what rows say together, a line for each thing."""
+    lines = []
+    if judged := verdict.judged:
+        lines.append(
+            f"below {NEVER_BELOW}x serial, twice: {len(verdict.below)} of {len(judged)} (shape, mode) "
+            f"({len(verdict.below) / len(judged):.1%}); weft {times(geomean([speed(row) for row in judged]))} serial in the "
+            f"geometric mean"
+        )
+        serial, ideal = verdict.serial, verdict.mean_ideal_of_serial
+        lines.append(
+            f"serial chosen: {len(serial)} of {len(judged)}"
+            + (f", where the ideal is {ideal:.2f} of serial's time in the geometric mean" if ideal is not None else "")
+        )
+        if verdict.overlapped_share is not None:
+            lines.append(
+                f"ideal under {GAINS_BELOW} of serial's time: {len(verdict.gaining)}, of which {verdict.overlapped_share:.0%} are "
+                f"overlapped (wanted: {OVERLAPPED_SHARE:.0%})"
+            )
+    for how, most in ADDED_US.items():
+        if (added := verdict.added_us(how)) is not None:
+            lines.append(
+                f"single, {_HOW[how]}: {added:+.1f} us beside serial at the median (wanted: at most {most:.0f})"
+            )
+    for row in verdict.changing:
+        mean, p99_ms = changing_ratios(row)
+        lines.append(
+            f"changing, {row['op']} {row['config']}: {mean:.3f} of serial's mean time, {p99_ms:+.3f} ms at the 99th percentile"
+        )
+    reasons: dict[str, int] = {}
+    for row in verdict.skipped:
+        what = f"skipped, {row['op']}, {row['mode']}: {row['skipped']}"
+        reasons[what] = reasons.get(what, 0) + 1
+    lines += [f"{what} ({count})" for what, count in reasons.items()]
+    return lines + [f"error, {row['op']} {row['config']}, {row['mode']}: {row['error']}" for row in verdict.errors]
+
+
+# --- documents ---
+
+
+def markdown(rows: Sequence[Record]) -> str:
+    """Return a table with a line for each operator, and what all say together."""
+    verdict = Verdict(rows)
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    header = [
+        "operator", "shapes", "queued, mean", "worst", "graph, mean", "worst", "below", "serial chosen",
+        "overlapped, where that can gain", "single, us added: serial", "overlapped", "changing, mean", "99th percentile, ms",
+    ]  # fmt: skip
+    table = markdown_table(header, [_line(op, [row for row in rows if row["op"] == op]) for op in ops])
+    return "\n\n".join([_head(rows), table, _total(verdict)]) + "\n"
+
+
+def _head(rows: Sequence[Record]) -> str:
+    last = rows[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    codes = dict.fromkeys(f"commit {row['commit']} (sources {row['source']}), harness {row['harness']}" for row in rows)
+    seeds = dict.fromkeys(row["seed"] for row in rows)
+    return (
+        f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; {', '.join(codes)}; {last['date'][:10]}. Shapes "
+        f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}. Factors are weft's speed over that of NCCL and "
+        f"cuBLAS by hand (gloo and torch.mm on CPU), in geometric means; below: under {NEVER_BELOW}x in four of five repetitions, "
+        f"in two runs; changing: weft's mean time over serial's, and by how much its 99th percentile is above serial's."
+    )
+
+
+def _line(op: str, rows: Sequence[Record]) -> list[str]:
+    verdict = Verdict(rows)
+    by_mode = {mode: [speed(row) for row in verdict.timed if row["mode"] == mode] for mode in ("queued", "graph")}
+    speeds = [cell for of in by_mode.values() for cell in (times(geomean(of)), times(min(of)) if of else "")]
+    judged, changing = verdict.judged, [changing_ratios(row) for row in verdict.changing]
+    return [
+        op, str(len({(row["seed"], row["config"]) for row in verdict.timed})), *speeds,
+        f"{len(verdict.below)} of {len(judged)}" if judged else "", f"{len(verdict.serial)} of {len(judged)}" if judged else "",
+        "" if verdict.overlapped_share is None else f"{verdict.overlapped_share:.0%} of {len(verdict.gaining)}",
+        *(number(verdict.added_us(how), 1) for how in (False, True)),
+        number(max((mean for mean, _ in changing), default=None), 2), number(max((ms for _, ms in changing), default=None), 2),
+    ]  # fmt: skip
+
+
+def _total(verdict: Verdict) -> str:
+    said = f"{sentence(verdict.rows)} " if verdict.judged else ""
+    return f"{said}Verdict: {verdict_of(verdict)}."
+
+
+def sentence(rows: Sequence[Record]) -> str:
+    """Return what a record says of "never slower", for the README. `ValueError` for rows without times."""
+    verdict = Verdict(rows)
+    judged = verdict.judged
+    if not judged:
+        raise ValueError(
+            "never-slower: no row of queued or captured calls: measure with --modes queued,graph,single,changing"
+        )
+    seeds = dict.fromkeys(row["seed"] for row in judged)
+    shapes = len({(row["seed"], row["op"], row["config"]) for row in judged})
+    by_mode = {"queued": "queued calls", "graph": "CUDA graphs"}
+    modes = " and ".join(text for mode, text in by_mode.items() if any(row["mode"] == mode for row in judged))
+    slowest = min(judged, key=speed)
+    below = len({(row["seed"], row["op"], row["config"]) for row in verdict.below})
+    found = "none was" if not below else f"{below} ({below / shapes:.1%}) {'was' if below == 1 else 'were'}"
+    return (
+        f"Of {counted(shapes, 'shape')} of {counted(len({row['op'] for row in judged}), 'operator')}, drawn by "
+        f"{counted(len(seeds), 'seed')}, on {rows[-1]['machine']}, {found} below {NEVER_BELOW}x of "
+        f"{'NCCL and cuBLAS' if rows[-1]['device'] == 'cuda' else 'gloo and torch.mm'} called by hand, in {modes}; "
+        f"{times(geomean([*map(speed, judged)]))} in the geometric mean, {times(speed(slowest))} at worst."
+    )

@@ -1,0 +1,201 @@
+"""A run of `weft bench never-slower`: all shapes of its part, what the file already has left out, and the suspects again.
+
+Rank 0 draws, reads the file and decides; the other ranks are told. An error at a shape is a row, and the run goes on, if all ranks
+met the same one and the group lives. Otherwise it ends: the same command, with `--json`, goes on behind that shape.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from weft import env
+from weft.bench.core import records
+from weft.bench.core.arguments import appended
+from weft.bench.core.console import has_bar, progress
+from weft.bench.core.run import make_ranks, on_ranks, release
+from weft.bench.core.tables import Record
+from weft.bench.never_slower import page
+from weft.bench.never_slower.draw import bounds_here, draw, draw_changing
+from weft.bench.never_slower.judge import Verdict, key, mine
+from weft.bench.never_slower.measure import Item, common, measured
+from weft.bench.never_slower.options import Options
+from weft.errors import WeftError
+from weft.words import by_rank
+
+T = TypeVar("T")
+
+_SAME = ("seed", "commit", "source", "machine", "device", "ranks", "versions", "variables", "harness")
+"""Fields by which a row of a file is one of this run."""
+_CHANGING = -1
+
+
+def never_slower(options: Options) -> list[Record]:
+    """Measure on new processes or as one of torchrun's ranks, print the summary, and append rows to `options.json`. Return all
+    rows that the summary is made of. WeftError if the group died."""
+    return on_ranks(run_rank, options.ranks, options.device, options)
+
+
+def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
+    """Do one rank's part; the default process group exists. Return the rows on rank 0, none elsewhere."""
+    return _Run(options).all()
+
+
+def items_of(options: Options, world_size: int) -> list[Item]:
+    """Return the shapes of this part: each operator's first, then each operator's second, and so on."""
+    bounds = bounds_here(options.device, world_size)
+    drawn = [
+        Item(op, index, draw(op, index, options.seed, bounds))
+        for index in range(options.shapes if set(options.modes) != {"changing"} else 0)
+        for op in options.ops
+    ]
+    if "changing" in options.modes:
+        for op in options.ops:
+            drawn.append(Item(op, _CHANGING, *draw_changing(op, options.seed, bounds, options.sizes)))
+    number, parts = options.part
+    return drawn[number - 1 :: parts]
+
+
+class _Run:
+    """One rank's part of a run."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.run = options, uuid.uuid4().hex[:12]
+        self.patience = timedelta(seconds=2 * env.deadline_s())
+        self.ranks = make_ranks(options.device, self.patience)
+        # A rank that fails alone waits here for the others, who may wait for it elsewhere until their deadline.
+        self.meeting = dist.new_group(backend="gloo", timeout=2 * self.patience)
+        self.rows: list[Record] = []
+        self.written = 0
+
+    @property
+    def leads(self) -> bool:
+        return self.ranks.rank == 0
+
+    def told(self, value: T) -> T:
+        """Return rank 0's `value`. Collective."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, group=self.meeting)
+        found: T = box[0]
+        return found
+
+    def all(self) -> list[Record]:
+        items = self.told(items_of(self.options, self.ranks.world_size) if self.leads else [])
+        if self.leads:
+            self.rows = self.found(items)
+        todo = self.told(self.missing(items))
+        self.measure(todo, again=False)
+        by_key = {(item.op, item.index): item for item in items}
+        suspects: dict[tuple[str, int], list[str]] = {}
+        for row in Verdict(self.rows).suspects:
+            suspects.setdefault((row["op"], row["index"]), []).append(row["mode"])
+        self.measure(self.told([(by_key[of], tuple(modes)) for of, modes in suspects.items()]), again=True)
+        if self.leads:
+            page.show(self.rows)
+            if self.options.json is not None:
+                print(appended(self.options.json, self.written), flush=True)
+        return self.rows
+
+    def found(self, items: Sequence[Item]) -> list[Record]:
+        """Return the rows of these shapes that the file has, and say how many there are."""
+        path = self.options.json
+        if path is None or not path.is_file():
+            return []
+        wanted = {
+            key(row): row for item in items for mode in self.modes(item) for row in [self.common(item, mode, False)]
+        }
+        rows = []
+        for row in mine(records.read([path])):
+            same = wanted.get(key(row))
+            if same is not None and all(row.get(field) == same[field] for field in _SAME):
+                rows.append(row)
+        print(
+            f"{len(rows)} rows of this seed, code and machine are in {path} already; they are not measured again",
+            flush=True,
+        )
+        return rows
+
+    def common(self, item: Item, mode: str, again: bool) -> Record:
+        return common(item, mode, again, self.ranks, self.options) | {"run": self.run}
+
+    def modes(self, item: Item) -> tuple[str, ...]:
+        if item.sizes:
+            return ("changing",)
+        return tuple(mode for mode in self.options.modes if mode != "changing")
+
+    def missing(self, items: Sequence[Item]) -> list[tuple[Item, tuple[str, ...]]]:
+        """Return the shapes and modes that are to be measured."""
+        done: set[Hashable] = {key(row) for row in self.rows if not row["again"]}
+        found = []
+        for item in items:
+            modes = tuple(mode for mode in self.modes(item) if key(self.common(item, mode, False)) not in done)
+            if modes:
+                found.append((item, modes))
+        return found
+
+    def measure(self, todo: Sequence[tuple[Item, tuple[str, ...]]], again: bool) -> None:
+        """Measure these shapes, and append their rows to the file, one shape after the other. Collective."""
+        with progress(len(todo), shown=self.leads and bool(todo), prefix="again, " * again) as step:
+            for number, (item, modes) in enumerate(todo, 1):
+                what = f"{number}/{len(todo)} {item.op} {item.config}"
+                if has_bar():
+                    step(what, 0)
+                rows, dead = self.attempt(item, modes, again)
+                if self.leads:
+                    self.keep(rows)
+                step(f"{what}: {page.in_short(rows)}", 1)
+                if dead:
+                    raise WeftError(
+                        f"{item.op} {item.config}: {dead}. The group cannot be used any more: run the same command with --json "
+                        f"FILE again, and it goes on behind this shape"
+                    )
+
+    def keep(self, rows: Sequence[Record]) -> None:
+        self.rows += rows
+        self.written += len(rows)
+        if self.options.json is not None:
+            records.append(self.options.json, rows)
+
+    def attempt(self, item: Item, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
+        """(rows of a shape, why the group is dead if it is). Collective."""
+        rows, error = self.rows_of(item, modes, again)
+        errors = self.said(error)
+        if not any(errors):
+            release(self.ranks)
+            return rows, ""
+        alike = len({text.partition(":")[0] for text in errors}) == 1
+        text = errors[0] if alike else by_rank((rank, text) for rank, text in enumerate(errors) if text)
+        rows = [self.common(item, mode, again) | {"error": text} for mode in modes]
+        if not alike:
+            return rows, text
+        control = dist.new_group(backend="gloo", timeout=self.patience)  # the old one may hold a part of what failed
+        self.ranks = replace(self.ranks, control=control)
+        try:
+            release(self.ranks)
+            error = ""
+        except Exception as dead:
+            error = _shown(dead)
+        return rows, next((dead for dead in self.said(error) if dead), "")
+
+    def rows_of(self, item: Item, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
+        """(rows, the error); what an exception holds is let go of here."""
+        try:
+            found = measured(item, modes, again, self.ranks, self.options)
+            return [row | {"run": self.run} for row in found], ""
+        except Exception as error:
+            return [], _shown(error)
+
+    def said(self, text: str) -> list[str]:
+        """Return each rank's text. Collective."""
+        everybody: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(everybody, text, group=self.meeting)
+        return everybody
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
