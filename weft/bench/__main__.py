@@ -36,6 +36,7 @@ _EXAMPLES = """examples:
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
   weft bench tensor_parallel --preset llama-3-8b,llama-3-70b --variants weft,weft-compiled,asynctp
+  weft bench never-slower --help                           is weft ever slower? All operators, on shapes that a seed draws
   weft bench inefficiency --json losses.jsonl --pictures losses
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """

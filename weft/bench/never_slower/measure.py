@@ -98,6 +98,7 @@ def _timed(work: ChoosingVariants, modes: tuple[Mode, ...], options: Options) ->
     arms, beside, notes = work.arms([*wanted])
     arms, beside = {name: arms[name] for name in wanted if name in arms}, dict(beside)
     beside.pop(COMMUNICATION, None)
+    work.claims = ()  # all variants in each repetition, so that repetitions are pairs
     found = measure_arms(
         work, arms, beside, modes=modes, seconds=_SECONDS[options.device], repetitions=(REPETITIONS, REPETITIONS),
         step=lambda what, share: None,

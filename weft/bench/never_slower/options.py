@@ -75,7 +75,11 @@ class Options:
             )
         if not re.fullmatch(r"[0-9a-f]{1,16}", self.seed):
             raise ValueError(f"--seed {self.seed}: give up to 16 hexadecimal digits, such as 89614071")
-        for name, count in (("--ranks", self.ranks), ("--shapes", self.shapes), ("--sizes", self.sizes)):
+        if self.ranks < 2:
+            raise ValueError(
+                f"--ranks {self.ranks}: weft overlaps exchanges between ranks: take 2 at least, or --device cpu"
+            )
+        for name, count in (("--shapes", self.shapes), ("--sizes", self.sizes)):
             if count < 1:
                 raise ValueError(f"{name} {count}: must be at least 1")
         number, parts = self.part

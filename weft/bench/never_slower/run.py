@@ -96,9 +96,9 @@ class _Run:
             suspects.setdefault((row["op"], row["index"]), []).append(row["mode"])
         self.measure(self.told([(by_key[of], tuple(modes)) for of, modes in suspects.items()]), again=True)
         if self.leads:
-            page.show(self.rows)
             if self.options.json is not None:
                 print(appended(self.options.json, self.written), flush=True)
+            page.show(self.rows)
         return self.rows
 
     def found(self, items: Sequence[Item]) -> list[Record]:

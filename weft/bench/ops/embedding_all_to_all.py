@@ -93,8 +93,9 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return make_arm(name, self)
 
     def resized(self, size: int) -> Self:
-        """The ids of another global batch are drawn anew."""
+        """The ids of another global batch are drawn anew, one set of them."""
         other = copy.copy(self)
+        other.input_sets = 1
         other.config = replace(self.config, batch_sizes=shared_out(size, self.ranks.world_size))
         other.local_batch = other.config.batch_sizes[self.ranks.rank]
         other.draw_inputs()
