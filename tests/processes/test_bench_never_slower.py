@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.bench.core import measure as core
 from weft.bench.core import records
+from weft.bench.core.harness import Ranks
+from weft.bench.core.operators import operator
+from weft.bench.core.options import BenchOptions
 from weft.bench.never_slower import measure, run
 from weft.bench.never_slower.judge import Verdict, is_timed
 from weft.bench.never_slower.options import Options, forward_operators
@@ -109,6 +113,48 @@ def test_an_error_of_one_rank_or_a_dead_group_ends_the_run(tmp_path: Path) -> No
     first, second = (row["error"] for row in records.read([path]))
     assert "rank 1: MemoryError: full" in first
     assert second == "DeadlineError: waited"
+
+
+class _Recorder:
+    """Graphs without a GPU: the same call again, into the same memory."""
+
+    def __init__(self, ranks: Any) -> None: ...
+
+    def capture(self, call: Any, which: int) -> Any:
+        output = call(which)
+
+        class Graph:
+            def replay(self) -> None:
+                found = call(which)
+                if isinstance(output, torch.Tensor):
+                    output.copy_(found)
+
+        return Graph(), output
+
+
+def _captured(group: dist.ProcessGroup) -> dict[str, dict]:
+    """Rows of mode graph, which on CPU nobody asks for."""
+    ranks, found = Ranks(group, group, torch.device("cpu")), {}
+    original, core.Recorder = core.Recorder, _Recorder  # type: ignore[misc, assignment]
+    try:
+        for name in ("matmul_all_reduce", "all_to_all_matmul", "matmul_all_to_all"):
+            op, shape = operator(name), "24x16x32-e4-top2" if "to_all" in name else "24x16x32"
+            options = BenchOptions(name, shape, 2, quick=True)
+            (preset,) = op.presets(options)
+            found |= {name: measure._timed(op.workload(preset, ranks, options), ("graph",), _options())["graph"]}
+    finally:
+        core.Recorder = original  # type: ignore[misc]
+    return found
+
+
+def test_captured_calls_are_compared_with_what_can_be_captured_by_hand(pool: Pool) -> None:
+    rows = pool.run(_captured, ranks=2)[0]
+    assert {name: (row["variant"], row["baseline"]) for name, row in rows.items()} == {
+        "matmul_all_reduce": ("weft", "serial"),
+        "all_to_all_matmul": ("weft-bounded", "padded"),
+        "matmul_all_to_all": ("weft-bounded", "serial"),
+    }
+    assert all(len(row["weft_ms"]) == 5 and row["ideal_ms"] > 0 and row["chosen"] for row in rows.values())
 
 
 @pytest.mark.slow

@@ -247,6 +247,11 @@ def test_a_table_for_each_operator_and_a_sentence() -> None:
         "matmul_all_reduce", "3", "1.08x", "0.80x", "1.25x", "1.25x", "1 of 5", "1 of 5", "80% of 5", "", "-200.0", "1.02", "0.20",
     ]  # fmt: skip
     assert lines[1].startswith("| matmul_all_gather | 1 |")
+    shapes = [line for line in found.splitlines() if line.startswith(("| 1x512x512", "| 3x512x512"))]
+    assert shapes == [
+        "| 1x512x512 | 1 | 0.80 | 1.25x | 1.25x | -200.0 | two_shot |",
+        "| 3x512x512 | 1 | 0.80 | 0.80x below |  |  | serial |",
+    ]
     assert "(the last record)" not in found
     assert "seed 89614071" in found
     assert (

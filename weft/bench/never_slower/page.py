@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from statistics import median
 
 from weft.bench.core.console import print_table
@@ -12,6 +12,7 @@ from weft.bench.never_slower.judge import (
     GAINS_BELOW,
     OVERLAPPED_SHARE,
     Verdict,
+    added_us,
     changing_ratios,
     ideal_ratio,
     key,
@@ -21,6 +22,8 @@ from weft.bench.ops.any_operator import NEVER_BELOW
 from weft.words import counted, joined
 
 _WORST = 10
+_SPEEDS = ("queued", "graph")
+"""Modes whose factors are shown."""
 _HOW = {True: "overlapped", False: "serial"}
 
 
@@ -107,7 +110,7 @@ def said(verdict: Verdict) -> list[str]:
 
 
 def markdown(rows: Sequence[Record]) -> str:
-    """Return a table with a line for each operator, and what all say together."""
+    """Return a table with a line for each operator, what all say together, and a table of the shapes of each operator."""
     verdict = Verdict(rows)
     ops = list(dict.fromkeys(row["op"] for row in rows))
     header = [
@@ -115,7 +118,8 @@ def markdown(rows: Sequence[Record]) -> str:
         "overlapped, where that can gain", "single, us added: serial", "overlapped", "changing, mean", "99th percentile, ms",
     ]  # fmt: skip
     table = markdown_table(header, [_line(op, [row for row in rows if row["op"] == op]) for op in ops])
-    return "\n\n".join([_head(rows), table, _total(verdict)]) + "\n"
+    shapes = [part for op in ops if (part := _shapes(op, [row for row in rows if row["op"] == op]))]
+    return "\n\n".join([_head(rows), table, _total(verdict), *shapes]) + "\n"
 
 
 def _head(rows: Sequence[Record]) -> str:
@@ -133,7 +137,7 @@ def _head(rows: Sequence[Record]) -> str:
 
 def _line(op: str, rows: Sequence[Record]) -> list[str]:
     verdict = Verdict(rows)
-    by_mode = {mode: [speed(row) for row in verdict.timed if row["mode"] == mode] for mode in ("queued", "graph")}
+    by_mode = {mode: [speed(row) for row in verdict.timed if row["mode"] == mode] for mode in _SPEEDS}
     speeds = [cell for of in by_mode.values() for cell in (times(geomean(of)), times(min(of)) if of else "")]
     judged, changing = verdict.judged, [changing_ratios(row) for row in verdict.changing]
     return [
@@ -142,6 +146,33 @@ def _line(op: str, rows: Sequence[Record]) -> list[str]:
         "" if verdict.overlapped_share is None else f"{verdict.overlapped_share:.0%} of {len(verdict.gaining)}",
         *(number(verdict.added_us(how), 1) for how in (False, True)),
         number(max((mean for mean, _ in changing), default=None), 2), number(max((ms for _, ms in changing), default=None), 2),
+    ]  # fmt: skip
+
+
+def _shapes(op: str, rows: Sequence[Record]) -> str:
+    """A line for each shape of an operator."""
+    verdict = Verdict(rows)
+    below = {key(row) for row in verdict.below}
+    by_shape: dict[tuple[str, str], dict[str, Record]] = {}
+    for row in verdict.timed:
+        by_shape.setdefault((row["seed"], row["config"]), {})[row["mode"]] = row
+    if not by_shape:
+        return ""
+    header = ["shape", "serial", "ideal / serial", *_SPEEDS, "single, us added", "chosen"]
+    return f"{op}:\n\n{markdown_table(header, [_line_of_shape(of, below) for of in by_shape.values()])}"
+
+
+def _line_of_shape(by_mode: Mapping[str, Record], below: Set[Hashable]) -> list[str]:
+    """below: keys of rows. Times and schedule are those of queued calls; a captured one's schedule where it is another."""
+    usual = by_mode.get("queued") or next(iter(by_mode.values()))
+    captured = by_mode.get("graph", usual)["chosen"]
+    speeds = [by_mode.get(mode) for mode in _SPEEDS]
+    single = by_mode.get("single")
+    return [
+        usual["config"], milliseconds(median(usual["serial_ms"])), number(ideal_ratio(usual), 2),
+        *("" if row is None else times(speed(row)) + " below" * (key(row) in below) for row in speeds),
+        "" if single is None else number(added_us(single), 1),
+        joined(usual["chosen"], f"in graphs {captured}" * (captured != usual["chosen"])),
     ]  # fmt: skip
 
 
