@@ -164,6 +164,7 @@ def test_a_loss_in_one_run_alone_is_not_below() -> None:
     assert (verdict.below, verdict.suspects) == ([], [])
     assert page.verdict_of(verdict) == "holds on 1 shape: none is below 0.98x serial by hand"
     assert not Verdict([_row(1.0), _row(1 / 0.97, again=True)]).below
+    assert not Verdict([_row(1 / 0.97), _row(1 / 0.97, again=True), first]).below  # of another run
 
 
 def test_three_of_five_are_not_enough() -> None:

@@ -44,8 +44,8 @@ _CHECKING = 2.4
 
 @dataclass(frozen=True)
 class Ranges:
-    """Of a type of device. m, tokens, experts: at most. decode: rows of few, at most. nk, rows, dim, batch: from, to. sizes: the
-    largest M, tokens and batch of `changing`."""
+    """The ranges of a type of device. m, tokens, experts: the most. decode: the most rows of a decode step. nk, rows, dim, batch:
+    least and most. sizes: the largest M, number of tokens and batch of `changing`."""
 
     m: int
     decode: int
@@ -68,7 +68,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a draw may need of each of `ranks`: operations of its GEMMs, bytes that pooling reads, bytes of inputs and of results in
+    """Limits of a draw, for each of `ranks`: operations of its GEMMs, bytes that pooling reads, bytes of inputs and of results in
     float64."""
 
     device: str
@@ -153,13 +153,13 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: Shape, ranks: int, item_bytes: int) -> float:
-    """What the comparison with float64 holds: two input sets, one of each rank, an operand in fp32 and both in fp64, products."""
+    """Return what the comparison with float64 holds: two input sets and one of each rank, an operand in fp32 and in fp64, products."""
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
 
 
 def _of_busiest(costs: Sequence[float], ranks: int) -> float:
-    """The least that the busiest rank has of tables, none of which is split."""
+    """Return the least that the busiest rank has of tables, none of which is split."""
     return max(max(costs), sum(costs) / ranks)
 
 

@@ -1,4 +1,4 @@
-"""What rows say. A row is a record of one shape in one mode: the slowest rank's milliseconds of weft and of serial by hand in each
+"""The verdict on rows. A row is a record of one shape in one mode: the slowest rank's milliseconds of weft and of serial by hand in each
 repetition, in which they took turns; of `changing` the same over all sizes.
 
 A shape is *below* in a mode if weft ran at under `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a second
@@ -39,12 +39,12 @@ def is_mine(record: Record) -> bool:
 
 
 def key(row: Record) -> tuple[Hashable, ...]:
-    """What identifies a shape in a mode."""
+    """Return what identifies a shape in a mode."""
     return row["seed"], row["op"], row["index"], row["config"], row["mode"]
 
 
 def speed(row: Record) -> float:
-    """How many times as fast as serial by hand."""
+    """Return how many times as fast as serial by hand weft is."""
     return float(median(row["serial_ms"]) / median(row["weft_ms"]))
 
 
@@ -60,12 +60,12 @@ def is_timed(row: Record) -> bool:
 
 
 def is_suspect(row: Record) -> bool:
-    """True for a row of a first run that is to be measured again."""
+    """True for a row of a first run that has to be measured again."""
     return is_timed(row) and row["mode"] in _JUDGED and not row["again"] and is_under(row)
 
 
 def added_us(row: Record) -> float:
-    """What a call takes longer than serial's, at the median."""
+    """Return how many microseconds a call takes longer than serial's, at the median."""
     return 1e3 * (median(row["weft_ms"]) - median(row["serial_ms"]))
 
 
@@ -74,7 +74,7 @@ def overlaps(row: Record) -> bool:
 
 
 def ideal_ratio(row: Record) -> float | None:
-    """The longer of computation and collective, each alone, over serial's time."""
+    """Return the longer of computation and collective, each alone, over serial's time; None if either was not timed."""
     ideal = row["ideal_ms"]
     return None if ideal is None else float(ideal / median(row["serial_ms"]))
 
@@ -86,7 +86,7 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rows say together. Of equal keys the last row counts, in the first and in the second run apart."""
+    """The verdict on all rows together. Of rows with equal keys the last one counts, in the first run and in the second."""
 
     rows: Sequence[Record]
 
@@ -94,6 +94,8 @@ class Verdict:
     def _runs(self) -> tuple[dict[Hashable, Record], dict[Hashable, Record]]:
         first, second = dict[Hashable, Record](), dict[Hashable, Record]()
         for row in self.rows:
+            if not row["again"]:
+                second.pop(key(row), None)  # a second run is one of the first run before it
             (second if row["again"] else first)[key(row)] = row
         return first, second
 

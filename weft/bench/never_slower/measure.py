@@ -85,7 +85,7 @@ def measured(item: Item, modes: Sequence[str], again: bool, ranks: Ranks, option
 
 
 def _cannot(item: Item, ranks: Ranks) -> str:
-    """Why an operator cannot run on this machine; empty if it can."""
+    """Return why an operator cannot run on this machine; empty if it can."""
     fp8 = "scaled" in item.op and ranks.device.type == "cuda"
     if fp8 and torch.cuda.get_device_capability(ranks.device) < _FP8:
         return f"fp8 GEMMs need a GPU of compute capability {'.'.join(map(str, _FP8))}"
@@ -156,7 +156,7 @@ def _changing(work: ChoosingVariants, item: Item, ranks: Ranks) -> Record:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The largest difference over the largest element; stays on the device."""
+    """Return the largest difference over the largest element, without waiting for the device."""
     if not one.numel():
         return torch.zeros((), dtype=torch.float64, device=one.device)
     largest = other.abs().max().double().clamp_min(1e-30)

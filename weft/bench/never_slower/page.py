@@ -1,4 +1,4 @@
-"""What rows say, for readers: the summary on the terminal, a table for documents, and the sentence of the README."""
+"""Rows for readers: the summary on the terminal, a table for documents, and the sentence of the README."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _line(op: str, rows: Sequence[Record]) -> list[str]:
 
 
 def _shapes(op: str, rows: Sequence[Record]) -> str:
-    """A line for each shape of an operator."""
+    """Return a table with a line for each shape of an operator."""
     verdict = Verdict(rows)
     below = {key(row) for row in verdict.below}
     by_shape: dict[tuple[str, str], dict[str, Record]] = {}
@@ -163,7 +163,8 @@ def _shapes(op: str, rows: Sequence[Record]) -> str:
 
 
 def _line_of_shape(by_mode: Mapping[str, Record], below: Set[Hashable]) -> list[str]:
-    """below: keys of rows. Times and schedule are those of queued calls; a captured one's schedule where it is another."""
+    """Return the cells of a shape: time and schedule of queued calls, and the schedule of captured ones where it is another. below:
+    keys of rows."""
     usual = by_mode.get("queued") or next(iter(by_mode.values()))
     captured = by_mode.get("graph", usual)["chosen"]
     speeds = [by_mode.get(mode) for mode in _SPEEDS]

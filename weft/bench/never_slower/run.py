@@ -7,6 +7,7 @@ met the same one and the group lives. Otherwise it ends: the same command, with 
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft import env
+from weft import env, plan
 from weft.bench.core import records
 from weft.bench.core.arguments import appended
 from weft.bench.core.console import has_bar, progress
@@ -43,7 +44,9 @@ def never_slower(options: Options) -> list[Record]:
 
 def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
     """Do one rank's part; the default process group exists. Return the rows on rank 0, none elsewhere."""
-    return _Run(options).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", plan.NoOverlapWarning)  # each row says what was chosen
+        return _Run(options).all()
 
 
 def items_of(options: Options, world_size: int) -> list[Item]:
