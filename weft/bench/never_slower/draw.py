@@ -153,7 +153,7 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: Shape, ranks: int, item_bytes: int) -> float:
-    """Return what the comparison with float64 holds: two input sets and one of each rank, an operand in fp32 and in fp64, products."""
+    """Return what the comparison with float64 holds: two input sets and one of each rank, operands in fp32 and fp64, products."""
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
 

@@ -34,7 +34,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 
 
 class TorchVariants(HandVariants):
-    """Of an operator that torch has too. Beside the variants the copies to the peers alone run too."""
+    """Variants of an operator that torch has too. The copies to the peers alone run beside them as well."""
 
     baselines = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}

@@ -14,7 +14,8 @@ from weft.bench.ops.gemms import BASELINE
 
 
 class HandVariants(MatmulVariants):
-    """Beside the variants run the GEMM alone and the library's collective alone. weft's are calls of the public function."""
+    """Variants whose baseline is written by hand, and weft's public function. The GEMM alone and the library's collective alone run
+    beside them."""
 
     beside: ClassVar[tuple[str, ...]] = (GEMM, COLLECTIVE)
 
