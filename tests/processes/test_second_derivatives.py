@@ -185,6 +185,27 @@ def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
             assert f"{name} inside of a transform of torch.func" in text, number
 
 
+def first_inside(group: dist.ProcessGroup) -> list[str]:
+    """Return what ranks are told of a new group's first call, on rank 1 inside of a transform that wraps every new tensor."""
+    x, w = torch.randn(4, 8), torch.randn(1, 8, 3)
+    own = [dist.new_group(list(range(group.size()))) for _ in range(2)]
+    call, mlp = summed(own[0]), weft.nn.ParallelMLP(8, 16, group=own[1], sequence_dim=0)
+
+    def backward_of(layer: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        transformed = torch.func.grad(lambda x: layer(x).sum())
+        said = told(lambda: (transformed if group.rank() == 1 else layer)(x))
+        layer(x)
+        return said
+
+    return [backward_of(lambda x: call(x, w)), backward_of(mlp)]
+
+
+def test_a_transform_around_the_first_call_of_a_group_is_refused(pool: Pool) -> None:
+    for operator, layer in pool.run(first_inside, ranks=2, timeout_s=60):
+        assert operator.startswith("RefusedError: rank 1: matmul_all_reduce inside of a transform of torch.func")
+        assert layer.startswith("RefusedError: rank 1: all_gather_matmul inside of a transform of torch.func")
+
+
 def layers_otherwise(group: dist.ProcessGroup) -> dict[str, list[str]]:
     mlp, x = weft.nn.ParallelMLP(8, 16, group=group, sequence_dim=None), torch.randn(4, 8)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -121,10 +121,18 @@ def test_the_picture_of_the_readme_is_what_the_demo_drew() -> None:
     assert "; commit " in about
 
 
+def test_paths_may_be_texts(tmp_path: Path) -> None:
+    trace, picture = str(tmp_path / "deep" / "trace.json"), str(tmp_path / "other" / "overlap.png")
+    write_trace(trace, {"serial": _serial()})
+    draw_overlap(picture, {"serial": _serial()}, "")
+    assert Path(trace).exists()
+    assert Path(picture).exists()
+
+
 def test_nothing_recorded_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to draw for 'fused'"):
         draw_overlap(tmp_path / "x.png", {"serial": _serial(), "fused": Timeline()}, "")
     with pytest.raises(ValueError, match="nothing to draw: no timeline"):
         draw_overlap(tmp_path / "x.png", {}, "")
-    with pytest.raises(ValueError, match="nothing to trace: fused recorded no span"):
+    with pytest.raises(ValueError, match="the timelines 'fused' have no span: pass one as timeline="):
         write_trace(tmp_path / "x.json", {"fused": Timeline()})

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import _StopRecomputationError
 
 from weft import env, symm
@@ -115,6 +116,12 @@ class together:
             return
         with contextlib.suppress(AttributeError, TypeError):
             setattr(error, _TOLD, True)  # a module's call is around an operator's
+        with temporarily_clear_interpreter_stack():  # torch.func.grad would wrap the tensors of a set-up in here
+            self._notify(error)
+
+    def _notify(self, error: BaseException) -> None:
+        """Make the peers raise `error` too."""
+        group = self._group
         device, deadline_s = _device_of(self._like, group), _usable(self._deadline_s)
         is_input, said = isinstance(error, ValueError | TypeError), said_on(group) != self._said
         text = str(error) if is_input else f"{self._operator}: {error!r}"

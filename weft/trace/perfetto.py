@@ -22,7 +22,12 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
     """The events of `timelines` (name of the arm -> what ran); each starts at time 0. Raises ValueError if all are
     empty."""
     if not any(timelines.values()):
-        raise ValueError(f"nothing to trace: {', '.join(timelines) or 'no timeline'} recorded no span")
+        names = ", ".join(map(repr, timelines))
+        raise ValueError(
+            f"nothing to trace: the timelines {names} have no span: pass one as timeline= to a call first"
+            if names
+            else "nothing to trace: no timeline was given"
+        )
     events: list[dict[str, Any]] = []
     pid = 0
     for arm, recorded in timelines.items():
@@ -56,8 +61,9 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
     return events
 
 
-def write_trace(path: Path, timelines: Mapping[str, Timeline], **about: str) -> None:
+def write_trace(path: str | Path, timelines: Mapping[str, Timeline], **about: str) -> None:
     """Write `timelines` as one trace file; `about` (machine, configuration) goes into its metadata."""
     trace = {"schemaVersion": 1, "displayTimeUnit": "ms", **about, "traceEvents": trace_events(timelines)}
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(trace))

@@ -42,14 +42,14 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
     return times.tolist(), totals.tolist()
 
 
-def draw_overlap(path: Path, timelines: Mapping[str, Timeline], title: str) -> None:
+def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
     """Write a PNG: a panel per timeline (name of the arm -> what ran) with a row per lane, on one time axis, and the bytes sent.
 
     `title` says what ran where; the file has it as its description. Raises ValueError if a timeline is empty.
     """
     for arm, timeline in timelines.items():
         if not timeline:
-            raise ValueError(f"nothing to draw for {arm!r}: its timeline has no span")
+            raise ValueError(f"nothing to draw for {arm!r}: its timeline has no span: pass it as timeline= to a call first")
     if not timelines:
         raise ValueError("nothing to draw: no timeline")
     plt = pyplot()
@@ -100,6 +100,7 @@ def draw_overlap(path: Path, timelines: Mapping[str, Timeline], title: str) -> N
     curve.legend(fontsize=9, frameon=False, ncol=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     for side in ("top", "right"):
         curve.spines[side].set_visible(False)
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Description": title})
     plt.close(figure)
