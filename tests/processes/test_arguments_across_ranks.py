@@ -228,6 +228,8 @@ def test_ranks_that_differ_get_an_error(pool: Pool, operator: str, schedule: str
     for rank, found in enumerate(pool.run(walked, operator, schedule, known, ranks=2, timeout_s=120)):
         for name, kind, text in found:
             assert kind in ("DisagreementError", "RefusedError"), f"{name}, rank {rank}: {kind or 'a result'} {text}"
+            if name.startswith("return_A"):
+                assert "return_A=False" in text, "a caller knows the argument, and no field of a problem"
 
 
 # --- backward ---

@@ -32,6 +32,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
+from weft.words import joined
 
 
 @replayed
@@ -145,7 +146,7 @@ class _AllGatherMatmul(Operator[_Call]):
         return AllGatherMatmul(world, rows, tuple(B.shape[1] for B in Bs), x.shape[1], dtype, call.return_x)
 
     def given(self, call: _Call) -> str:
-        return outer_text("A_shard", call.outer)
+        return joined("return_A=False" * (call.return_x is False), outer_text("A_shard", call.outer))
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}

@@ -30,7 +30,7 @@ from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
 from weft.timeline import Timeline
-from weft.words import counted
+from weft.words import counted, joined
 
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32", "fp8")}
 
@@ -234,7 +234,7 @@ class _AllGatherScaledMatmul(Operator[_Call]):
         )
 
     def given(self, call: _Call) -> str:
-        return outer_text("A_shard", call.outer)
+        return joined("return_A=False" * (call.return_x is False), outer_text("A_shard", call.outer))
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}

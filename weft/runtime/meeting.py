@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from weft.errors import DisagreementError, RefusedError, WeftError
+from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.symm import Domain, Exchange
 from weft.words import by_rank
 
@@ -32,6 +32,10 @@ _EXTRA = 16  # bytes that a call may add for the others to read
 _NOTHING = bytes(_EXTRA)
 _AT = 1 + _EXTRA  # where what is compared begins
 _DIGEST = 16
+_MISSED = (
+    "Every rank must make this call, forward or backward, within that time, which deadline_s or WEFT_DEADLINE_S says: see whether "
+    "that rank raised an error before it, or left it out. This group has ended, make a new one"
+)
 
 T = TypeVar("T")
 
@@ -88,7 +92,10 @@ class Meeting:
             self.domain.check()
             self.calls += 1
             name = f"{what} (call {self.calls})"
-            return self._exchange.exchange(payload, deadline_s=deadline_s, name=name)
+            try:
+                return self._exchange.exchange(payload, deadline_s=deadline_s, name=name)
+            except DeadlineError as error:
+                raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
         """Every rank has read the same, and so each ends the group for itself."""
