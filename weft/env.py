@@ -41,7 +41,7 @@ def check_calls() -> bool:
     """`WEFT_CHECK_CALLS`: 1 (default 0): compare the values of tensors that must be equal on all ranks (bias, residual). On GPUs,
     also compare tables of counts, and the operator and line of every call. Values and tables make the host wait; the rest
     costs some microseconds a call. A difference in lines ends the group."""
-    return os.environ.get("WEFT_CHECK_CALLS", "0") not in ("", "0")
+    return _is_on("WEFT_CHECK_CALLS")
 
 
 def triton_interpreted() -> bool:
@@ -66,7 +66,11 @@ def world_size() -> int:
 
 def quiet() -> bool:
     """`WEFT_QUIET`: 1 (default 0): do not warn when an operator runs without overlap."""
-    return os.environ.get("WEFT_QUIET", "0") not in ("", "0")
+    return _is_on("WEFT_QUIET")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def self_calibration() -> bool:
@@ -86,6 +90,9 @@ def cache_dir() -> Path:
             warn_once(f"WEFT_CACHE_DIR={folder!r} names a user without a home folder: {other} is used, give a path")
         return other
 
+
+OWN = ("WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_CACHE_DIR")
+"""All variables of weft's own."""
 
 _PEERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING")
 _OF_PEERS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")

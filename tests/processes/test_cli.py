@@ -90,6 +90,24 @@ def test_doctor_says_what_weft_will_use() -> None:
         assert what in found.output
 
 
+def test_doctor_reads_the_variables_of_weft(monkeypatch) -> None:
+    def found() -> doctor.Finding:
+        return next(f for f in doctor.examine().findings if f.what == "environment")
+
+    for name in [name for name in os.environ if name.startswith("WEFT_")]:
+        monkeypatch.delenv(name)
+    assert (found().state, found().found) == ("ok", "no variable of weft is set")
+    monkeypatch.setenv("WEFT_QUIET", "1")
+    assert (found().state, found().found) == ("ok", "WEFT_QUIET=1")
+    monkeypatch.setenv("WEFT_DEADLIN_S", "3")
+    assert (found().state, found().found) == ("missing", "weft does not read WEFT_DEADLIN_S")
+    assert "WEFT_DEADLINE_S" in found().fix
+    monkeypatch.setenv("WEFT_DEADLINE_S", "soon")
+    assert found().state == "broken"
+    assert "WEFT_DEADLINE_S='soon' must be a positive number" in found().found
+    assert not doctor.examine().works
+
+
 def test_doctor_survives_a_machine_where_nothing_works(monkeypatch) -> None:
     def broken(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")

@@ -260,7 +260,9 @@ class Fails:
         return x.relu()
 
 
-def composite(group: dist.ProcessGroup, kind: str, activation: Fails) -> Callable[[], torch.Tensor]:
+def composite(
+    group: dist.ProcessGroup, kind: str, activation: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
     torch.manual_seed(0)
     x, options = data(BATCH, LENGTH, HIDDEN), {"group": group}
     if kind == "experts":
@@ -304,6 +306,29 @@ def test_an_error_between_collectives_is_a_refusal(pool: Pool, kind: str, traine
         text = "on purpose" if here else f"rank 1: {name}: MemoryError('on purpose')"
         assert memory == ("MemoryError" if here else "RefusedError", text, True)
         assert alike == ("RefusedError", "ranks 0, 1: on purpose", True)
+
+
+class Narrows:
+    """An activation whose result broadcasts against what it is multiplied with, on one rank."""
+
+    def __init__(self, narrow: bool) -> None:
+        self.narrow = narrow
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:1] if self.narrow else x.relu()
+
+
+def narrowed(group: dist.ProcessGroup, kind: str) -> tuple[str, str]:
+    return error_of(composite(group, kind, Narrows(group.rank() == BAD_RANK)))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "experts"])
+def test_an_activation_that_changes_the_shape_is_refused(pool: Pool, kind: str) -> None:
+    name = "ExpertParallelMLP" if kind == "experts" else "ParallelMLP"
+    for refused, text in pool.run(narrowed, kind, ranks=WORLD):
+        assert refused == "RefusedError", text
+        assert text.startswith(f"rank 1: {name}: activation makes (1, ")
+        assert text.endswith("pass a function that keeps the shape, such as torch.nn.functional.silu")
 
 
 def ends(group: dist.ProcessGroup, what: str) -> list[tuple[str, str]]:

@@ -1,7 +1,9 @@
-"""What environment variables mean: seconds that a wait may take."""
+"""What environment variables mean: seconds that a wait may take, switches, folders."""
 
 import os
+import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,19 @@ def test_a_cache_of_a_user_who_does_not_exist_is_said_once_and_lies_elsewhere(
     with pytest.warns(UserWarning, match="WEFT_CACHE_DIR='~nosuchuser/x' names a user without a home folder") as warned:
         assert {env.cache_dir() for _ in range(3)} == {tmp_path / f"weft-{os.getuid()}"}
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "false", "False", "no", "off"])
+@pytest.mark.parametrize(("variable", "read"), [("WEFT_QUIET", env.quiet), ("WEFT_CHECK_CALLS", env.check_calls)])
+def test_words_for_off_switch_off(
+    monkeypatch: pytest.MonkeyPatch, variable: str, read: Callable[[], bool], text: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert not read()
+    monkeypatch.setenv(variable, "1")
+    assert read()
+
+
+def test_the_list_of_own_variables_is_that_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
+    assert set(env.OWN) == set(re.findall(r"^\| `(WEFT_\w+)`", page, re.MULTILINE))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import weft
+from weft import env
 from weft.hw import available_memory_bytes
 from weft.words import counted
 
@@ -63,6 +64,7 @@ def examine() -> Report:
         ("Triton", _triton),
         ("planning", _planning),
         ("FBGEMM", _fbgemm),
+        ("environment", _environment),
     )
     findings = tuple(_safely(what, check) for what, check in checks)
     return Report(findings, _what_weft_uses(findings))
@@ -103,7 +105,9 @@ def _safely(what: str, check: Callable[[], Finding]) -> Finding:
 def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
     state = {finding.what: finding.state for finding in findings}
     found = {finding.what: finding.found for finding in findings}
-    uses = []
+    uses: list[str] = []
+    if state["environment"] == "broken":  # every call raises
+        return ()
     if all(state[what] == "ok" for what in ("torch", "native module", "shared memory", "sockets")):
         uses.append(
             f"CPU processes: the native {found['native module'].split()[0]} kernel stores into the peers' shared memory"
@@ -273,6 +277,20 @@ def _fbgemm() -> Finding:
         fix = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, of the version that belongs to your torch"
         return Finding("FBGEMM", "missing", f"does not import ({type(error).__name__})", fix)
     return Finding("FBGEMM", "ok", str(getattr(fbgemm, "__version__", "installed")))
+
+
+def _environment() -> Finding:
+    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("WEFT_")}
+    try:
+        env.deadline_s()
+        env.setup_deadline_s()
+    except ValueError as error:
+        return Finding("environment", "broken", str(error), "correct the variable, or unset it: calls raise this error")
+    if unknown := [name for name in given if name not in env.OWN]:
+        fix = f"weft reads {', '.join(env.OWN)}: docs/environment.md"
+        return Finding("environment", "missing", f"weft does not read {', '.join(unknown)}", fix)
+    set_here = ", ".join(f"{name}={value}" for name, value in given.items())
+    return Finding("environment", "ok", set_here or "no variable of weft is set")
 
 
 def _import(name: str) -> Any:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft.operator.layers import ends_group, fill, tells_peers, wrong_device
+from weft.operator.layers import activated, ends_group, fill, tells_peers, wrong_device
 from weft.operator.prepared import group_of
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
@@ -167,9 +167,9 @@ class ExpertParallelMLP(nn.Module):
         )  # fmt: skip
         if self.gated:
             gate, up = h.chunk(2, dim=1)
-            h = self.activation(gate) * up
+            h = activated(self, gate) * up
         else:
-            h = self.activation(h)
+            h = activated(self, h)
         y = matmul_all_to_all(
             h, _columns(self.down_proj), received, splits, group=self.group_name, rows=len(order), capacity=self.capacity,
             schedule=self.schedules[1],

@@ -27,7 +27,16 @@ from torch import nn
 
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.norm import RMSNorm
-from weft.operator.layers import as_autocast, ends_group, fill, replicated, require_alike, tells_peers, wrong_device
+from weft.operator.layers import (
+    activated,
+    as_autocast,
+    ends_group,
+    fill,
+    replicated,
+    require_alike,
+    tells_peers,
+    wrong_device,
+)
 from weft.operator.prepared import group_of
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -290,7 +299,7 @@ class ParallelMLP(nn.Module):
 
     hidden, intermediate: of the whole layer; intermediate must be divisible by the number of ranks.
     bias: of all three.
-    activation: of one tensor; works on each column alone.
+    activation: of one tensor; works on each column alone and keeps the shape.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
 
     Children are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's code).
@@ -332,7 +341,7 @@ class ParallelMLP(nn.Module):
         self.gate_proj.require_input(x, self)
         self.down_proj.require_following(x, residual, norm, self)
         gate, up = column_parallel(x, [self.gate_proj, self.up_proj], self)
-        return self.down_proj(self.activation(gate) * up, residual=residual, norm=norm)
+        return self.down_proj(activated(self, gate) * up, residual=residual, norm=norm)
 
 
 class ParallelAttention(nn.Module):

@@ -50,6 +50,17 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return `of.activation(x)`. Raise `ValueError` if it has another shape: products with it would broadcast without an error."""
+    y: torch.Tensor = of.activation(x)
+    if y.shape != x.shape:
+        raise ValueError(
+            f"{type(of).__name__}: activation makes {tuple(y.shape)} of {tuple(x.shape)}: pass a function that keeps the shape, "
+            f"such as torch.nn.functional.silu"
+        )
+    return y
+
+
 def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """`value` into `parameter`, which FSDP2 may have divided further: then by the first of the ranks that it is divided over."""
     if hasattr(parameter, "placements"):

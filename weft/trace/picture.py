@@ -49,7 +49,9 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
     """
     for arm, timeline in timelines.items():
         if not timeline:
-            raise ValueError(f"nothing to draw for {arm!r}: its timeline has no span: pass it as timeline= to a call first")
+            raise ValueError(
+                f"nothing to draw for {arm!r}: its timeline has no span: pass it as timeline= to a call first"
+            )
     if not timelines:
         raise ValueError("nothing to draw: no timeline")
     plt = pyplot()
