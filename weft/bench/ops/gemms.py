@@ -48,7 +48,7 @@ class Shape:
     own: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
 
     written: ClassVar[str] = (
-        f"MxNxK such as 8192x4096x8192; with {_SYMMETRIC} behind it, inputs lie in symmetric memory"
+        f"MxNxK of whole numbers above 0 such as 8192x4096x8192; with {_SYMMETRIC} behind it, inputs lie in symmetric memory"
     )
     example: ClassVar[str] = "512x1024x256"
 
