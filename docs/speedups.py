@@ -71,7 +71,9 @@ def draw() -> None:
     axis.minorticks_off()
     axis.set_yticks(range(len(shown)), [label for label, *_ in shown.values()], fontsize=8)
     axis.set_ylim(len(shown) - 0.5, -0.5)
-    axis.set_xlabel("speed of weft over the baseline of the same run (logarithmic axis); red: more than 2% slower", fontsize=9)
+    axis.set_xlabel(
+        "speed of weft over the baseline of the same run (logarithmic axis); red: more than 2% slower", fontsize=9
+    )
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
