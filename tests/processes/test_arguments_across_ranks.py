@@ -232,6 +232,24 @@ def test_ranks_that_differ_get_an_error(pool: Pool, operator: str, schedule: str
                 assert "return_A=False" in text, "a caller knows the argument, and no field of a problem"
 
 
+def hints_at_rows(group: dist.ProcessGroup) -> list[bool]:
+    """True for each call, one with other sizes on rank 1 and one in another dtype, whose error advises to pass rows=."""
+    found = []
+    for rows, dtype in ((3, torch.float32), (2, torch.float16)):
+        own = dist.new_group([0, 1])
+        x = torch.ones(rows, 4, dtype=dtype) if group.rank() else torch.ones(2, 4)
+        w = torch.ones(4, 4, dtype=x.dtype)
+        kind, text = error_of(lambda x=x, w=w, own=own: weft.all_gather_matmul(x, [w], 0, own))
+        assert kind == "DisagreementError"
+        found.append("pass rows=, the sizes of all ranks" in text)
+        dist.destroy_process_group(own)
+    return found
+
+
+def test_the_advice_for_uneven_shards_is_given_where_sizes_differ(pool: Pool) -> None:
+    assert pool.run(hints_at_rows, ranks=2) == [[True, False]] * 2
+
+
 # --- backward ---
 
 

@@ -182,7 +182,7 @@ def agree(
 ) -> list[int]:
     """At the first call of a shape: the ranks' numbers. `check` gives a text and details that must be the same on all ranks, and
     this rank's number, or raises `ValueError`. `RefusedError` on every rank if one does, `DisagreementError` if others differ;
-    details are shown where texts do not tell. Collective. hint: what may help where they differ."""
+    details are shown where texts do not tell. Collective. hint: what may help where only sizes differ."""
     if group.size() == 1:
         return [check()[2]]
     if device.type == "cpu":

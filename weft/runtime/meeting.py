@@ -16,6 +16,7 @@ On GPUs hosts do not meet, which would cost more than the call: see `weft.operat
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -32,6 +33,7 @@ _EXTRA = 16  # bytes that a call may add for the others to read
 _NOTHING = bytes(_EXTRA)
 _AT = 1 + _EXTRA  # where what is compared begins
 _DIGEST = 16
+_NUMBER = re.compile(r"\b\d+\b")  # a size, and no part of "fp32"
 _MISSED = (
     "Every rank must make this call, forward or backward, within that time, which deadline_s or WEFT_DEADLINE_S says: see whether "
     "that rank raised an error before it, or left it out. This group has ended, make a new one"
@@ -43,7 +45,8 @@ T = TypeVar("T")
 class Topic:
     """What ranks must all be about to do. text: for people; it is cut where it is too long. details: compared as well.
 
-    difference: collective, on ranks whose texts are alike: says how their details differ. hint: what else may help.
+    difference: collective, on ranks whose texts are alike: says how their details differ. hint: what else may help
+    where only sizes differ.
     """
 
     def __init__(
@@ -104,7 +107,8 @@ class Meeting:
         if len(set(texts)) == 1:
             other = topic.difference() if topic.difference else ""
             calls = other or f"{calls}, with other details"
-        self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint)
+        sizes_differ = len(set(texts)) > 1 and len({_NUMBER.sub("", text) for text in texts}) == 1
+        self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint * sizes_differ)
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
         """For what all ranks find out alike."""
