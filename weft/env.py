@@ -69,14 +69,14 @@ def quiet() -> bool:
     return _is_on("WEFT_QUIET")
 
 
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").strip().lower() not in ("", "0", "false", "no", "off")
+def _is_on(variable: str, default: str = "0") -> bool:
+    return (os.environ.get(variable, "").strip().lower() or default) not in ("0", "false", "no", "off")
 
 
 def self_calibration() -> bool:
     """`WEFT_SELF_CALIBRATION`: 0 (default 1): plan by derived numbers on GPUs that have neither a machine file nor a calibration,
     instead of measuring them at a group's first call, which takes up to 2 seconds, once for a machine."""
-    return os.environ.get("WEFT_SELF_CALIBRATION") != "0"
+    return _is_on("WEFT_SELF_CALIBRATION", "1")
 
 
 def cache_dir() -> Path:
@@ -91,7 +91,9 @@ def cache_dir() -> Path:
         return other
 
 
-OWN = ("WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_CACHE_DIR")
+OWN = (
+    "WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION", "WEFT_CACHE_DIR",
+)  # fmt: skip
 """All variables of weft's own."""
 
 _PEERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING")

@@ -56,15 +56,26 @@ def test_a_cache_of_a_user_who_does_not_exist_is_said_once_and_lies_elsewhere(
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize("text", ["", "0", "false", "False", "no", "off"])
-@pytest.mark.parametrize(("variable", "read"), [("WEFT_QUIET", env.quiet), ("WEFT_CHECK_CALLS", env.check_calls)])
+@pytest.mark.parametrize("text", ["0", "false", "False", "no", "off"])
+@pytest.mark.parametrize(
+    ("variable", "read"),
+    [
+        ("WEFT_QUIET", env.quiet),
+        ("WEFT_CHECK_CALLS", env.check_calls),
+        ("WEFT_SELF_CALIBRATION", env.self_calibration),
+    ],
+)
 def test_words_for_off_switch_off(
     monkeypatch: pytest.MonkeyPatch, variable: str, read: Callable[[], bool], text: str
 ) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    default = read()
     monkeypatch.setenv(variable, text)
     assert not read()
     monkeypatch.setenv(variable, "1")
     assert read()
+    monkeypatch.setenv(variable, "")
+    assert read() == default
 
 
 def test_the_list_of_own_variables_is_that_of_the_page() -> None:
