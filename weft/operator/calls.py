@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from weft.operator.derivatives import (
     require_single,
 )
 from weft.operator.flops import counted, flops_of, is_counter_there, register_formulas
-from weft.operator.prepared import Prepared, Table, check_options, group_of
+from weft.operator.prepared import PASSING_ON, Prepared, Table, check_options, group_of
 from weft.operator.replay import seen
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
@@ -140,7 +140,7 @@ def _called(
         require_kept(op.name, op.tensors(checked))
     prepared = _prepared_for(op, checked, group, schedule, deadline_s, wanted)
     inputs = None if differentiated else op.inputs(prepared.p, checked)
-    if signature is not None and checked is call:
+    if signature is not None and checked is call and not prepared.passes:
         table.remember(group, signature, prepared, call, inputs)
     if differentiated:
         return list(_Function.apply(prepared, checked, deadline_s, timeline, *op.tensors(checked)))
@@ -163,6 +163,17 @@ def _prepared_for(
     if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
         return prepared
     world, wanted = group.size(), op.wanted(call) if wanted is None else wanted
+    family: Hashable = None
+    if prepared is None and device.type in PASSING_ON and pinned is None and world > 1 and op.sizes_are_alike:
+        p = op.problem(call, world, 0)
+        if p.family[0] is not p and p.has_work:
+            family = p.family[0], given, wanted
+            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            typical = table.of_group(group).passing(key, family, capturing)
+            if typical is not None:
+                said = op.said(call, world)
+                shown = joined(p.text if said == str(p) else said, given)
+                return typical.for_one_call(p, given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
         """In the words of other messages, where the problem is all that is said of a call. The number is twice the size, and one
@@ -183,6 +194,8 @@ def _prepared_for(
         p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
         made = Prepared(op, p, group, device, pinned, remembered, joined(said, given), joined(shown, given))
         prepared = table.keep(group, key, made)
+        if family is not None:
+            table.of_group(group).prepared(family, prepared)
     prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))
     return prepared
 

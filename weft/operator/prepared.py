@@ -7,6 +7,7 @@ calls of a known shape find what was prepared by a key.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import weakref
 from collections.abc import Hashable, Iterator
@@ -39,6 +40,9 @@ KEPT = (
 KEPT_LIGHT = 2048  # of all shapes: the others share memory with larger ones, or hold none
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
 _SIGNATURES = 8192  # of an operator's calls on a group
+PASSING = 16  # sizes of a family in a row of which none has come back: the next ones are run in turn, see `_OfGroup`
+PASSING_ON = ["cuda"]  # types of devices; on CPU ranks meet before every call, and preparing is the lesser part
+_SERVED = 1 << 16  # sizes that were run so, as far as they are known
 WHILE = 1000  # calls of the operator: a training step comes back to all of its shapes in fewer
 
 
@@ -138,11 +142,14 @@ class Prepared:
             self._turns = Turns(f"{op.title}, {shown}", self.domain, said)
         self._serial = named(p, "serial").build()
         self.results = [b.name for b in self._serial.buffers if b.role == "output"]
-        self._unfused: Unfused | None = None
+        self._steps: list[Unfused] = []  # one, when it is needed; shared with sizes that pass
         self._checked = False  # what the spec says of a call's memory
         self._ran: set[tuple[int, Hashable]] = set()  # executors, by identity, and layouts that they have run with
         self._ready: set[tuple[int, Hashable]] = set()  # of those for captures, layouts that they can run with
         self.called_at = 0  # by the operator's calls, when this was used last
+        self.family: Hashable = None  # of sizes that may pass
+        self.passes = False  # made for one call
+        self.came_back = False  # called more than once
 
     @opaque
     def __call__(
@@ -252,6 +259,14 @@ class Prepared:
         ):  # the first that ranks have agreed on, whatever was given
             across.begin_backward()
 
+    def for_one_call(self, p: Any, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> Prepared:
+        """Return the same for another size, `p`, which runs in turn, and of which nothing is kept."""
+        made = copy.copy(self)
+        made.p, made.passes, made.chosen, made._shown = p, True, choosing.Chosen(None, None), shown
+        made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
+        made.agree(given, wanted, said, shown)
+        return made
+
     def across(self, call: Any) -> AcrossRanks:
         """What ranks compare at a call that they have agreed on."""
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
@@ -262,9 +277,9 @@ class Prepared:
 
     def steps(self) -> Unfused:
         """The serial schedule as the library's calls."""
-        if self._unfused is None:
-            self._unfused = Unfused(self._serial, self.rank)
-        return self._unfused
+        if not self._steps:
+            self._steps.append(Unfused(self._serial, self.rank))
+        return self._steps[0]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -389,12 +404,55 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 
 
 class _OfGroup:
-    """Calls are counted by group, since ranks that share one may call others as well, and must drop the same of it."""
+    """What is known of an operator's calls on one group.
+
+    Calls are counted by group, since ranks that share one may call others as well, and must drop the same of it.
+
+    To prepare a size takes as long as some calls, which is lost on sizes that never come back, as of sequences that are not padded.
+    So on GPUs, once `PASSING` sizes of a family in a row have not come back, a new one is run in turn: ranks meet for nothing, and
+    nothing is made, loaded or awaited but what NCCL and cuBLAS do. It is prepared when it comes back; and all new ones are again,
+    as soon as any size does. Ranks see the same calls, and so count alike.
+    """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Prepared] = {}
         self.by_signature: dict[bytes, Known] = {}
         self.calls = 0
+        self._new: dict[Hashable, int] = {}  # by family, how many sizes in a row have not come back
+        self._served: dict[Hashable, None] = {}  # sizes that were run in turn, once
+        self._typical: dict[Hashable, Prepared] = {}  # by family
+
+    def called(self, prepared: Prepared) -> Prepared:
+        """Note a call of a size that is known."""
+        self.calls = prepared.called_at = self.calls + 1
+        if not prepared.came_back:
+            prepared.came_back = True
+            self._new.pop(prepared.family, None)
+        return prepared
+
+    def passing(self, key: Hashable, family: Hashable, capturing: bool) -> Prepared | None:
+        """What a call of a new size is made from, if it is run in turn."""
+        if key in self._served:
+            if not capturing:  # it comes back
+                del self._served[key]
+                self._new.pop(family, None)
+                return None
+        elif capturing or self._new.get(family, 0) < PASSING:
+            return None
+        typical = self._typical.get(family)
+        if typical is None or typical.stale:
+            return None
+        if len(self._served) >= _SERVED:
+            for old in list(itertools.islice(self._served, _SERVED // 2)):
+                del self._served[old]
+        self._served[key] = None
+        return typical
+
+    def prepared(self, family: Hashable, prepared: Prepared) -> None:
+        """Note what was prepared for a new size."""
+        prepared.family = family
+        self._new[family] = self._new.get(family, 0) + 1
+        self._typical[family] = prepared
 
     def drop(self) -> None:
         """Make room for another one. All ranks make the same calls, so all drop the same: what was called longest ago."""
@@ -426,8 +484,7 @@ class Table:
         prepared = None if here is None else here.known.get(key)
         if here is None or prepared is None or prepared.stale:
             return None
-        here.calls = prepared.called_at = here.calls + 1
-        return prepared
+        return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: bytes) -> Known | None:
         """What is known of calls with this signature (`weft.runtime.layouts`)."""
@@ -438,7 +495,7 @@ class Table:
         if known.prepared.stale:
             here.by_signature.clear()
             return None
-        here.calls = known.prepared.called_at = here.calls + 1
+        here.called(known.prepared)
         return known
 
     def remember(
@@ -456,7 +513,11 @@ class Table:
         here.by_signature[signature] = Known(prepared, places, inputs is None)
 
     def of_group(self, group: dist.ProcessGroup) -> _OfGroup:
-        return self._of_group[id(group)]
+        here = self._of_group.get(id(group))
+        if here is None:
+            here = self._of_group[id(group)] = _OfGroup()
+            weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
+        return here
 
     def known(self, group: dist.ProcessGroup) -> list[Prepared]:
         """The oldest first."""
@@ -464,10 +525,7 @@ class Table:
         return [] if here is None else list(here.known.values())
 
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: Prepared) -> Prepared:
-        here = self._of_group.get(id(group))
-        if here is None:
-            here = self._of_group[id(group)] = _OfGroup()
-            weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
+        here = self.of_group(group)
         if not prepared.capturing():  # a release of memory would end the capture
             here.drop()
         prepared.called_at = here.calls

@@ -100,6 +100,8 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         if len(known) >= KEPT:
             for old in list(itertools.islice(known, KEPT // 2)):
                 del known[old]
+        if len(watching) == 1 and watching[0].prepared.passes:
+            return returned
         known[signature] = Replay.of(watching[0], (args, kwargs), returned) if len(watching) == 1 else None
         if len(watching) == 1:
             group = watching[0].prepared.group
@@ -144,7 +146,8 @@ class Replay:
         layout = tuple([t.stride() for t in seen.inputs.values()])
         executors = (chosen.usual, chosen.captured)
         self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
-        self._steps = None if type(op).unfused is not Operator.unfused else prepared.steps()
+        is_serial = None in executors and type(op).unfused is Operator.unfused
+        self._steps = prepared.steps() if is_serial else None
         made = op.outputs(seen.call, prepared.p.world_size)
         self._shapes = None
         if all(isinstance(one, torch.Tensor) and one.is_contiguous() for one in made.values()):
@@ -170,8 +173,7 @@ class Replay:
         ):  # fmt: skip
             return _MISS
         if not self._is_cuda:
-            here = self._here
-            here.calls = prepared.called_at = here.calls + 1
+            self._here.called(prepared)
             with together(self.op.title, group, lambda: device, self._deadline_s):
                 call = self.op.checked(self._call(arguments), group)  # which looks at values here, and so does `inputs`
                 results = prepared(call, self._deadline_s, None)
@@ -187,8 +189,7 @@ class Replay:
         if calls.unanswered or calls.is_refused or not calls.running.acquire(blocking=False):
             return _MISS
         try:
-            here = self._here
-            here.calls = prepared.called_at = here.calls + 1
+            self._here.called(prepared)
             calls.begun += 1
             self._across.note()
             inputs = {name: get(arguments) for name, get in self._inputs}

@@ -219,6 +219,8 @@ class Operator(ABC, Generic[C]):
         self._compared = tuple(field in self.compared for field in of_call)
         self.differentiable = tuple(of_call.index(field) for field in self.gradients_of)
         self._none = (False,) * len(self.differentiable)
+        self.sizes_are_alike = type(self).size is Operator.size
+        """Whether calls of one description are of one size on all ranks."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
         """What messages call it."""
 

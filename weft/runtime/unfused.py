@@ -30,8 +30,8 @@ STRAIGHT = Turn(None, None)
 
 
 class Unfused:
-    """`schedule`, which has one lane, on `rank`. `ScheduleError` for a step that has no entry in `bind`, or writes a part of a
-    buffer."""
+    """`schedule`, which has one lane, on `rank`; also on inputs with other numbers of rows, if those are the same on all ranks.
+    `ScheduleError` for a step that has no entry in `bind`, or writes a part of a buffer."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
@@ -107,18 +107,19 @@ def _collective(step: Collective, here: Unfused) -> Call:
 
         return alone
     rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
-    together, simple = _COLLECTIVES[step.op], step.op == "all_gather" and len(set(rows)) == 1
-    total, cols = sum(rows), int(step.src.cols)
+    world, rank, even = here.schedule.world_size, here.rank, len(set(rows)) == 1
+    together, simple = _COLLECTIVES[step.op], step.op == "all_gather" and even
+    parts = world if step.op == "reduce_scatter" else 1
     if step.op == "all_reduce" and step.src == step.dst:
         together = all_reduce_
 
     def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
         x = src(t)
         if simple and turn is None and x.itemsize > 1:  # in most calls on GPUs
-            t[dst] = gathered = x.new_empty(total, cols)
+            t[dst] = gathered = x.new_empty(world * x.shape[0], x.shape[1])
             all_gather_single(gathered, x, group=group)
         else:
-            t[dst] = together(x, rows, here.rank, group, turn, name)
+            t[dst] = together(x, [x.shape[0] // parts] * world if even else rows, rank, group, turn, name)
 
     return call
 

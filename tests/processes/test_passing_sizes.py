@@ -1,0 +1,109 @@
+"""Sizes that do not come back are run in turn and not prepared; those that do are. On GPUs; here CPU ranks do it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.launch import Pool
+from weft.operator import calls
+from weft.operator.prepared import PASSING, PASSING_ON
+
+K, N = 8, 6
+
+
+def products(
+    group: dist.ProcessGroup,
+) -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]]:
+    """By operator: a call of x [rows, K], w [K, N] and a residual, on every rank."""
+    following = {"bias": torch.ones(N), "norm": torch.ones(N)}
+    return {
+        "all_gather_matmul": lambda x, w, _: weft.all_gather_matmul(x, [w, w * 2], 0, group)[1],
+        "matmul_reduce_scatter": lambda x, w, _: [weft.matmul_reduce_scatter(x, w, "sum", 0, group)],
+        "an average": lambda x, w, _: [weft.matmul_reduce_scatter(x, w, "avg", 0, group)],
+        "matmul_all_reduce": lambda x, w, _: [weft.matmul_all_reduce(x, w, group)],
+        "matmul_all_reduce with more": lambda x, w, r: [*weft.matmul_all_reduce(x, w, group, residual=r, **following)],
+        "matmul_all_gather": lambda x, w, _: [weft.matmul_all_gather(x, w, 0, group)],
+        "matmul_all_gather of columns": lambda x, w, _: [weft.matmul_all_gather(x, w, 1, group)],
+    }  # fmt: skip
+
+
+def expected(
+    operator: str, xs: list[torch.Tensor], w: torch.Tensor, residual: torch.Tensor, rank: int
+) -> list[torch.Tensor]:
+    xs, w = [x.double() for x in xs], w.double()
+    if operator == "all_gather_matmul":
+        return [torch.cat(xs) @ w, torch.cat(xs) @ w * 2]
+    total = torch.stack([x @ w for x in xs]).sum(0)
+    if operator == "matmul_reduce_scatter":
+        return [total.chunk(2)[rank]]
+    if operator == "an average":
+        return [total.chunk(2)[rank] / 2]
+    if operator == "matmul_all_reduce":
+        return [total]
+    if operator == "matmul_all_reduce with more":
+        total = total + 1 + residual.double()
+        return [torch.nn.functional.rms_norm(total, (N,), eps=1e-6), total]
+    return [torch.cat([x @ w for x in xs], dim=int(operator.endswith("columns")))]
+
+
+def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
+    """wanted: gradients too."""
+    PASSING_ON.append("cpu")
+    try:
+        own = dist.new_group([0, 1])
+        call, rank = products(own)[operator], group.rank()
+        op = calls.OPERATORS[
+            operator.partition(" with")[0].partition(" of")[0].replace("an average", "matmul_reduce_scatter")
+        ]
+
+        def count() -> int:
+            return len(calls.prepared_calls(op, own))
+
+        def one(rows: int) -> None:
+            generator = torch.Generator().manual_seed(rows)
+            xs = [torch.randn(rows, K, generator=generator) for _ in range(2)]
+            w, residual = torch.randn(K, N, generator=generator), torch.randn(rows, N, generator=generator)
+            x = xs[rank].requires_grad_(wanted)
+            found = call(x, w, residual)
+            for y, right in zip(found, expected(operator, [t.detach() for t in xs], w, residual, rank), strict=True):
+                torch.testing.assert_close(y.double(), right, rtol=1e-4, atol=1e-4)
+            if wanted and "more" not in operator:
+                grads = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in found]
+                sum((y * g).sum() for y, g in zip(found, grads, strict=True)).backward()
+                whole = [t.detach().double().requires_grad_() for t in xs]
+                losses = []
+                for r in range(2):
+                    right = expected_of(operator, whole, w, r)
+                    losses += [(y * g.double()).sum() for y, g in zip(right, grads, strict=True)]
+                sum(losses).backward()
+                torch.testing.assert_close(x.grad.double(), whole[rank].grad, rtol=1e-4, atol=1e-4)
+
+        for i in range(PASSING + 10):
+            one(2 * (i + 1))
+        assert count() == PASSING
+        one(2 * (PASSING + 3))  # it comes back
+        assert count() == PASSING + 1
+        one(2 * (PASSING + 3))
+        one(2 * (PASSING + 40))  # a new one, while others come back
+        assert count() == PASSING + 2
+        one(2)
+        assert count() == PASSING + 2
+        dist.destroy_process_group(own)
+    finally:
+        PASSING_ON.remove("cpu")
+
+
+def expected_of(operator: str, xs: list[torch.Tensor], w: torch.Tensor, rank: int) -> list[Any]:
+    return expected(operator, xs, w, torch.zeros(1, N), rank)
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("operator", list(products(None)))  # type: ignore[arg-type]
+def test_sizes_that_do_not_come_back_are_run_in_turn(pool: Pool, operator: str, wanted: bool) -> None:
+    pool.run(passing, operator, wanted, ranks=2, timeout_s=120)
