@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,12 +39,19 @@ def ranks_of(what: str, machine: str) -> list[int]:
 
 
 def any_of(what: str) -> bool:
-    """True if there is a file that `path_of(what, ...)` names."""
+    """True if there is a file that `path_of(what, ...)` names. Asked at every first call of a shape."""
     try:
-        with os.scandir(env.cache_dir()) as files:
-            return any(file.name.startswith(f"{what}-") for file in files)
+        folder = os.fspath(env.cache_dir())
+        return what in _kinds_in(folder, os.stat(folder).st_mtime_ns)
     except OSError:
         return False
+
+
+@lru_cache(maxsize=4)
+def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
+    """The first words of the names of the files in a folder that was changed then."""
+    with os.scandir(folder) as files:
+        return frozenset(file.name.partition("-")[0] for file in files)
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
