@@ -153,13 +153,8 @@ def others(group: dist.ProcessGroup) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert is_long(lambda: gather(own, x, [w]))
     parameter = torch.nn.Parameter(w)
-    for _ in range(2):
-        assert is_long(lambda: gather(own, x, [parameter]))
-        _, (y,) = weft.all_gather_matmul(x, [parameter], 0, own)
-        y.sum().backward()
-    assert parameter.grad is not None
+    assert is_long(lambda: gather(own, x, [parameter]))
     with torch.no_grad():
-        gather(own, x, [parameter])
         assert not is_long(lambda: gather(own, x, [parameter]))
     with FlopCounterMode(display=False) as counter:
         gather(own, x, [w])
@@ -179,6 +174,48 @@ def others(group: dist.ProcessGroup) -> None:
 
 def test_what_means_another_call_goes_the_long_way(pool: Pool) -> None:
     pool.run(others, ranks=2, timeout_s=120)
+
+
+def with_gradients(group: dist.ProcessGroup) -> None:
+    """Calls of several forms, twice: gradients are those of the long way."""
+    own, rank = dist.new_group([0, 1]), group.rank()
+    generator = torch.Generator().manual_seed(rank)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).requires_grad_()
+
+    cases: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], bool]] = {}
+    for turn in range(3):
+        cases = {
+            "rows": (lambda f, x, w: f.all_gather_matmul(x, [w], 0, own)[1][0], [drawn(3, 8), drawn(8, 5)], True),
+            "dimensions": (lambda f, x, w: f.all_gather_matmul(x, [w], 0, own)[1][0], [drawn(2, 3, 8), drawn(8, 5)], True),
+            "columns": (lambda f, x, w: f.all_gather_matmul(x, [w.t()], 0, own)[1][0], [drawn(3, 8), drawn(5, 8)], True),
+            "scatter": (lambda f, x, w: f.matmul_reduce_scatter(x, w, "sum", 0, own), [drawn(2, 3, 8), drawn(8, 5)], True),
+            "along the sequence": (
+                lambda f, x, w: f.matmul_reduce_scatter(x, w, "sum", 1, own), [drawn(3, 2, 8), drawn(8, 5)], False,
+            ),
+        }  # fmt: skip
+        for name, (call, tensors, short) in cases.items():
+            with long_ways() as ways:
+                y = call(weft, *tensors)
+            assert bool(ways) == (turn == 0 or not short), (name, turn)
+            grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(rank))
+            found = torch.autograd.grad(y, tensors, grad)
+            wanted = torch.autograd.grad(call(Long(), *tensors), tensors, grad)
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one, other), name
+    dist.destroy_process_group(own)
+
+
+class Long:
+    """weft without the short way."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(weft, name).__wrapped__
+
+
+def test_gradients_of_the_short_way(pool: Pool) -> None:
+    pool.run(with_gradients, ranks=2, timeout_s=60)
 
 
 def refused(group: dist.ProcessGroup) -> None:

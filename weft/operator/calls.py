@@ -124,9 +124,8 @@ def _called(
         signature = READER.signature(call, torch.is_grad_enabled())
         if signature is not None and (known := table.again(group, signature)) is not None:
             if known.differentiated:
-                tensors = op.tensors(call)
-                require_kept(op.name, tensors)
-                return list(_Function.apply(known.prepared, call, deadline_s, timeline, *tensors))
+                require_kept(op.name, op.tensors(call))
+                return _differentiated(op, table, known.prepared, call, deadline_s, timeline)
             inputs = known.inputs(call)
             inputs = op.inputs(known.prepared.p, call) if inputs is None else inputs
             results = known.prepared(call, deadline_s, timeline, inputs)
@@ -143,10 +142,19 @@ def _called(
     if signature is not None and checked is call and not prepared.passes:
         table.remember(group, signature, prepared, call, inputs)
     if differentiated:
-        return list(_Function.apply(prepared, checked, deadline_s, timeline, *op.tensors(checked)))
+        return _differentiated(op, table, prepared, checked, deadline_s, timeline)
     results = prepared(checked, deadline_s, timeline, inputs)
     if timeline is None:
         seen(op, table, prepared, checked, inputs, deadline_s, results)
+    return results
+
+
+def _differentiated(
+    op: Operator[Any], table: Table, prepared: Prepared, call: Any, deadline_s: float | None, timeline: Timeline | None
+) -> list[torch.Tensor]:  # fmt: skip
+    results = list(_Function.apply(prepared, call, deadline_s, timeline, *op.tensors(call)))
+    if timeline is None:
+        seen(op, table, prepared, call, None, deadline_s, results, _Function.apply)
     return results
 
 

@@ -5,9 +5,9 @@ A call repeats an earlier one if all of its arguments do, but for where tensors 
 which buffer, and which result is what the function returns. What is left is what every call has: it is counted and added to the
 digest that ranks compare, errors are told (`weft.operator.together`), results get new memory, and the schedule runs.
 
-Everything else goes the long way (`weft.operator.calls.made`), which is also how a call is learnt: calls in which gradients are
-wanted, a timeline is filled, a schedule is pinned around the call, or that are compiled, traced or transformed; and calls whose
-tensors are copied on the way in or out.
+Everything else goes the long way (`weft.operator.calls.made`), which is also how a call is learnt: calls in which a timeline is
+filled, a schedule is pinned around the call, or that are compiled, traced or transformed; and calls whose tensors are copied on the
+way in or out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _pg_map
 
 from weft import env, plan
+from weft.operator.derivatives import require_kept
 from weft.operator.prepared import Prepared, Table
 from weft.operator.spec import Operator
 from weft.operator.together import failed, together
@@ -37,6 +38,7 @@ R = TypeVar("R")
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Of the public function, by position and by name."""
 Get: TypeAlias = Callable[[Arguments], Any]
+View: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 KEPT = 8192  # calls of a function that are known; the half that was met first goes when there are more
 _MISS = object()
@@ -49,15 +51,17 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
 
 
 class Seen(NamedTuple):
-    """A call on its long way. results: in the order of the output buffers."""
+    """A call on its long way. results: in the order of the output buffers. apply: of the autograd Function, where gradients are
+    wanted; inputs are None then."""
 
     op: Operator[Any]
     table: Table
     prepared: Prepared
     call: Any
-    inputs: dict[str, Any]
+    inputs: dict[str, Any] | None
     deadline_s: float | None
     results: list[torch.Tensor]
+    apply: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
 
 _watching: ContextVar[list[Seen] | None] = ContextVar("watching", default=None)
@@ -137,16 +141,16 @@ class Replay:
             raise _UnlikeError
         self._chosen, self._domain, self._device = chosen, domain, prepared.device
         self._calls, self._across = calls_of(group), prepared.across(seen.call)
-        given = _Given(arguments)
+        self._is_cuda, self._apply = prepared.device.type == "cuda", seen.apply
+        given, results = _Given(arguments, seen.apply is None), _Given((tuple(seen.results), {}), seen.apply is None)
         self._fields = [_getter(field, given) for field in seen.call]
-        self._inputs = [(name, _getter(tensor, given)) for name, tensor in seen.inputs.items()]
+        self._inputs = [(name, _getter(tensor, given)) for name, tensor in (seen.inputs or {}).items()]
         if not given.all_used:
             raise _UnlikeError  # numbers were read from a tensor
-        self._is_cuda = prepared.device.type == "cuda"
-        layout = tuple([t.stride() for t in seen.inputs.values()])
+        layout = tuple([t.stride() for t in (seen.inputs or {}).values()])
         executors = (chosen.usual, chosen.captured)
         self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
-        is_serial = None in executors and type(op).unfused is Operator.unfused
+        is_serial = None in executors and type(op).unfused is Operator.unfused and seen.apply is None
         self._steps = prepared.steps() if is_serial else None
         made = op.outputs(seen.call, prepared.p.world_size)
         self._shapes = None
@@ -154,7 +158,7 @@ class Replay:
             self._shapes = [(name, (tuple(one.shape), one.dtype)) for name, one in made.items()]
         self._names, self._notes = prepared.results, type(op).note is not Operator.note
         views = self._shapes is not None
-        self._returned = _finisher(returned, _Given((tuple(seen.results), {})), views)
+        self._returned = _finisher(returned, results, views)
 
     @classmethod
     def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> Replay | None:
@@ -176,13 +180,15 @@ class Replay:
             self._here.called(prepared)
             with together(self.op.title, group, lambda: device, self._deadline_s):
                 call = self.op.checked(self._call(arguments), group)  # which looks at values here, and so does `inputs`
-                results = prepared(call, self._deadline_s, None)
+                results = prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
                 self.op.note(call)
                 return self._returned(results)
         capturing = torch._C._cuda_isCurrentStreamCapturing()
         executor = self._chosen.captured if capturing else self._chosen.usual
-        if executor is not None and (
-            id(executor) not in self._warm or (executor.gone if capturing else executor.stale)
+        if (
+            executor is not None
+            and self._apply is None
+            and (id(executor) not in self._warm or (executor.gone if capturing else executor.stale))
         ):
             return _MISS
         calls = self._calls
@@ -191,11 +197,16 @@ class Replay:
         try:
             self._here.called(prepared)
             calls.begun += 1
-            self._across.note()
-            inputs = {name: get(arguments) for name, get in self._inputs}
-            results = (
-                self._in_turn(arguments, inputs, group) if executor is None else self._run(executor, arguments, inputs)
-            )
+            if self._apply is not None:
+                results = self._differentiated(self._call(arguments))
+            else:
+                self._across.note()
+                inputs = {name: get(arguments) for name, get in self._inputs}
+                results = (
+                    self._in_turn(arguments, inputs, group)
+                    if executor is None
+                    else self._run(executor, arguments, inputs)
+                )
             if self._notes:
                 self.op.note(self._call(arguments))
             if refused := calls.end():
@@ -210,6 +221,12 @@ class Replay:
 
     def _call(self, arguments: Arguments) -> Any:
         return self.op.form(*[get(arguments) for get in self._fields])
+
+    def _differentiated(self, call: Any) -> list[torch.Tensor]:
+        assert self._apply is not None
+        tensors = self.op.tensors(call)
+        require_kept(self.op.name, tensors)
+        return list(self._apply(self.prepared, call, self._deadline_s, None, *tensors))
 
     def _in_turn(self, arguments: Arguments, inputs: dict[str, Any], group: dist.ProcessGroup) -> list[torch.Tensor]:
         self._domain.check()
@@ -234,9 +251,13 @@ class Replay:
 
 
 class _Given:
-    """All tensors of a call with their places: (position or name), or (position or name, number in a list)."""
+    """All tensors of a call with their places: (position or name), or (position or name, number in a list).
 
-    def __init__(self, arguments: Arguments) -> None:
+    strided: whether a view may be one with any strides: autograd would be slow with these.
+    """
+
+    def __init__(self, arguments: Arguments, strided: bool) -> None:
+        self._strided = strided
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         for name, value in (*enumerate(arguments[0]), *arguments[1].items()):
             if isinstance(value, torch.Tensor):
@@ -245,16 +266,24 @@ class _Given:
                 self._tensors |= {(name, i): one for i, one in enumerate(value) if isinstance(one, torch.Tensor)}
         self._unused = set(self._tensors)
 
-    def source(self, tensor: torch.Tensor) -> tuple[tuple[Any, ...], Any]:
-        """The place of the tensor, or of the one that it is a view of, with the view's sizes and strides."""
-        same, view = [place for place, one in self._tensors.items() if one is tensor], None
-        if not same and tensor.numel():
-            at, view = (tensor.data_ptr(), tensor.dtype, tensor.numel()), (tuple(tensor.shape), tensor.stride())
+    def source(self, tensor: torch.Tensor) -> tuple[tuple[Any, ...], View | None]:
+        """The place of the tensor, or of the one that it is a view of, with what makes the view."""
+        same = [place for place, one in self._tensors.items() if one is tensor]
+        is_view = not same and tensor.numel() > 0
+        if is_view:
+            at = tensor.data_ptr(), tensor.dtype, tensor.numel()
             same = [p for p, one in self._tensors.items() if (one.data_ptr(), one.dtype, one.numel()) == at]
         if len(same) != 1:
             raise _UnlikeError
         self._unused.discard(same[0])
-        return same[0], view
+        if not is_view:
+            return same[0], None
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if tensor.is_contiguous() and self._tensors[same[0]].is_contiguous():
+            return same[0], lambda x: x.view(shape)
+        if not self._strided:
+            raise _UnlikeError
+        return same[0], lambda x: x.as_strided(shape, strides)
 
     @property
     def all_used(self) -> bool:
@@ -266,7 +295,7 @@ def _getter(value: Any, given: _Given) -> Get:
     if isinstance(value, torch.Tensor):
         place, view = given.source(value)
         take = _taker(place)
-        return take if view is None else lambda arguments: take(arguments).as_strided(*view)
+        return take if view is None else lambda arguments: view(take(arguments))
     if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
         parts = [_getter(one, given) for one in value]
         return lambda arguments: [part(arguments) for part in parts]
@@ -291,7 +320,7 @@ def _finisher(returned: Any, results: _Given, views: bool) -> Callable[[list[Any
             return lambda results: results[number]
         if not views:
             raise _UnlikeError
-        return lambda results: results[number].as_strided(*view)
+        return lambda results: view(results[number])
     if type(returned) not in (list, tuple):
         raise _UnlikeError
     kind, parts = type(returned), [_finisher(one, results, views) for one in returned]
