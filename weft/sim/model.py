@@ -297,8 +297,8 @@ def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
 
 
 def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
-    """The sizes of tiles that a library has: those that halving the largest gives, and the same on their side."""
-    heights, widths = _halves(rows), _halves(cols)
+    """Return the tiles that cuBLAS and its like have: halves of the largest one, three quarters of its width, and these turned."""
+    heights, widths = _halves(rows), [*_halves(cols), cols * 3 // 4]
     return sorted({tile for h, w in itertools.product(heights, widths) for tile in ((h, w), (w, h))}, reverse=True)
 
 
