@@ -83,12 +83,14 @@ class _Lane:
 
 
 class _Rank:
-    __slots__ = ("ends", "lanes", "late", "number", "open", "run", "start")
+    __slots__ = ("ends", "filled", "lanes", "late", "number", "open", "run", "start", "without_units")
 
     def __init__(self, number: int, late: float) -> None:
         self.number, self.late = number, late
         self.lanes: list[_Lane] = []
         self.run, self.start, self.open = 0, 0.0, 0
+        self.filled = 0.0  # share of the units that GEMMs keep until they end
+        self.without_units: list[_Lane] = []  # at kernels that wait for units, in the order in which they came
         self.ends: list[float] = []
 
 
@@ -111,6 +113,8 @@ class _Engine:
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
             self.lanes.append(_Lane(number, lane, rank, when))
             rank.lanes.append(self.lanes[-1])
+        for rank in self.ranks.values():  # copies are issued first (`weft.schedule.order`), and get their units
+            rank.lanes.sort(key=lambda lane: program.schedule.lanes[lane.program.number].resource != "copy")
         self.now = 0.0
         self.timed: list[_Timed] = []
         self.planned = 0
@@ -211,8 +215,12 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _work(self, lane: _Lane) -> None:
-        task = lane.tasks[lane.next]
+        task, rank = lane.tasks[lane.next], lane.rank
         assert isinstance(task, Work)
+        if task.holds and rank.filled and rank.filled + task.holds > 1:
+            rank.without_units.append(lane)
+            return
+        rank.filled += task.fills
         self._hear(self.fluid.begin(self.now, lane.number, task.load, task.work_us, bool(task.raises)))
 
     def _pulse(self, lane: _Lane) -> None:
@@ -229,8 +237,17 @@ class _Engine:
         if task.raises:
             while lane.pulses < _PULSES:
                 self._pulse(lane)
+        if task.fills:
+            self._free(lane.rank, task.fills)
         self._note(lane)
         self._advance(lane)
+
+    def _free(self, rank: _Rank, units: float) -> None:
+        """Give the units of a GEMM that has ended to those who wait, before the next GEMM of its lane has been launched."""
+        rank.filled = max(0.0, rank.filled - units)
+        waiting, rank.without_units = rank.without_units, []
+        for lane in waiting:
+            self._plan(self.now, lane, works=True)
 
     def _note(self, lane: _Lane) -> None:
         self.events.append((lane.program, lane.next, lane.rank.run, lane.since, self.now))
