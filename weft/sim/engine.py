@@ -5,6 +5,9 @@ at a speed that depends on what else runs (`weft.sim.fair`). Speeds change only 
 lanes that can slow each other down (`weft.sim.scarce`), so the engine goes from one such moment to the next, and on each of
 them to the signals that arrive. How far work has come, and when it is next done, is known in C++ (`csrc/fluid.cpp`).
 
+A kernel that holds units (a copy by kernel, a collective) begins once there are as many beside the library GEMMs that run: their
+programs keep units until the GEMM ends. Kernels that were there first keep their units, too, and the next GEMM gets the rest.
+
 Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter has reached
 (e - 1) sets_per_run + count, one for the previous run when it has reached (e - 2) sets_per_run + count. A rank begins its
 next run when all its lanes have ended the one before; nothing else holds ranks together.

@@ -8,8 +8,9 @@ tiles fill the units better and reuse their operands worse, and a long k may be 
 
 A copy by an engine takes latency + bytes / bandwidth. What runs at once shares what it uses (`weft.sim.engine`), and each
 byte that a copy reads or writes in a GPU's memory also slows that GPU's kernels a little, through its caches, its memory, and
-the compute units that a copying kernel holds. These are contention losses of "Design Space Exploration of DMA based
-Finer-Grain Compute Communication Overlap", IV-A, which has no power among them.
+the compute units that a copying kernel holds. Such a kernel waits for units that a library GEMM keeps until it ends. These are
+contention losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A, which has no power
+among them.
 
 Source of the wave model: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 """
