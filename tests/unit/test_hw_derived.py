@@ -109,23 +109,19 @@ def test_nobody_asks_a_driver_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "short", "most"), [("queued", False, 0.08), ("queued", True, 0.20), ("single", False, 0.15)]
+    ("mode", "short", "most"), [("queued", False, 0.05), ("queued", True, 0.13), ("single", False, 0.15)]
 )
 def test_datasheet_numbers_predict_recorded_calls(mode: str, short: bool, most: float) -> None:
-    """Eight shapes in four schedules on two H100s, by an H100's file and by its datasheet alone. short: calls below 100 us."""
+    """Eight shapes in four schedules on two H100s, by its datasheet alone. short: calls below 100 us."""
     h200, h100 = load_machine("h200"), load_machine("h100")
     blind = Machine("blind", derived("x", {key: h100[key] for key in DATASHEET}, "h200", h200.quantities), "switch")
-    machines = (
-        [h100, blind] if mode == "queued" else [h100]
-    )  # the host of those two is four times slower than the H200s'
     rows = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     rows = [r for r in rows if r["mode"] == mode and r["variant"] != "asynctp"]
     rows = [r for r in rows if mode == "single" or (r["p50_ms"] < 0.1) == short]
     assert len(rows) >= 8
-    for machine in machines:
-        model, errors = model_of(machine, 2), []
-        for r in rows:
-            p = AllGatherMatmul.even(r["m"], r["n"], r["k"], 2)
-            us = predict(named(p, r["variant"]).build(), model, r["mode"], least_us(p, model))
-            errors.append(abs(us / (1e3 * r["p50_ms"]) - 1))
-        assert sum(errors) / len(errors) < most, machine.name
+    model, errors = model_of(blind, 2), []
+    for r in rows:
+        p = AllGatherMatmul.even(r["m"], r["n"], r["k"], 2)
+        us = predict(named(p, r["variant"]).build(), model, r["mode"], least_us(p, model))
+        errors.append(abs(us / (1e3 * r["p50_ms"]) - 1))
+    assert sum(errors) / len(errors) < most

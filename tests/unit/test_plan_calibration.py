@@ -22,9 +22,9 @@ from weft.sim.model import interpolated
 BASE = model_of(load_machine("h200"), 2)
 # Other tiles, slower copies with another latency, a collective that takes three times as long to start.
 TRUTH = replace(
-    BASE, tile=(256, 128), tile_half=80.0, launch_us=4.0, copy_latency_us=11.0, copy_bytes_per_us=2e5, copy_row_us=0.004,
-    collective_latency_us=70.0, collective_bytes_per_us=1.5e5, signal_local_us=0.7, signal_remote_us=3.1, host_step_us=1.5,
-    kernel_copy_units=24, copy_disturbance=disturbance(1.2, 0.0, 2e5),
+    BASE, tile=(256, 128), tile_half=80.0, tile_ramp=200.0, launch_us=4.0, copy_latency_us=11.0, copy_bytes_per_us=2e5,
+    copy_row_us=0.004, collective_latency_us=70.0, collective_bytes_per_us=1.5e5, signal_local_us=0.7, signal_remote_us=3.1,
+    host_step_us=1.5, kernel_copy_units=24, copy_disturbance=disturbance(1.2, 0.0, 2e5),
 )  # fmt: skip
 
 

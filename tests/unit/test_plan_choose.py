@@ -173,8 +173,8 @@ def test_single_calls_pay_for_the_hosts_steps() -> None:
 
 def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
     """However fast the device would be: a loop of such calls is not faster than the host."""
-    problem = AllGatherMatmul.even(2048, 1024, 8192, 8)
-    model = replace(model_of(load_machine("h200"), 8), kernel_copy_beside_us=1.0)
+    problem = AllGatherMatmul.even(4096, 1024, 4096, 8)
+    model = model_of(load_machine("h200"), 8)
     ahead = decide(problem, replace(model, host_call_us=0.0), mode="queued")
     name = ahead.candidate.name
     assert ahead.row(name).gemms == 8

@@ -107,19 +107,6 @@ def test_reading_sizes_costs_the_host_each_step_of_a_run() -> None:
     assert predict(schedule, slow, "queued") >= 1e4
 
 
-@pytest.mark.parametrize(
-    ("name", "slower_us"),
-    [
-        ("shard[chunks=1,send=in_turn,by=kernel]", 500.0),
-        ("shard[chunks=1,send=in_turn,by=dma]", 0.0),
-        ("gather[by=kernel]", 0.0),  # it copies in front of its GEMM
-    ],
-)
-def test_a_copying_kernel_beside_gemms_costs_what_the_model_says(name: str, slower_us: float) -> None:
-    usual, slow = (predict(built(PROBLEM, name), replace(H200, kernel_copy_beside_us=us), "queued") for us in (0, 500))
-    assert slow - usual == pytest.approx(slower_us)
-
-
 def test_a_single_call_takes_at_least_what_the_host_needs_for_its_steps() -> None:
     choice = decide(PROBLEM, replace(H200, host_step_us=1e5), mode="single")
     pruned = [row for row in choice.rows if row.why_not.startswith(AT_LEAST)]

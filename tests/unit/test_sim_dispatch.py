@@ -95,3 +95,20 @@ def test_rank_0_stands_for_all_where_splits_are_even(p: AllToAllMatmul, alike: b
         if alike:
             every = lower(schedule, gpu("h200", 4), alike=False)
             assert every.ranks == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_whose_sizes_only_the_run_knows_share_a_few_units(ranks: int) -> None:
+    """All lanes together have 16 of 132, beside GEMMs that leave them some."""
+    p = AllToAllMatmul.even(1024 * ranks, 1024, 1024, 4, ranks)
+    schedules = all_schedules(replace(p, exact=False))
+    for name in ("dispatch_by_expert[by=kernel,chunks=2]", "dispatch[by=kernel,rest=each]"):
+        program = lower(schedules[name], gpu("h200", ranks))
+        copying = {lane.number for lane in program.lanes if schedules[name].lanes[lane.number].resource == "copy"}
+        held = {}
+        for lane in program.lanes:
+            if lane.rank == 0 and lane.number in copying:
+                held[lane.number] = {task.holds for task in lane.tasks if isinstance(task, Work) and task.holds}
+        assert held
+        assert all(len(of_lane) == 1 for of_lane in held.values())
+        assert sum(of_lane.pop() for of_lane in held.values()) == pytest.approx(16 / 132, rel=0.1)

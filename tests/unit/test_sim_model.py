@@ -41,6 +41,17 @@ def test_smaller_tiles_are_less_efficient_but_fill_more_units() -> None:
     assert model.matmul(128, 128, 10, "fp16").time_us == pytest.approx(2 * 64 * 64 * 10)  # four large ones at once
 
 
+def test_tiles_of_three_quarters_fill_a_wave_that_halves_overfill() -> None:
+    """96 tiles of 128 x 192: with 128 x 256 there are 72, with 128 x 128 two waves."""
+    assert gpu("h200", 2).matmul(768, 3072, 4096, "bf16").units_busy == pytest.approx(96 / 132)
+
+
+def test_a_matmul_that_reads_weights_mostly_reaches_less_than_copies_do() -> None:
+    model = gpu("h200", 2)
+    found = model.matmul(64, 28672, 8192, "bf16")
+    assert found.time_us == pytest.approx(found.hbm_bytes / (model.matmul_memory * model.hbm_bytes_per_us))
+
+
 def test_a_long_k_is_split_where_there_are_too_few_tiles() -> None:
     model = replace(TILES, launch_us=5.0)
     assert model.matmul(32, 32, 4000, "fp16").time_us == pytest.approx(5 + 2 * 32 * 32 * 1000)

@@ -8,7 +8,7 @@ the ratio.
     what units store late                   as their number
     latencies, shares, everything else      as they are
 
-Datasheet numbers with an H200's ratios predict recorded calls on two H100s within 6% above 100 us, in the mean
+Datasheet numbers with an H200's ratios predict recorded calls on two H100s within 4% above 100 us and 12% below, in the mean
 (`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these numbers.
 """
 

@@ -24,7 +24,7 @@ from weft.plan import saved, store
 from weft.plan.machine import versions
 from weft.schedule import ITEM_BYTES
 from weft.sim import Model
-from weft.sim.machines import disturbance
+from weft.sim.machines import disturbance, share_held
 from weft.sim.model import Transfer, interpolated
 
 _MOST_US = 20_000.0
@@ -135,10 +135,11 @@ class Calibration:
             "signal_local_us": self.signal_local_us,
             "signal_remote_us": self.signal_remote_us,
         }
-        held = {"dma": 0.0, "kernel": self.copy_units / model.compute_units}
+        copying = replace(model, **changed)
         for by, slowdown, bytes_per_us in self.beside:
             name = "copy_disturbance" if by == "dma" else "kernel_copy_disturbance"
-            changed[name] = disturbance(slowdown, held[by], bytes_per_us)
+            held = 0.0 if by == "dma" else share_held(copying, bytes_per_us)
+            changed[name] = disturbance(slowdown, held, bytes_per_us)
         return changed
 
     def save(self) -> Path:

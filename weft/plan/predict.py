@@ -149,7 +149,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
     us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
     if schedule.reads_on_host:
         us = max(us, _reading_host_us(schedule, model))
-    return max(at_least_us, us + model.kernel_copy_beside_us * _kernels_that_copy_beside_gemms(schedule))
+    return max(at_least_us, us)
 
 
 def _reading_host_us(schedule: Schedule, model: Model) -> float:
@@ -165,13 +165,6 @@ def _late(schedule: Schedule) -> int:
         return 0
     steps = _steps(schedule)
     return sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
-
-
-def _kernels_that_copy_beside_gemms(schedule: Schedule) -> int:
-    """Each makes a GEMM wait for its units, if there are as many."""
-    copying = (step for lane in schedule.lanes if lane.resource == "copy" for step in lane.steps)
-    copies = sum(isinstance(step, Copy) and step.by == "kernel" for step in copying)
-    return min(copies, sum(map(_multiplies, _steps(schedule))))
 
 
 def _signals_of_tiles(schedule: Schedule) -> int:

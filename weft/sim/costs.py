@@ -45,6 +45,12 @@ class Cost(NamedTuple):
     uses: tuple[Use, ...]
     sent_bytes: int = 0  # cross between ranks for this step: leave its rank, or are fetched
     joins: bool = False  # begins when all ranks have come to it
+    fills: float = 0.0  # share of its rank's units that it keeps until it ends, from kernels that begin later
+
+    @property
+    def holds(self) -> float:
+        """Return the share of its rank's units without which it cannot begin."""
+        return sum(amount for how, place, amount in self.uses if how == "hold" and place == _COMPUTE)
 
 
 class Operand(NamedTuple):
@@ -299,7 +305,8 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
         rate = _stored_per_us(model, links, out)
         late_us = min(out.bytes, model.stored_late_bytes) / rate + model.stored_end_us
         alone_us = max(alone_us + late_us, out.bytes / rate)
-    return _kernel(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
+    matmul = _kernel(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
+    return matmul._replace(fills=model.matmul_keeps * found.units_busy)
 
 
 def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matmul: Cost) -> Cost:
@@ -312,7 +319,8 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
         for one in (copy, matmul)
         for how, place, amount in one.uses
     ]
-    return _cost("matmul", copy.latency_us + matmul.latency_us, us, uses, copy.sent_bytes + matmul.sent_bytes)
+    both = _cost("matmul", copy.latency_us + matmul.latency_us, us, uses, copy.sent_bytes + matmul.sent_bytes)
+    return both._replace(fills=matmul.fills)
 
 
 def _stored_per_us(model: Model, links: Links, out: Operand) -> float:

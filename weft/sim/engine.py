@@ -5,6 +5,9 @@ at a speed that depends on what else runs (`weft.sim.fair`). Speeds change only 
 lanes that can slow each other down (`weft.sim.scarce`), so the engine goes from one such moment to the next, and on each of
 them to the signals that arrive. How far work has come, and when it is next done, is known in C++ (`csrc/fluid.cpp`).
 
+A kernel that holds units (a copy by kernel, a collective) begins once there are as many beside the library GEMMs that run: their
+programs keep units until the GEMM ends. Kernels that were there first keep their units, too, and the next GEMM gets the rest.
+
 Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter has reached
 (e - 1) sets_per_run + count, one for the previous run when it has reached (e - 2) sets_per_run + count. A rank begins its
 next run when all its lanes have ended the one before; nothing else holds ranks together.
@@ -83,12 +86,14 @@ class _Lane:
 
 
 class _Rank:
-    __slots__ = ("ends", "lanes", "late", "number", "open", "run", "start")
+    __slots__ = ("ends", "filled", "lanes", "late", "number", "open", "run", "start", "without_units")
 
     def __init__(self, number: int, late: float) -> None:
         self.number, self.late = number, late
         self.lanes: list[_Lane] = []
         self.run, self.start, self.open = 0, 0.0, 0
+        self.filled = 0.0  # share of the units that GEMMs keep until they end
+        self.without_units: list[_Lane] = []  # at kernels that wait for units, in the order in which they came
         self.ends: list[float] = []
 
 
@@ -111,6 +116,8 @@ class _Engine:
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
             self.lanes.append(_Lane(number, lane, rank, when))
             rank.lanes.append(self.lanes[-1])
+        for rank in self.ranks.values():  # copies are issued first (`weft.schedule.order`), and get their units
+            rank.lanes.sort(key=lambda lane: program.schedule.lanes[lane.program.number].resource != "copy")
         self.now = 0.0
         self.timed: list[_Timed] = []
         self.planned = 0
@@ -211,8 +218,12 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _work(self, lane: _Lane) -> None:
-        task = lane.tasks[lane.next]
+        task, rank = lane.tasks[lane.next], lane.rank
         assert isinstance(task, Work)
+        if task.holds and rank.filled and rank.filled + task.holds > 1:
+            rank.without_units.append(lane)
+            return
+        rank.filled += task.fills
         self._hear(self.fluid.begin(self.now, lane.number, task.load, task.work_us, bool(task.raises)))
 
     def _pulse(self, lane: _Lane) -> None:
@@ -229,8 +240,17 @@ class _Engine:
         if task.raises:
             while lane.pulses < _PULSES:
                 self._pulse(lane)
+        if task.fills:
+            self._free(lane.rank, task.fills)
         self._note(lane)
         self._advance(lane)
+
+    def _free(self, rank: _Rank, units: float) -> None:
+        """Give the units of a GEMM that has ended to those who wait, before the next GEMM of its lane has been launched."""
+        rank.filled = max(0.0, rank.filled - units)
+        waiting, rank.without_units = rank.without_units, []
+        for lane in waiting:
+            self._plan(self.now, lane, works=True)
 
     def _note(self, lane: _Lane) -> None:
         self.events.append((lane.program, lane.next, lane.rank.run, lane.since, self.now))

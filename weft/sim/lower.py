@@ -13,11 +13,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.schedule import Compute, Copy, For, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.spans import span_name
+from weft.schedule.steps import LATE_COPY_UNITS, variables_of
 from weft.sim.costs import Cost, How, Links, Operand, Place, What, cost, cost_of_tiles, rates
 from weft.sim.fair import Load
 from weft.sim.model import Model
@@ -49,6 +50,8 @@ class Work(NamedTuple):
     joins: bool
     sent_bytes: int
     raises: tuple[Raising, ...] = ()  # signals that are set as it goes on
+    holds: float = 0.0  # share of its rank's units without which it cannot begin
+    fills: float = 0.0  # share of them that no other kernel gets before it ends
 
 
 class Raise(NamedTuple):
@@ -123,6 +126,23 @@ def _awaited_by_streams(schedule: Schedule) -> set[str]:
     return found & sets
 
 
+def _late_copies(schedule: Schedule) -> tuple[set[int], int]:
+    """Return the ids of copies by kernel beside GEMMs whose sizes only the run knows, and on how many lanes they are."""
+    held = {contents.buffer for contents in schedule.contents}
+    found, lanes = set[int](), 0
+    for lane in schedule.lanes if held else ():
+        if lane.resource != "copy":
+            continue
+        left, before = list(lane.steps), len(found)
+        while left:
+            step = left.pop()
+            left += step.body if isinstance(step, For) else ()
+            if isinstance(step, Copy) and step.by == "kernel" and variables_of(step) & held:
+                found.add(id(step))
+        lanes += len(found) > before
+    return found, lanes
+
+
 class _Lowering:
     def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
@@ -134,6 +154,9 @@ class _Lowering:
         self._places: dict[Place, int] = {}
         self._counters: dict[tuple, int] = {}
         self._by_streams = _awaited_by_streams(schedule)
+        self._late_copies, late_lanes = _late_copies(schedule)
+        units = min(model.kernel_copy_units, max(1, LATE_COPY_UNITS // max(1, late_lanes)))
+        self._model_of_late_copies = replace(model, kernel_copy_units=units) if late_lanes else model
         self._for_engines = {  # signals
             step.signal
             for lane in schedule.lanes
@@ -251,9 +274,10 @@ class _Lowering:
         rank: int,
     ) -> Work:
         operands = self._operands(step, numbers)
-        key = (type(step), step.settings, operands, seen_from := self._seen_from(rank))
+        model = self._model_of_late_copies if id(step) in self._late_copies else self.model
+        key = (type(step), step.settings, operands, seen_from := self._seen_from(rank), model is self.model)
         if key not in self._costs:
-            self._costs[key] = cost(self.model, self.world, step, operands, seen_from), {}
+            self._costs[key] = cost(model, self.world, step, operands, seen_from), {}
         found, loads = self._costs[key]
         if rank not in loads:
             loads[rank] = self._load(found, rank)
@@ -261,7 +285,10 @@ class _Lowering:
         if self.captured and step.meets:
             first = any(lane.steps[0] is step for lane in self.schedule.lanes)
             latency_us += self.model.graph_collective_us if first else self.model.graph_run_us
-        return Work(found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes)
+        holds = 0.0 if carried else found.holds  # the kernel that carries it has its units already
+        return Work(
+            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), holds, found.fills
+        )
 
     def _seen_from(self, rank: int) -> int:
         """A rank whose steps cost what those of `rank` do."""

@@ -4,17 +4,19 @@ nothing.
     compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
     compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
     compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
+    compute.matmul_keeps                    of a library GEMM's units, what it keeps from kernels that begin later, until it ends
+                                            (if known)
     compute.sustained                       what a long matmul takes in long work, over a short measurement of it
     compute.grouped_matmul                  what a kernel for the segments of many experts reaches of that
     compute.library_grouped_matmul          what the library's kernel for them does, and
     memory.library_grouped_matmul           of memory.copy_bandwidth
+    memory.matmul (if known)                of memory.copy_bandwidth, what a matmul reaches that computes little
     memory.copy_bandwidth, .l2              bytes read and written
     link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction. Which of them
                                             is read is said by the topology (`weft.hw.topology`)
     link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
     copy_engine.latency, .bandwidth, .count, .row
     kernel_copy.units                       programs of a copying kernel
-    kernel_copy.beside                      what a run takes longer if such a kernel is beside its GEMMs
     collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs), .small and .large_latency (if the library
     does small ones in another way: bytes a second, and what the other way takes longer to start)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
@@ -62,8 +64,10 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         tile_half=number("compute.tile_half"),
         tile_ramp=number("compute.tile_ramp"),
         vector_flops_per_us=per_us("compute.fp32_vector"),
+        matmul_keeps=number("compute.matmul_keeps") if "compute.matmul_keeps" in machine.quantities else 0.0,
         launch_us=us("compute.launch"),
         hbm_bytes_per_us=per_us("memory.copy_bandwidth"),
+        matmul_memory=number("memory.matmul") if "memory.matmul" in machine.quantities else 1.0,
         l2_bytes=machine.bytes("memory.l2"),
         wiring=load_topology(machine.topology, machine),
         copy_latency_us=us("copy_engine.latency"),
@@ -81,11 +85,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         copy_disturbance=disturbance(
             number("contention.copy_engine_slowdown"), 0.0, per_us("contention.copy_engine_bandwidth")
         ),
-        kernel_copy_disturbance=disturbance(
-            number("contention.kernel_copy_slowdown"),
-            number("contention.kernel_copy_units") / number("compute.multiprocessors"),
-            per_us("contention.kernel_copy_bandwidth"),
-        ),
+        kernel_copy_disturbance=0.0,  # see below
         signal_local_us=us("signal.local"),
         signal_remote_us=us("signal.remote"),
         signal_kernel_us=us("signal.kernel"),
@@ -96,7 +96,6 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         host_call_us=us("host.call"),
         host_late_us=us("host.late"),
         host_dynamic_us=us("host.dynamic") if "host.dynamic" in machine.quantities else 0.0,
-        kernel_copy_beside_us=us("kernel_copy.beside"),
         tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         stored_late_bytes=machine.bytes("link.stored_late") if "link.stored_late" in machine.quantities else 0.0,
@@ -112,6 +111,10 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
             per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
         ),
     )
+    measured = replace(model, kernel_copy_units=units("contention.kernel_copy_units"))
+    rate = per_us("contention.kernel_copy_bandwidth")
+    lost = disturbance(number("contention.kernel_copy_slowdown"), share_held(measured, rate), rate)
+    model = replace(model, kernel_copy_disturbance=lost)
     best = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_best") in machine.quantities}
     large = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_8192") in machine.quantities}
     rates = best | {d: _peak(model, d, rate) for d, rate in large.items()}
@@ -138,8 +141,16 @@ def _curve(machine: Machine, what: str) -> tuple[tuple[int, float], ...]:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Compute lost per byte/us read or written: in that measurement every GPU read and wrote `bytes_per_us` each."""
+    """Return the compute lost per byte/us read or written, beside the share of the units that was held: in that measurement every
+    GPU read and wrote `bytes_per_us` each."""
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
+
+
+def share_held(model: Model, bytes_per_us: float) -> float:
+    """Return the share of the units that copying kernels held on average while they wrote `bytes_per_us` beside GEMMs: if that is
+    less than they write alone, they waited for units in the rest of the time, and held none."""
+    copying = min(1.0, bytes_per_us / model.kernel_copy_bytes_per_us(put=True))
+    return copying * model.kernel_copy_units / model.compute_units
 
 
 NULL = Model(

@@ -8,8 +8,9 @@ tiles fill the units better and reuse their operands worse, and a long k may be 
 
 A copy by an engine takes latency + bytes / bandwidth. What runs at once shares what it uses (`weft.sim.engine`), and each
 byte that a copy reads or writes in a GPU's memory also slows that GPU's kernels a little, through its caches, its memory, and
-the compute units that a copying kernel holds. These are contention losses of "Design Space Exploration of DMA based
-Finer-Grain Compute Communication Overlap", IV-A, which has no power among them.
+the compute units that a copying kernel holds. Such a kernel waits for units that a library GEMM keeps until it ends. These are
+contention losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A, which has no power
+among them.
 
 Source of the wave model: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 """
@@ -90,8 +91,10 @@ class Model:
     """Time of a long matmul at the clock that long work leaves it, over what a short measurement finds."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
-    kernel_copy_beside_us: float = 0.0
-    """What a run takes longer than its parts for each kernel that copies on a lane beside its GEMMs."""
+    matmul_memory: float = 1.0
+    """What a library GEMM reaches of the memory's rate."""
+    matmul_keeps: float = 0.0
+    """Of the units that a library GEMM is busy on, the share that it keeps from kernels that begin later, until it ends."""
     tile_signal_us: float = 0.0
     """What each signal that a tile sets adds to its kernel's time."""
     tile_part_us: float | None = None
@@ -224,7 +227,7 @@ class Model:
         needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
         needed_us = np.minimum(needed_us, computing_us)
         traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
-        alone_us = np.maximum(computing_us, traffic / self.hbm_bytes_per_us)
+        alone_us = np.maximum(computing_us, traffic / (self.matmul_memory * self.hbm_bytes_per_us))
         return alone_us, np.divide(needed_us, alone_us, out=np.zeros_like(needed_us), where=alone_us > 0), traffic
 
     def _rate(self, dtype: str) -> float:
@@ -297,8 +300,8 @@ def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
 
 
 def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
-    """The sizes of tiles that a library has: those that halving the largest gives, and the same on their side."""
-    heights, widths = _halves(rows), _halves(cols)
+    """Return the tiles that cuBLAS and its like have: halves of the largest one, three quarters of its width, and these turned."""
+    heights, widths = _halves(rows), {*_halves(cols), max(cols * 3 // 4, _SMALLEST_TILE)}
     return sorted({tile for h, w in itertools.product(heights, widths) for tile in ((h, w), (w, h))}, reverse=True)
 
 

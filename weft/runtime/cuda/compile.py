@@ -38,12 +38,11 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.schedule.spans import span_name
+from weft.schedule.steps import LATE_COPY_UNITS
 
 Part: TypeAlias = tuple[bool, int, int, int]
 """Of a signal of `_core.StreamProgram`."""
-LATE_PROGRAMS = 16
-"""Of copies by kernel beside GEMMs that fill the GPU, on all lanes together: enough for four fifths of a port's rate, and few to
-wait for."""
+LATE_PROGRAMS = LATE_COPY_UNITS
 _MANY = 1 << 31  # rows of the caller's tensor, of which only the run knows how many there are
 
 

@@ -13,6 +13,9 @@ from weft.schedule.steps.base import Step, differing
 CopyBy: TypeAlias = Literal["dma", "kernel"]
 COPY_UNITS = 64
 """Compute units that a copy by kernel takes at most."""
+LATE_COPY_UNITS = 16
+"""Compute units of copies by kernel whose sizes only the run knows, beside GEMMs that fill the GPU, on all lanes together: enough
+for four fifths of a port's rate, and few to wait for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""Predictions by machine files alone, no GEMM having been timed, against calls that were recorded on these machines."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.hw import load_machine
+from weft.plan.predict import least_us, predict
+from weft.schedule import named
+from weft.schedule.problem import described
+from weft.sim import Model, model_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SHORT_US = 100.0
+
+
+@cache
+def model(machine: str, ranks: int) -> Model:
+    return model_of(load_machine(machine), ranks)
+
+
+def calls(file: str, mode: str) -> list[dict[str, Any]]:
+    """The records of schedules, with their names as `variant`."""
+    rows = [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
+    rows = [row | {"variant": row["chosen"] if row["variant"] == "weft" else row["variant"]} for row in rows]
+    return [row for row in rows if row["mode"] == mode and row["variant"] not in (None, "asynctp")]
+
+
+def error(row: dict[str, Any], machine: str) -> float:
+    p = described(row["op"], m=row["m"], n=row["n"], k=row["k"], ranks=row["ranks"], dtype=row["dtype"])
+    by = model(machine, row["ranks"])
+    return abs(predict(named(p, row["variant"]).build(), by, row["mode"], least_us(p, by)) / (1e3 * row["p50_ms"]) - 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "mode", "most", "most_short"),
+    [
+        ("h100-all_gather_matmul", "queued", 0.04, 0.13),
+        ("h100-all_gather_matmul", "single", 0.15, None),
+        ("h100-matmul_reduce_scatter", "queued", 0.05, 0.13),
+        ("h200-all_gather_matmul", "queued", 0.06, 0.10),
+        ("h200-all_gather_matmul", "single", 0.15, None),
+        ("h200-all_gather_matmul-models", "queued", 0.08, 0.10),
+        ("h200-all_gather_matmul-models", "graph", 0.08, 0.12),
+        ("h200-all_gather_matmul-schedules", "queued", 0.06, None),
+        ("h200-matmul_reduce_scatter", "queued", 0.05, 0.08),
+        ("h200-matmul_reduce_scatter", "single", 0.20, None),
+        ("h200-matmul_all_reduce", "queued", 0.05, 0.10),
+        ("h200-matmul_all_gather", "queued", 0.06, 0.10),
+    ],
+)
+def test_recorded_calls_take_about_as_long_as_predicted(
+    file: str, mode: str, most: float, most_short: float | None
+) -> None:
+    """In the mean of the calls of 100 us and more, and of the shorter ones; of single calls, of all."""
+    rows = calls(file, mode)
+    machine = file.partition("-")[0]
+    long = [row for row in rows if mode == "single" or 1e3 * row["p50_ms"] >= SHORT_US]
+    short = [row for row in rows if row not in long]
+    assert len(long) >= 8
+    assert sum(error(row, machine) for row in long) / len(long) < most
+    if most_short is not None:
+        assert len(short) >= 4
+        assert sum(error(row, machine) for row in short) / len(short) < most_short
+
+
+def test_collectives_beside_matmuls_begin_late() -> None:
+    """The kernels of collectives wait for units, as copies by kernel do."""
+    rows = [row for row in calls("h200-all_gather_matmul-schedules", "queued") if "collective" in row["variant"]]
+    assert len(rows) >= 50
+    assert sum(error(row, "h200") for row in rows) / len(rows) < 0.08
