@@ -55,21 +55,24 @@ class LayoutReader {
         }
         return bytes(words);
     }
+    // The same of all calls with as many rows in the first argument, a matrix, and in others that have as many as that, and this
+    // number; None also where that is no matrix.
+    nb::object family(nb::tuple arguments, nb::dict named, bool gradients, nb::tuple identified, nb::tuple unusual) {
+        Tensor first{};
+        if (nb::len(arguments) == 0 || !is_plain(arguments[0])) return nb::none();
+        if (api_->tensor_of(nb::object(arguments[0]).ptr(), &first)) {
+            PyErr_Clear();
+            return nb::none();
+        }
+        if (first.ndim != 2 || first.shape[0] < 1) return nb::none();
+        const int64_t rows = first.shape[0];
+        const nb::object signature = read_call(arguments, named, gradients, identified, unusual, rows);
+        return signature.is_none() ? signature : nb::object(nb::make_tuple(signature, rows));
+    }
     // Of a call: its arguments, as `signature` has them, and texts, tuples and objects of the types `identified` besides. None also
     // where one of `unusual`, functions without arguments, returns something true: a mode is on in which calls mean something else.
     nb::object call(nb::tuple arguments, nb::dict named, bool gradients, nb::tuple identified, nb::tuple unusual) {
-        for (nb::handle one : unusual) {
-            const nb::object found = nb::steal(PyObject_CallNoArgs(one.ptr()));
-            if (!found.is_valid()) throw nb::python_error();
-            if (!found.is_none() && PyObject_IsTrue(found.ptr())) return nb::none();
-        }
-        Words words;
-        words.reserve(96);
-        for (nb::handle argument : arguments)
-            if (!sign_any(words, argument, gradients, identified)) return nb::none();
-        for (auto [name, argument] : named)
-            if (!sign_text(words, name) || !sign_any(words, argument, gradients, identified)) return nb::none();
-        return bytes(words);
+        return read_call(arguments, named, gradients, identified, unusual, -1);
     }
     // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if
     // gradients are wanted and a tensor requires one.
@@ -82,24 +85,45 @@ class LayoutReader {
     }
 
   private:
+    nb::object read_call(nb::handle arguments, nb::handle named, bool gradients, nb::handle identified, nb::handle unusual,
+                         int64_t any_rows) const {
+        for (nb::handle one : nb::borrow<nb::tuple>(unusual)) {
+            const nb::object found = nb::steal(PyObject_CallNoArgs(one.ptr()));
+            if (!found.is_valid()) throw nb::python_error();
+            if (!found.is_none() && PyObject_IsTrue(found.ptr())) return nb::none();
+        }
+        Words words;
+        words.reserve(96);
+        words.any_rows = any_rows;
+        for (nb::handle argument : nb::borrow<nb::tuple>(arguments))
+            if (!sign_any(words, argument, gradients, identified)) return nb::none();
+        for (auto [name, argument] : nb::borrow<nb::dict>(named))
+            if (!sign_text(words, name) || !sign_any(words, argument, gradients, identified)) return nb::none();
+        return bytes(words);
+    }
+
     // One of each call: to ask a tensor may run Python code, and with it another thread's call, or one within this.
-    using Words = std::vector<int64_t>;
+    struct Words : std::vector<int64_t> {
+        int64_t any_rows = -1;  // a number of rows that matrices may have without being told apart
+    };
     enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
     bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
     // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts. False, with Python's error set, for what has no memory that DLPack knows of.
-    bool add(Words &words, nb::handle object, bool where) {
+    bool add(Words &words, nb::handle object, bool where) const {
         Tensor tensor{};
         if (api_->tensor_of(object.ptr(), &tensor)) return false;
         if (where) words.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
         words.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
         words.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
                          tensor.dtype_lanes);
+        const size_t shape = words.size();
         words.insert(words.end(), tensor.shape, tensor.shape + tensor.ndim);
+        if (tensor.ndim == 2 && words[shape] == words.any_rows) words[shape] = -1;
         words.insert(words.end(), tensor.strides, tensor.strides + tensor.ndim);
         return true;
     }
-    bool sign(Words &words, nb::handle argument, bool gradients) {
+    bool sign(Words &words, nb::handle argument, bool gradients) const {
         PyObject *const object = argument.ptr();
         if (argument.is_none()) {
             words.push_back(none);
@@ -126,7 +150,7 @@ class LayoutReader {
         }
         return true;
     }
-    bool sign_any(Words &words, nb::handle argument, bool gradients, nb::handle identified) {
+    bool sign_any(Words &words, nb::handle argument, bool gradients, nb::handle identified) const {
         if (PyUnicode_Check(argument.ptr())) return sign_text(words, argument);
         if (PyTuple_CheckExact(argument.ptr())) {
             words.insert(words.end(), {tuple, int64_t(nb::len(argument))});
@@ -171,6 +195,8 @@ void register_layouts(nb::module_ &m) {
         .def(nb::init<nb::object, nb::object>(), nb::arg("tensor"), nb::arg("parameter"))
         .def("read", &LayoutReader::read, nb::arg("tensors"), nb::arg("gradients"))
         .def("call", &LayoutReader::call, nb::arg("arguments"), nb::arg("named"), nb::arg("gradients"),
+             nb::arg("identified"), nb::arg("unusual"))
+        .def("family", &LayoutReader::family, nb::arg("arguments"), nb::arg("named"), nb::arg("gradients"),
              nb::arg("identified"), nb::arg("unusual"))
         .def("signature", &LayoutReader::signature, nb::arg("arguments"), nb::arg("gradients"));
 }

@@ -59,6 +59,17 @@ class LayoutReader:
         """Return the signature of a whole call, texts, tuples and objects of the types `identified` included: equal if the calls
         differ in nothing but where tensors lie. None for other arguments, and if one of `unusual` returns something true."""
 
+    def family(
+        self,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        gradients: bool,
+        identified: tuple[type, ...],
+        unusual: tuple[Callable[[], object], ...],
+    ) -> tuple[bytes, int] | None:
+        """Return the same signature for any number of rows of the first argument, a matrix, and of others with as many; and that
+        number."""
+
     def read(self, tensors: list[Any], gradients: bool) -> bytes | None:
         """Address, device, dtype, sizes and strides of all: equal if all of these are. With `gradients` None, if one requires one.
 

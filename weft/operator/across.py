@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,17 +29,18 @@ from weft.symm.calls import calls_of
 from weft.words import by_rank, counted
 
 _SUMS = struct.Struct("<QQ")
+_MASK = (1 << 64) - 1
 _BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprint of a call's backward another one
 
 
 class AcrossRanks:
-    """The comparisons of calls of one shape. what: operator and shape, for people. said: what ranks have compared."""
+    """The comparisons of calls of one shape. what: operator and shape, for people. said: what ranks have compared. fingerprint: of
+    calls, if not that of `said`."""
 
-    def __init__(self, op: Operator[Any], domain: Domain, what: str, said: str) -> None:
-        self._op, self._domain, self._what, self._is_cpu = op, domain, what, domain.device.type == "cpu"
+    def __init__(self, op: Operator[Any], domain: Domain, what: str, said: str, fingerprint: int | None = None) -> None:
+        self._op, self._domain, self.what, self._is_cpu = op, domain, what, domain.device.type == "cpu"
         self._made = None if self._is_cpu else calls_of(domain.group).made
-        digest = hashlib.blake2b(f"{op.name} {said}".encode(), digest_size=8).digest()
-        self._fingerprint = int.from_bytes(digest, "little")
+        self.fingerprint = _number(f"{op.name} {said}") if fingerprint is None else fingerprint
         self._topic = Topic(f"counts of {what}", said)
         self._compares_all = env.check_calls()
         self._compares_pairs = type(op).pairs is not Operator.pairs and (self._is_cpu or self._compares_all)
@@ -53,11 +56,11 @@ class AcrossRanks:
 
     def note(self) -> None:
         if self._made is not None:
-            self._made.note(self._fingerprint, self._what)
+            self._made.note(self.fingerprint, self.what)
 
     def begin_backward(self) -> None:
         if self._made is not None:
-            self._made.note(self._fingerprint ^ _BACKWARD, f"backward of {self._what}")
+            self._made.note(self.fingerprint ^ _BACKWARD, f"backward of {self.what}")
 
     def _compare_pairs(self, call: Any, deadline_s: float | None) -> None:
         domain, world = self._domain, self._domain.world_size
@@ -70,16 +73,16 @@ class AcrossRanks:
             said = meeting_of(domain).meet(self._topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
             both = [_SUMS.unpack(one) for one in said]
         else:
-            both = domain.all_gather(sums, what=f"counts of {self._what}", deadline_s=deadline_s)
+            both = domain.all_gather(sums, what=f"counts of {self.what}", deadline_s=deadline_s)
         if sum(one for one, _ in both) % 2**64 == sum(other for _, other in both) % 2**64:
             return
-        tables = domain.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self._what}")
+        tables = domain.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self.what}")
         for source in range(world):
             for target in range(world):
                 one, other = tables[source][0][target], tables[target][1][source]
                 if one != other:
                     raise RefusedError(
-                        f"{self._what}: rank {source} sends {_rows(one)} to rank {target}, which expects {_rows(other)}: pass the "
+                        f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects {_rows(other)}: pass the "
                         "tables of one dispatch on all ranks"
                     )
 
@@ -87,14 +90,29 @@ class AcrossRanks:
         mine = {name: _digest(tensor) for name, tensor in self._op.equal(call).items()}
         if not mine:
             return
-        every = self._domain.all_gather(mine, what=f"values in {self._what}", deadline_s=deadline_s)
+        every = self._domain.all_gather(mine, what=f"values in {self.what}", deadline_s=deadline_s)
         for name in mine:
             if len({one[name] for one in every}) > 1:
                 digests = by_rank((rank, one[name].hex()) for rank, one in enumerate(every))
                 raise RefusedError(
-                    f"{self._what}: {name} must have the same values on all ranks, and its digests are {digests}: pass the same "
+                    f"{self.what}: {name} must have the same values on all ranks, and its digests are {digests}: pass the same "
                     "one on every rank"
                 )
+
+
+@lru_cache(maxsize=1024)
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1024)
+def _of_family(operator: str, family: Hashable) -> int:
+    return _number(f"{operator} {family}") | 1
+
+
+def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
+    """Return that of a call of this size, in a family that ranks have agreed on."""
+    return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:

@@ -181,7 +181,7 @@ def _prepared_for(
             if typical is not None:
                 said = op.said(call, world)
                 shown = joined(p.text if said == str(p) else said, given)
-                return typical.for_one_call(p, given, wanted, joined(said, given), shown)
+                return typical.for_one_call(p, _rows_of(op, call), given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
         """In the words of other messages, where the problem is all that is said of a call. The number is twice the size, and one
@@ -206,6 +206,10 @@ def _prepared_for(
             table.of_group(group).prepared(family, prepared)
     prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))
     return prepared
+
+
+def _rows_of(op: Operator[Any], call: Any) -> int:
+    return next(t.shape[0] for t in op.tensors(call) if t is not None)
 
 
 def _device_of(op: Operator[Any], call: Any) -> torch.device:

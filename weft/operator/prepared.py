@@ -22,7 +22,7 @@ from weft.arguments import checked_deadline
 from weft.caller import warn
 from weft.errors import WeftError
 from weft.operator import choosing
-from weft.operator.across import AcrossRanks
+from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.spec import Operator
 from weft.runtime.agreement import refuse
 from weft.runtime.executor import Executor
@@ -259,12 +259,15 @@ class Prepared:
         ):  # the first that ranks have agreed on, whatever was given
             across.begin_backward()
 
-    def for_one_call(self, p: Any, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> Prepared:
-        """Return the same for another size, `p`, which runs in turn, and of which nothing is kept."""
+    def for_one_call(self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> Prepared:
+        """Return the same for another size, `p`, which runs in turn, and of which nothing is kept. rows: of the first tensor."""
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, choosing.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
-        made.agree(given, wanted, said, shown)
+        made.agreed.add((given, wanted))
+        if self.domain is not None:
+            fingerprint = passing_fingerprint(self.op.name, self.family, rows)
+            made._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said, fingerprint)
         return made
 
     def across(self, call: Any) -> AcrossRanks:
@@ -274,6 +277,11 @@ class Prepared:
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
         """Whether it has run with inputs of these strides on a GPU, so that the next such run needs no look at them."""
         return (id(executor), layout) in self._ran
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether the serial schedule has been run by its steps, and not as the spec does."""
+        return bool(self._steps)
 
     def steps(self) -> Unfused:
         """The serial schedule as the library's calls."""
@@ -421,6 +429,20 @@ class _OfGroup:
         self._new: dict[Hashable, int] = {}  # by family, how many sizes in a row have not come back
         self._served: dict[Hashable, None] = {}  # sizes that were run in turn, once
         self._typical: dict[Hashable, Prepared] = {}  # by family
+
+    def passes(self, family: Hashable, signature: bytes) -> bool:
+        """Whether a call of a family whose sizes pass does so too. signature: of the call; another one of the same comes back."""
+        if signature in self._served:
+            del self._served[signature]
+            self._new.pop(family, None)
+            return False
+        if self._new.get(family, 0) < PASSING:
+            return False
+        if len(self._served) >= _SERVED:
+            for old in list(itertools.islice(self._served, _SERVED // 2)):
+                del self._served[old]
+        self._served[signature] = None
+        return True
 
     def called(self, prepared: Prepared) -> Prepared:
         """Note a call of a size that is known."""

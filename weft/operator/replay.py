@@ -25,29 +25,32 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _pg_map
 
 from weft import env, plan
+from weft.operator.across import passing_fingerprint
 from weft.operator.derivatives import require_kept
-from weft.operator.prepared import Prepared, Table
+from weft.operator.prepared import PASSING_ON, Prepared, Table
 from weft.operator.spec import Operator
 from weft.operator.together import failed, together
 from weft.runtime.layouts import READER
-from weft.runtime.opaque import frames_are_looked_at
+from weft.runtime.unfused import Unfused
 from weft.symm.calls import calls_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Of the public function, by position and by name."""
-Get: TypeAlias = Callable[[Arguments], Any]
 View: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 KEPT = 8192  # calls of a function that are known; the half that was met first goes when there are more
+_FAMILIES = 256
 _MISS = object()
 _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
 _UNUSUAL: tuple[Callable[[], object], ...] = (
     torch._C._len_torch_dispatch_stack,
     torch._C._functorch.peek_interpreter_stack,
+    getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None),
     plan.pinned_around,
 )
+"""What returns something true where a call may mean something else, or Dynamo would compile what the call calls."""
 
 
 class Seen(NamedTuple):
@@ -73,92 +76,139 @@ def seen(*what: Any) -> None:
         watching.append(Seen(*what))
 
 
+class _Known:
+    """Calls of a function, by signature; None: such calls go the long way. families: calls that pass, whatever their rows."""
+
+    def __init__(self) -> None:
+        self.calls: dict[bytes, Replay | None] = {}
+        self.families: dict[bytes, Passing] = {}
+        self._of_groups: dict[int, list[bytes]] = {}  # signatures, by identity of the group while it lives
+
+    def learn(self, signature: bytes, family: bytes | None, seen: Seen, arguments: Arguments, returned: Any) -> None:
+        group = seen.prepared.group
+        if not seen.prepared.passes:
+            _bound(self.calls, KEPT)
+            self.calls[signature] = Replay.of(seen, arguments, returned)
+            self._remember(group, signature)
+        elif family is not None and (passing := Passing.of(seen, arguments, returned)) is not None:
+            _bound(self.families, _FAMILIES)
+            self.families[family] = passing
+            self._remember(group, family)
+
+    def _remember(self, group: dist.ProcessGroup, signature: bytes) -> None:
+        if id(group) not in self._of_groups:
+            self._of_groups[id(group)] = []
+            weakref.finalize(group, self._forget, id(group)).atexit = False
+        self._of_groups[id(group)].append(signature)
+
+    def _forget(self, group: int) -> None:
+        """A group is gone: another one may come to lie at its address."""
+        for signature in self._of_groups.pop(group):
+            self.calls.pop(signature, None)
+            self.families.pop(signature, None)
+
+
+def _bound(known: dict[bytes, Any], most: int) -> None:
+    if len(known) >= most:
+        for old in list(itertools.islice(known, most // 2)):
+            del known[old]
+
+
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate the public function of an operator: a call that repeats an earlier one takes the short way."""
     if READER is None:
         return function
-    known: dict[bytes, Replay | None] = {}  # None: such calls go the long way
-    of_groups: dict[int, set[bytes]] = {}  # signatures, by identity of the group while it lives
-    read_call = READER.call
+    known, read_call, read_family = _Known(), READER.call, READER.family
+    known_calls = known.calls
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        if torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0:
             return function(*args, **kwargs)
-        signature = read_call(args, kwargs, torch.is_grad_enabled(), _IDENTIFIED, _UNUSUAL)
+        gradients = torch.is_grad_enabled()
+        signature = read_call(args, kwargs, gradients, _IDENTIFIED, _UNUSUAL)
         if signature is None:
             return function(*args, **kwargs)
-        replay = known.get(signature, _MISS)
+        replay = known_calls.get(signature, _MISS)
         if replay is None:
             return function(*args, **kwargs)
-        if isinstance(replay, Replay):
-            found = replay(args, kwargs)
+        of_family = None
+        if replay is not _MISS:
+            found = replay(args, kwargs)  # type: ignore[operator]
             if found is not _MISS:
                 return found  # type: ignore[no-any-return]
+        elif (of_family := read_family(args, kwargs, gradients, _IDENTIFIED, _UNUSUAL)) is not None:
+            passing = known.families.get(of_family[0])
+            if passing is not None:
+                found = passing(args, kwargs, signature, of_family[1])
+                if found is not _MISS:
+                    return found  # type: ignore[no-any-return]
         watching: list[Seen] = []
         token = _watching.set(watching)
         try:
             returned = function(*args, **kwargs)
         finally:
             _watching.reset(token)
-        if len(known) >= KEPT:
-            for old in list(itertools.islice(known, KEPT // 2)):
-                del known[old]
-        if len(watching) == 1 and watching[0].prepared.passes:
-            return returned
-        known[signature] = Replay.of(watching[0], (args, kwargs), returned) if len(watching) == 1 else None
         if len(watching) == 1:
-            group = watching[0].prepared.group
-            if id(group) not in of_groups:
-                of_groups[id(group)] = set()
-                weakref.finalize(group, _forget, known, of_groups, id(group)).atexit = False
-            of_groups[id(group)].add(signature)
+            known.learn(signature, None if of_family is None else of_family[0], watching[0], (args, kwargs), returned)
+        else:
+            known_calls[signature] = None
         return returned
 
     return call
-
-
-def _forget(known: dict[bytes, Replay | None], of_groups: dict[int, set[bytes]], group: int) -> None:
-    """A group is gone: another one may come to lie at its address."""
-    for signature in of_groups.pop(group):
-        known.pop(signature, None)
 
 
 class _UnlikeError(Exception):
     """A call cannot be repeated: what it hands on, or returns, is made of its arguments or results by more than a view."""
 
 
-class Replay:
+class _Short:
+    """What the short ways of calls have in common."""
+
+    def __init__(self, seen: Seen) -> None:
+        op, prepared = seen.op, seen.prepared
+        self.op, self.prepared, self._deadline_s = op, prepared, seen.deadline_s
+        if prepared.chosen is None or prepared.domain is None or not op.repeats(seen.call) or env.check_calls():
+            raise _UnlikeError
+        group = prepared.group
+        self._group, self._chosen, self._domain = weakref.ref(group), prepared.chosen, prepared.domain
+        self._here, self._calls = seen.table.of_group(group), calls_of(group)
+        self._device, self._kind, self._made = prepared.device, prepared.device.type, calls_of(group).made
+        self._names = prepared.results
+
+    def _failed(self, error: BaseException, group: dist.ProcessGroup) -> None:
+        failed(error, self.op.title, group, self._device, self._deadline_s)
+
+    def _end(self) -> None:
+        if refused := self._calls.end():
+            self._domain.poison(refused)
+            self._domain.check()
+
+
+class Replay(_Short):
     """A call, with new arguments."""
 
     def __init__(self, seen: Seen, arguments: Arguments, returned: Any) -> None:
         """Raise `_UnlikeError` for a call that is no plain one."""
-        op, prepared = seen.op, seen.prepared
-        self.op, self.prepared, self._deadline_s = op, prepared, seen.deadline_s
-        self._here = seen.table.of_group(prepared.group)
-        chosen, domain, group = prepared.chosen, prepared.domain, prepared.group
-        if chosen is None or domain is None or not op.repeats(seen.call) or env.check_calls():
-            raise _UnlikeError
-        self._chosen, self._domain, self._device = chosen, domain, prepared.device
-        self._calls, self._across = calls_of(group), prepared.across(seen.call)
-        self._is_cuda, self._apply = prepared.device.type == "cuda", seen.apply
+        super().__init__(seen)
+        op, prepared, chosen, inputs = seen.op, seen.prepared, self._chosen, seen.inputs or {}
+        self._apply, self._across = seen.apply, prepared.across(seen.call)
         given, results = _Given(arguments, seen.apply is None), _Given((tuple(seen.results), {}), seen.apply is None)
-        self._fields = [_getter(field, given) for field in seen.call]
-        self._inputs = [(name, _getter(tensor, given)) for name, tensor in (seen.inputs or {}).items()]
+        self._call = given.maker("{}(" + ", ".join([given.written(field) for field in seen.call]) + ")", op.form)
+        self._inputs = given.maker("{{" + ", ".join([f"{n!r}: {given.written(t)}" for n, t in inputs.items()]) + "}}")
         if not given.all_used:
             raise _UnlikeError  # numbers were read from a tensor
-        layout = tuple([t.stride() for t in (seen.inputs or {}).values()])
+        layout = tuple([t.stride() for t in inputs.values()])
         executors = (chosen.usual, chosen.captured)
         self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
-        is_serial = None in executors and type(op).unfused is Operator.unfused and seen.apply is None
-        self._steps = prepared.steps() if is_serial else None
+        is_serial = None in executors and seen.apply is None
+        self._steps = prepared.steps() if is_serial and prepared.in_steps else None
         made = op.outputs(seen.call, prepared.p.world_size)
         self._shapes = None
         if all(isinstance(one, torch.Tensor) and one.is_contiguous() for one in made.values()):
             self._shapes = [(name, (tuple(one.shape), one.dtype)) for name, one in made.items()]
-        self._names, self._notes = prepared.results, type(op).note is not Operator.note
-        views = self._shapes is not None
-        self._returned = _finisher(returned, results, views)
+        self._notes = type(op).note is not Operator.note
+        self._returned = results.maker(results.returned(returned, views=self._shapes is not None))
 
     @classmethod
     def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> Replay | None:
@@ -167,60 +217,58 @@ class Replay:
         except _UnlikeError:
             return None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, p: tuple[Any, ...], k: dict[str, Any]) -> Any:
         """What the function returns; `_MISS` where the call has to go the long way."""
-        prepared, device, domain = self.prepared, self._device, self._domain
-        group = prepared.group_or_none
+        prepared, here, domain, chosen = self.prepared, self._here, self._domain, self._chosen
+        group = self._group()
         if (
-            group is None or group not in _pg_map or prepared.chosen is not self._chosen or domain.closed
-            or torch.is_autocast_enabled(device.type) or frames_are_looked_at()
+            group is None or group not in _pg_map or prepared.chosen is not chosen or not domain.is_well()
+            or torch.is_autocast_enabled(self._kind)
         ):  # fmt: skip
             return _MISS
-        if not self._is_cuda:
-            self._here.called(prepared)
-            with together(self.op.title, group, lambda: device, self._deadline_s):
-                call = self.op.checked(self._call(arguments), group)  # which looks at values here, and so does `inputs`
-                results = prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
-                self.op.note(call)
-                return self._returned(results)
+        if self._kind != "cuda":
+            return self._on_cpu(p, k, group)
         capturing = torch._C._cuda_isCurrentStreamCapturing()
-        executor = self._chosen.captured if capturing else self._chosen.usual
-        if (
-            executor is not None
-            and self._apply is None
-            and (id(executor) not in self._warm or (executor.gone if capturing else executor.stale))
-        ):
+        executor = chosen.captured if capturing else chosen.usual
+        if executor is not None and self._apply is None and (
+            id(executor) not in self._warm or (executor.gone if capturing else executor.stale)
+        ):  # fmt: skip
             return _MISS
         calls = self._calls
         if calls.unanswered or calls.is_refused or not calls.running.acquire(blocking=False):
             return _MISS
         try:
-            self._here.called(prepared)
+            here.called(prepared)
             calls.begun += 1
             if self._apply is not None:
-                results = self._differentiated(self._call(arguments))
+                results = self._differentiated(self._call(p, k))
             else:
-                self._across.note()
-                inputs = {name: get(arguments) for name, get in self._inputs}
-                results = (
-                    self._in_turn(arguments, inputs, group)
-                    if executor is None
-                    else self._run(executor, arguments, inputs)
-                )
+                self._made.note(self._across.fingerprint, self._across.what)
+                inputs = self._inputs(p, k)
+                if executor is not None:
+                    results = self._run(executor, p, k, inputs)
+                elif self._steps is not None:
+                    made = self._steps.run(inputs, None, group)
+                    results = [made[name] for name in self._names]
+                else:
+                    results = prepared.in_turn(self._call(p, k), inputs, self._deadline_s, None)
             if self._notes:
-                self.op.note(self._call(arguments))
-            if refused := calls.end():
-                domain.poison(refused)
-                domain.check()
+                self.op.note(self._call(p, k))
+            self._end()
         except BaseException as error:
-            failed(error, self.op.title, group, device, self._deadline_s)
+            self._failed(error, group)
             raise
         finally:
             calls.running.release()
-        return self._returned(results)
+        return self._returned(results, {})
 
-    def _call(self, arguments: Arguments) -> Any:
-        return self.op.form(*[get(arguments) for get in self._fields])
+    def _on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
+        self._here.called(self.prepared)
+        with together(self.op.title, group, lambda: self._device, self._deadline_s):
+            call = self.op.checked(self._call(p, k), group)  # which looks at values here, and so does `inputs`
+            results = self.prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
+            self.op.note(call)
+            return self._returned(results, {})
 
     def _differentiated(self, call: Any) -> list[torch.Tensor]:
         assert self._apply is not None
@@ -228,16 +276,9 @@ class Replay:
         require_kept(self.op.name, tensors)
         return list(self._apply(self.prepared, call, self._deadline_s, None, *tensors))
 
-    def _in_turn(self, arguments: Arguments, inputs: dict[str, Any], group: dist.ProcessGroup) -> list[torch.Tensor]:
-        self._domain.check()
-        if self._steps is not None:
-            made = self._steps.run(inputs, None, group)
-            return [made[name] for name in self._names]
-        return self.prepared.in_turn(self._call(arguments), inputs, self._deadline_s, None)
-
-    def _run(self, executor: Any, arguments: Arguments, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    def _run(self, executor: Any, p: tuple[Any, ...], k: dict[str, Any], inputs: dict[str, Any]) -> list[torch.Tensor]:
         if self._shapes is None:
-            outputs = self.op.outputs(self._call(arguments), self.prepared.p.world_size)
+            outputs = self.op.outputs(self._call(p, k), self.prepared.p.world_size)
         else:
             device = self._device
             outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self._shapes}
@@ -247,81 +288,127 @@ class Replay:
         return [found[name] for name in self._names]
 
 
+class Passing(_Short):
+    """A call of any number of rows, in a family of which sizes do not come back (`weft.operator.prepared`), run in turn."""
+
+    def __init__(self, seen: Seen, arguments: Arguments, returned: Any) -> None:
+        super().__init__(seen)
+        prepared, inputs, (first, *_) = seen.prepared, seen.inputs or {}, arguments[0]
+        if seen.apply is not None or prepared.device.type not in PASSING_ON or not prepared.in_steps:
+            raise _UnlikeError
+        given, results = _Given(arguments, None), _Given((tuple(seen.results), {}), None)
+        for field in seen.call:
+            given.written(field)
+        self._inputs = given.maker("{{" + ", ".join([f"{n!r}: {given.written(t)}" for n, t in inputs.items()]) + "}}")
+        if not given.all_used:
+            raise _UnlikeError
+        self._steps: Unfused = prepared.steps()
+        self._returned = results.maker(results.returned(returned, views=False))
+        self._world, self._family = prepared.p.world_size, prepared.family
+        if self.op.tensors(seen.call)[0] is not first or not self._steps.is_plain:
+            raise _UnlikeError
+        self._what = f"{self.op.title} of any size"
+
+    @classmethod
+    def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> Passing | None:
+        try:
+            return cls(seen, arguments, returned)
+        except _UnlikeError:
+            return None
+
+    def __call__(self, p: tuple[Any, ...], k: dict[str, Any], signature: bytes, rows: int) -> Any:
+        here, calls, group, domain = self._here, self._calls, self._group(), self._domain
+        if (
+            group is None or group not in _pg_map or not domain.is_well() or torch.is_autocast_enabled(self._kind)
+            or (self._kind == "cuda" and torch._C._cuda_isCurrentStreamCapturing()) or not self.op.takes_rows(rows, self._world)
+            or not here.passes(self._family, signature)
+            or calls.unanswered or calls.is_refused or not calls.running.acquire(blocking=False)
+        ):  # fmt: skip
+            return _MISS
+        try:
+            here.calls += 1
+            calls.begun += 1
+            self._made.note(passing_fingerprint(self.op.name, self._family, rows), self._what)
+            made = self._steps.run(self._inputs(p, k), None, group)
+            self._end()
+        except BaseException as error:
+            self._failed(error, group)
+            raise
+        finally:
+            calls.running.release()
+        return self._returned([made[name] for name in self._names], {})
+
+
 # --- of what tensors and other values of a call are made ---
 
 
 class _Given:
-    """All tensors of a call with their places: (position or name), or (position or name, number in a list).
+    """All tensors of a call with their places, as Python writes them: "p[0]", "p[1][0]" or "k['x']".
 
-    strided: whether a view may be one with any strides: autograd would be slow with these.
+    strided: whether a view may be one with any strides: autograd would be slow with these. None: no views at all.
     """
 
-    def __init__(self, arguments: Arguments, strided: bool) -> None:
-        self._strided = strided
-        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
-        for name, value in (*enumerate(arguments[0]), *arguments[1].items()):
+    def __init__(self, arguments: Arguments, strided: bool | None) -> None:
+        self._strided, self._tensors, self._names = strided, dict[str, torch.Tensor](), dict[str, Any]()
+        by_name = {f"k[{name!r}]": value for name, value in arguments[1].items()}
+        for place, value in ({f"p[{i}]": value for i, value in enumerate(arguments[0])} | by_name).items():
             if isinstance(value, torch.Tensor):
-                self._tensors[name,] = value
+                self._tensors[place] = value
             elif isinstance(value, list | tuple):
-                self._tensors |= {(name, i): one for i, one in enumerate(value) if isinstance(one, torch.Tensor)}
+                self._tensors |= {f"{place}[{i}]": t for i, t in enumerate(value) if isinstance(t, torch.Tensor)}
         self._unused = set(self._tensors)
-
-    def source(self, tensor: torch.Tensor) -> tuple[tuple[Any, ...], View | None]:
-        """The place of the tensor, or of the one that it is a view of, with what makes the view."""
-        same = [place for place, one in self._tensors.items() if one is tensor]
-        is_view = not same and tensor.numel() > 0
-        if is_view:
-            at = tensor.data_ptr(), tensor.dtype, tensor.numel()
-            same = [p for p, one in self._tensors.items() if (one.data_ptr(), one.dtype, one.numel()) == at]
-        if len(same) != 1:
-            raise _UnlikeError
-        self._unused.discard(same[0])
-        if not is_view:
-            return same[0], None
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        if tensor.is_contiguous() and self._tensors[same[0]].is_contiguous():
-            return same[0], lambda x: x.view(shape)
-        if not self._strided:
-            raise _UnlikeError
-        return same[0], lambda x: x.as_strided(shape, strides)
 
     @property
     def all_used(self) -> bool:
         return not self._unused
 
+    def written(self, value: Any) -> str:
+        """Return what `value` is of these, as Python writes it. A value without tensors is the same in every call."""
+        if isinstance(value, torch.Tensor):
+            return self._source(value)
+        if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
+            return f"[{', '.join(map(self.written, value))}]"
+        return self._named(value)
 
-def _getter(value: Any, given: _Given) -> Get:
-    """A function from arguments to what `value` is in a call with these."""
-    if isinstance(value, torch.Tensor):
-        place, view = given.source(value)
-        take = _taker(place)
-        return take if view is None else lambda arguments: view(take(arguments))
-    if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
-        parts = [_getter(one, given) for one in value]
-        return lambda arguments: [part(arguments) for part in parts]
-    return lambda arguments: value
-
-
-def _taker(place: tuple[Any, ...]) -> Get:
-    of, (name, *nth) = int(isinstance(place[0], str)), place
-    if nth:
-        (number,) = nth
-        return lambda arguments: arguments[of][name][number]
-    return lambda arguments: arguments[of][name]
-
-
-def _finisher(returned: Any, results: _Given, views: bool) -> Callable[[list[Any]], Any]:
-    """A function from results to what `returned` is of them. views: whether results have the same sizes in every call."""
-    if returned is None:
-        return lambda results: None
-    if isinstance(returned, torch.Tensor):
-        (number,), view = results.source(returned)
-        if view is None:
-            return lambda results: results[number]
-        if not views:
+    def returned(self, value: Any, *, views: bool) -> str:
+        """The same of a function's results. views: whether they have the same sizes in every call."""
+        if isinstance(value, torch.Tensor):
+            source = self._source(value)
+            if not views and "(" in source:
+                raise _UnlikeError
+            return source
+        if value is None:
+            return "None"
+        if type(value) not in (list, tuple):
             raise _UnlikeError
-        return lambda results: view(results[number])
-    if type(returned) not in (list, tuple):
-        raise _UnlikeError
-    kind, parts = type(returned), [_finisher(one, results, views) for one in returned]
-    return lambda results: kind([part(results) for part in parts])
+        parts = "".join(f"{self.returned(one, views=views)}, " for one in value)
+        return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+
+    def maker(self, expression: str, *named: Any) -> Callable[[Any, Any], Any]:
+        """Return the function of arguments by position and by name that makes this. It is one function, whatever is in it: a call
+        costs the host more than all else here."""
+        text = expression.format(*map(self._named, named))
+        return eval(f"lambda p, k: {text}", dict(self._names))  # type: ignore[no-any-return]
+
+    def _source(self, tensor: torch.Tensor) -> str:
+        same = [place for place, one in self._tensors.items() if one is tensor]
+        is_view = not same and tensor.numel() > 0 and self._strided is not None
+        if is_view:
+            at = tensor.data_ptr(), tensor.dtype, tensor.numel()
+            same = [p for p, one in self._tensors.items() if (one.data_ptr(), one.dtype, one.numel()) == at]
+        if len(same) != 1:
+            raise _UnlikeError
+        place = same[0]
+        self._unused.discard(place)
+        if not is_view:
+            return place
+        if tensor.is_contiguous() and self._tensors[place].is_contiguous():
+            return f"{place}.view({self._named(tuple(tensor.shape))})"
+        if not self._strided:
+            raise _UnlikeError
+        return f"{place}.as_strided({self._named(tuple(tensor.shape))}, {self._named(tensor.stride())})"
+
+    def _named(self, value: Any) -> str:
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name

@@ -127,6 +127,10 @@ class Operator(ABC, Generic[C]):
         `weft.operator.replay`): the form holds nothing that was read from tensors, and the public function changes no result."""
         return True
 
+    def takes_rows(self, rows: int, world: int) -> bool:
+        """Return whether a call whose first argument has so many rows can be made, if one with other rows can."""
+        return True
+
     def note(self, call: C) -> None:
         """Remember what later calls can use of one that was made."""
 

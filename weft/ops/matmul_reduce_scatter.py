@@ -147,6 +147,9 @@ class _MatmulReduceScatter(Operator[_Call]):
     def repeats(self, call: _Call) -> bool:
         return not call.average  # the result is divided in place
 
+    def takes_rows(self, rows: int, world: int) -> bool:
+        return rows % world == 0
+
     def given(self, call: _Call) -> str:
         outer = outer_text("A", call.outer)
         if call.outer is not None and call.outer[0] == -1:

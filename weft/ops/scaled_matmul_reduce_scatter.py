@@ -208,6 +208,9 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
     def repeats(self, call: _Call) -> bool:
         return not call.average  # the result is divided in place
 
+    def takes_rows(self, rows: int, world: int) -> bool:
+        return rows % world == 0
+
     def given(self, call: _Call) -> str:
         return joined('reduce_op="avg"' * call.average, outer_text("A", call.outer))
 

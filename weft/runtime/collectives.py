@@ -25,7 +25,9 @@ from weft.symm import Domain
 # From torch 2.13 on `all_gather_into_tensor` and `reduce_scatter_tensor` are deprecated in favour of these names.
 all_gather_by_torch: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_by_torch: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_gather_now, _scatter_now, _exchange_now = (
+COALESCING = c10d._world.pg_coalesce_state
+"""Groups whose collectives torch collects to make them at once."""
+gather_now, scatter_now, _exchange_now = (
     getattr(dist.ProcessGroup, new, None) or getattr(dist.ProcessGroup, old)
     for new, old in (
         ("all_gather_single", "_allgather_base"),
@@ -40,30 +42,30 @@ def _at_once(options: Any) -> Any:
     return options
 
 
-_GATHER, _SCATTER, _REDUCE, _EXCHANGE = (
+GATHER, SCATTER, REDUCE, _EXCHANGE = (
     _at_once(options())
     for options in (c10d.AllgatherOptions, c10d.ReduceScatterOptions, c10d.AllreduceOptions, c10d.AllToAllOptions)
 )  # of sums, where something is reduced
 
 
 def all_gather_single(out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-    if async_op or group in c10d._world.pg_coalesce_state:
+    if async_op or group in COALESCING:
         return all_gather_by_torch(out, x, group=group, async_op=async_op)
-    return _finished(_gather_now(group, out, x, _GATHER))
+    return _finished(gather_now(group, out, x, GATHER))
 
 
 def reduce_scatter_single(
     out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
-    if async_op or group in c10d._world.pg_coalesce_state:
+    if async_op or group in COALESCING:
         return reduce_scatter_by_torch(out, x, group=group, async_op=async_op)
-    return _finished(_scatter_now(group, out, x, _SCATTER))
+    return _finished(scatter_now(group, out, x, SCATTER))
 
 
 def all_reduce_single(x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-    if async_op or group in c10d._world.pg_coalesce_state:
+    if async_op or group in COALESCING:
         return dist.all_reduce(x, group=group, async_op=async_op)
-    return _finished(group.allreduce([x], _REDUCE))
+    return _finished(group.allreduce([x], REDUCE))
 
 
 def all_to_all_single(

@@ -16,7 +16,18 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import ScheduleError
-from weft.runtime.collectives import all_gather_single, all_reduce_single, reduce_scatter_single, sendable
+from weft.runtime.collectives import (
+    COALESCING,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    all_gather_single,
+    all_reduce_single,
+    gather_now,
+    reduce_scatter_single,
+    scatter_now,
+    sendable,
+)
 from weft.runtime.in_turn import Turn
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -40,16 +51,54 @@ class Unfused:
         self._calls = [bind(step, self) for step in lane.steps]
         made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
+        plain = [_plain(step, self) for step in lane.steps]
+        known = [step for step in plain if step is not None]
+        self._plain = known if len(known) == len(plain) and not self._empty else []
+
+    @property
+    def is_plain(self) -> bool:
+        """True if every step takes and makes whole matrices, of any number of rows."""
+        return bool(self._plain)
 
     def run(self, inputs: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> Tensors:
         """All buffers. turn: what collectives go through and steps are told to, if not straight to torch."""
         tensors = dict(inputs)
+        if turn is None and self._plain and group not in COALESCING:
+            return self._run_plain(tensors, group)
         for call in self._calls:
             call(tensors, turn, group)
         for buffer in self._empty:
             like = next(iter(inputs.values()))
             tensors[buffer.name] = like.new_empty(int(buffer.rows), buffer.cols, dtype=TORCH_DTYPE[buffer.dtype])
         return tensors
+
+    def _run_plain(self, t: Tensors, group: dist.ProcessGroup) -> Tensors:
+        """Run whole matrices through GEMMs and collectives of equal parts, in one function: calls of Python functions take the host
+        as long as NCCL's launch does."""
+        world, work = self.schedule.world_size, None
+        for kind, out, names, dtype in self._plain:
+            x = t[names[0]]
+            if kind == "matmul":
+                t[out] = torch.mm(x, t[names[1]])
+            elif kind == "all_gather":
+                t[out] = whole = x.new_empty(world * x.shape[0], x.shape[1])
+                if x.itemsize == 1:
+                    work = gather_now(group, whole.view(torch.uint8), x.view(torch.uint8), GATHER)
+                else:
+                    work = gather_now(group, whole, x, GATHER)
+            elif kind == "reduce_scatter":
+                t[out] = part = x.new_empty(x.shape[0] // world, x.shape[1])
+                work = scatter_now(group, part, x, SCATTER)
+            elif kind == "all_reduce":
+                work = group.allreduce([x], REDUCE)
+            else:
+                w = t[names[1]]
+                t[out] = y = torch.empty(x.shape[0], w.shape[1], dtype=dtype, device=x.device)
+                scaled_matmul(x, w, *[t[name] for name in names[2:]], fast=kind == "scaled_matmul_fast", out=y)
+            if work is not None:
+                work.wait()
+                work = None
+        return t
 
     # --- what steps are bound to ---
 
@@ -58,12 +107,17 @@ class Unfused:
 
     def made(self, region: Region) -> str:
         """The buffer that a step writes."""
-        buffer = self.buffers[region.buffer]
-        if (region.row, region.rows, region.col, region.cols, region.at) != (0, buffer.rows, 0, buffer.cols, self.rank):
+        if not self.is_whole(region):
             raise ScheduleError(
                 f"schedule {self.schedule.name}: without overlap whole buffers are written, not {region}"
             )
         return region.buffer
+
+    def is_whole(self, region: Region) -> bool:
+        buffer = self.buffers[region.buffer]
+        return (region.row, region.rows, region.col, region.cols, region.at) == (
+            0, buffer.rows, 0, buffer.cols, self.rank,
+        )  # fmt: skip
 
     def view(self, region: Region) -> Callable[[Tensors], torch.Tensor]:
         name, buffer = region.buffer, self.buffers[region.buffer]
@@ -78,6 +132,26 @@ class Unfused:
         of_ranks = [[s for s in self.schedule.of_rank(r)[0].steps if isinstance(s, Collective)] for r in world]
         number = of_ranks[self.rank].index(step)
         return [int(of(steps[number]).rows) for steps in of_ranks]
+
+
+def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], torch.dtype] | None:
+    """Return the kind of a step, the buffers that it writes and reads, and its result's dtype; None if `Unfused._run_plain` does
+    not do it."""
+    if here.schedule.world_size == 1 or not all(here.is_whole(access.region) for access in step.accesses()):
+        return None
+    if isinstance(step, Compute) and step.op in ("matmul", *SCALED_MATMULS) and not step.accumulate:
+        names = tuple(region.buffer for region in step.inputs)
+        return step.op, step.out.buffer, names, TORCH_DTYPE[here.buffers[step.out.buffer].dtype]
+    if (
+        not isinstance(step, Collective)
+        or step.op not in _COLLECTIVES
+        or here.buffers[step.src.buffer].dtype == "int64"
+    ):
+        return None
+    rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
+    if len(set(rows)) > 1 or (step.op == "all_reduce" and step.src != step.dst):
+        return None
+    return step.op, step.dst.buffer, (step.src.buffer,), TORCH_DTYPE[here.buffers[step.dst.buffer].dtype]
 
 
 @singledispatch

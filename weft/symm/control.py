@@ -114,6 +114,10 @@ class Control:
         if self._word.value:
             raise self.error()
 
+    def is_well(self) -> bool:
+        """Return True if nothing has befallen the group, and the watchdog has looked lately."""
+        return not self._word.value and time.monotonic() - self._looked_at <= _STALE_S
+
     def _let_watchdog_look(self) -> None:
         """After a stop of the process this thread may go on before the watchdog has read what came meanwhile."""
         before, until = self._looked_at, time.monotonic() + _STALE_S

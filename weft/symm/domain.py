@@ -122,6 +122,10 @@ class Domain:
             (look() or _nothing)()
         self._control.check()
 
+    def is_well(self) -> bool:
+        """Return True if `check` would find nothing, as far as that shows at once."""
+        return not self._looks and self._control.is_well()
+
     def before_check(self, look: Callable[[], None]) -> None:
         """Have every `check()` call `look`, a method, as long as there is what it is a method of: for who may know of a failure
         before the group does, and then poisons it."""
