@@ -39,7 +39,6 @@ from weft.words import counted
 _INTEGERS = (torch.int64, torch.int32)
 
 
-@replayed
 def matmul_all_to_all(
     h: torch.Tensor,
     w_experts: torch.Tensor,
@@ -115,6 +114,20 @@ def matmul_all_to_all(
     behind the GEMM that produces it, experts).
     """
 
+    given = h, w_experts, received, splits, group, rows, capacity, schedule, deadline_s, timeline
+    if rows is not None:
+        return _combined(*given, rows)
+    tokens = None if torch.compiler.is_compiling() or not isinstance(splits, torch.Tensor) else total_of(splits)
+    return (_combined if tokens is not None else _combined.__wrapped__)(*given, tokens)  # type: ignore[attr-defined, no-any-return]
+
+
+@replayed
+def _combined(
+    h: torch.Tensor, w_experts: torch.Tensor, received: torch.Tensor, splits: torch.Tensor,
+    group: dist.ProcessGroup | str | None, rows: int | None, capacity: int | None, schedule: str | None,
+    deadline_s: float | None, timeline: Timeline | None, tokens: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """`matmul_all_to_all`. tokens: how many this rank has, if that is known without reading splits."""
     group = dist.group.WORLD if group is None else group
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -122,7 +135,7 @@ def matmul_all_to_all(
             check_tensor(name, tensor)
         for name, count in (("rows", rows), ("capacity", capacity)):
             check_count(name, count)
-        return _Call(h, w_experts, received, splits, rows, capacity)
+        return _Call(h, w_experts, received, splits, rows, capacity, tokens)
 
     (y,) = made(OPERATOR, group, h, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return y
@@ -155,8 +168,9 @@ class _MatmulAllToAll(Operator[_Call]):
     backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
-        h, _, received, splits, rows, _, _ = call
-        total = total_of(splits) if rows is None and h.is_cuda else None
+        h, _, received, splits, rows, _, total = call
+        if rows is None and total is None and h.is_cuda:  # a compiled call
+            total = total_of(splits)
         if h.device.type == "cpu":
             _check(call, group.size(), group.rank())
         if (
@@ -181,9 +195,6 @@ class _MatmulAllToAll(Operator[_Call]):
         return call._replace(tokens=tokens)
 
     # --- what is asked for ---
-
-    def repeats(self, call: _Call) -> bool:
-        return call.rows is not None  # else the number of tokens is read from a tensor
 
     def size(self, call: _Call) -> int:
         return call.tokens or 0

@@ -130,6 +130,8 @@ class ExpertVariants(GemmVariants):
     """What lies at this rank's experts, by expert and then by source."""
     moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """What the exchange alone receives, and what it sends."""
+    most: int | None = None
+    """The largest number of tokens of any call, where it changes."""
 
     def draw(self) -> None:
         ranks, shape = self.ranks, self.config
@@ -191,6 +193,7 @@ class ExpertVariants(GemmVariants):
 
     def cut_to(self, whole: Self) -> None:
         """With as many rows for each expert in proportion."""
+        self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
         self.splits = [splits[self.ranks.rank].to(self.ranks.device) for splits in self.all_splits]
         self.received = [self.counts(which).to(self.ranks.device) for which in range(self.input_sets)]
@@ -335,7 +338,8 @@ class DispatchVariants(ExpertVariants):
 
         def call(which: int) -> torch.Tensor:
             y = all_to_all_matmul(
-                self.tokens[which], self.w, self.splits[which], group=self.ranks.group, max_rows=max_rows, schedule=schedule
+                self.tokens[which], self.w, self.splits[which], group=self.ranks.group, max_rows=max_rows, schedule=schedule,
+                capacity=self.most,
             )  # fmt: skip
             assert isinstance(y, torch.Tensor)
             return y

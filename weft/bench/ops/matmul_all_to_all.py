@@ -59,6 +59,10 @@ class CombineVariants(ExpertVariants):
         ]
         return found
 
+    def waits(self, name: str) -> bool:
+        """Return whether its sizes are read on the host: weft's number of tokens is known, and only copy engines need more."""
+        return "by=dma" in name
+
     def exchange(self, which: int) -> None:
         sizes = self.known[which].host
         dist.all_to_all_single(*self.moved[which], sizes.sent, sizes.came, group=self.ranks.group)
@@ -72,7 +76,7 @@ class CombineVariants(ExpertVariants):
         rows = self.config.rows if variant.endswith(BOUNDED) else None
         return lambda which: matmul_all_to_all(
             self.arrived[which], self.w, self.received[which], self.splits[which], group=self.ranks.group, rows=rows,
-            schedule=schedule,
+            schedule=schedule, capacity=self.most,
         )  # fmt: skip
 
 
