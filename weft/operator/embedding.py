@@ -25,7 +25,7 @@ from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.operator import choosing
 from weft.operator.together import agree
 from weft.plan.autotune import remembered
-from weft.plan.choose import decide, warn_once
+from weft.plan.choose import CLEARLY_US, decide, warn_once
 from weft.runtime.agreement import agree_on_new
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
@@ -200,6 +200,10 @@ def _planned(p: EmbeddingPlan, typical: Problem, domain: Domain) -> Transport:
     times = remembered(typical, choosing.device_name(domain.device), "queued")
     measured = {name: times[name] for name in p.candidates} if times.keys() >= p.candidates.keys() else None
     choice = decide(typical, model, mode="queued", measured=measured, among=frozenset(p.candidates))
+    direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
+    is_close = direct_us is not None and direct_us - choice.predicted_us < CLEARLY_US
+    if choice.candidate.name == "serial" and measured is None and is_close:
+        return "direct"  # one launch: pooling, an all-to-all and copies keep the host busy several times as long
     if choice.candidate.name == "serial":
         warn_once(typical, "queued", f"{choice.reason}; weft.plan.explain says more", near=True)
     return p.candidates[choice.candidate.name]
