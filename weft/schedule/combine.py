@@ -28,6 +28,7 @@ into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from weft.schedule.builders import NotApplicableError, builder
@@ -103,10 +104,11 @@ class _Combine(Draft):
         self.weights = self.buffer("w", p.experts * p.k, p.n, p.dtype, "input")
         self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
 
-    def learn(self, lane: LaneDraft, by: ReadBy) -> LaneDraft:
-        """Both tables, where numbers are read from."""
+    def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
+        """Copy both tables where numbers are read from. also_to: further places for `received`, in the same launch."""
         world = self.world_size
-        lane.copy(self._received.part(), self.counts.part(rows=(0, world)), "kernel")
+        for place in (self.counts.part(rows=(0, world)), *also_to):
+            lane.copy(self._received.part(), place, "kernel")
         return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
 
     def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
@@ -165,9 +167,12 @@ class _Sending(_Combine):
             self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
         self._sent = self.buffer("sent", p.world_size**2, p.experts, "int64", "symmetric")
         self._free, self._there = self.signals("free", peers), self.signals("there", peers * chunks)
-        table, given = (RANK * p.world_size, p.world_size), self._received.part()
-        self._compute = self.lane("compute").copy(given, self._sent.part(rows=table), "kernel")
-        self.learn(self._compute, read_by)
+        table = (RANK * p.world_size, p.world_size)
+        own, *others = (self._sent.part(rows=table, at=peer(p.world_size, d)) for d in range(p.world_size))
+        self._compute = self.lane("compute")
+        if by != "kernel":
+            self._wait_for_room(self._compute)
+        self.learn(self._compute, read_by, [own] if by == "kernel" else [own, *others])
         if by != "store":
             told = self.signals("told", 1)
             self._compute.set(told)
@@ -175,11 +180,13 @@ class _Sending(_Combine):
             self._mover.read(self.counts, read_by)
         if by == "kernel":
             self._computed = self.signals("computed", peers * chunks)
-        sender = self._mover if by == "kernel" else self._compute
-        for i in range(peers):
-            sender.wait(self._free, i, previous=True)
-        for distance in range(1, p.world_size):
-            sender.copy(given, self._sent.part(rows=table, at=peer(p.world_size, distance)), "kernel")
+            self._wait_for_room(self._mover)
+            for place in others:
+                self._mover.copy(self._received.part(), place, "kernel")
+
+    def _wait_for_room(self, lane: LaneDraft) -> None:
+        for i in range(self.world_size - 1):
+            lane.wait(self._free, i, previous=True)
 
     def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
         """The rows of so many ranks, from the one so far ahead on, for so many experts."""
