@@ -158,7 +158,7 @@ def test_rows_of_a_rank_whose_table_differs_are_spoilt(pair: Pool, how: str, by:
     (kind, text), (own_kind, own_text) = (found for _, found in of_ranks)
     assert (kind, own_kind) == ("PoisonedGroupError", "DisagreementError")
     for said in (text, own_text):
-        assert "rank 0 sent other numbers of rows than rank 1 expected of it" in said
+        assert "rank 0 sent another number of rows than rank 1 expected" in said
 
 
 def has_other_values(group: dist.ProcessGroup, name: str) -> tuple[str, str]:

@@ -285,6 +285,6 @@ def test_tiles_add_to_memory_of_the_schedules_own(monkeypatch: pytest.MonkeyPatc
             compiled(schedule, 0, region)
             continue
         with pytest.raises(
-            ScheduleError, match="a tracked addmm adds to memory of the schedule's own, and c is the caller's"
+            ScheduleError, match="a tracked addmm needs its addend in the schedule's own memory, but c is the caller's"
         ):
             compiled(schedule, 0, region)

@@ -1,7 +1,15 @@
-"""A rank's side of a call on GPUs.
+"""The GPU executor: one rank's side of a call.
 
-`schedule` runs any schedule: `compile` turns its steps into what `issue` gives to streams in every run, with `context` for what
-that works with, `memory` for what executors share of it, `regions` for places, `groups` and `tokens` for signals, `calls` for the
-library, `sizes` for what only a run knows, and `tile_kernels`. `runnable` refuses what nobody is registered for, `watch` keeps
-deadlines. `embedding` is embedding_all_to_all.
+| module | what it does |
+|---|---|
+| `schedule` | runs any schedule; `runnable` first refuses steps that no code is registered for |
+| `compile` | turns a rank's steps into the items that `issue` enqueues on streams in every run |
+| `context`, `memory` | what the compiler works with; the memory and streams that executors share |
+| `regions` | the addresses of regions and signal words |
+| `groups`, `tokens` | signals between ranks, as flags |
+| `calls` | calls of torch, cuBLAS and NCCL |
+| `sizes` | dynamic sizes, which only the run knows |
+| `tile_kernels` | weft's GEMM kernels |
+| `watch` | deadlines |
+| `embedding` | embedding_all_to_all |
 """

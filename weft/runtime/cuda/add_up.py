@@ -1,4 +1,4 @@
-"""Launching `weft.kernels.add_up`: its variants compiled before anything waits, its table made once per step."""
+"""The launcher of `weft.kernels.add_up`. It compiles all variants before any stream waits, and makes its table once per step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 from weft.symm.lasting import lasting
 
 _ARGUMENTS = 4
-"""Parts that a launch is given as arguments: all, or if there are more the caller's, which lie elsewhere in each run."""
+"""How many parts a launch takes as arguments. If there are more parts, only the caller's tensors are arguments, since their
+addresses change from run to run."""
 _BLOCK_BYTES, _ROW_BYTES = 2048, 8192
-"""Of each part at a time, and where a program does a whole row."""
+"""Bytes of each part that a program reduces at a time: without a norm, and with a norm, where a program handles a whole row."""
 
 
 class Place(NamedTuple):
-    """The number of a base address, bytes from there, bytes from row to row: 0 if one row is added to all."""
+    """The number of a base address, the offset from it, and the row pitch, both in bytes. A pitch of 0 adds one row to all rows."""
 
     base: int
     offset: int
@@ -30,7 +31,7 @@ class Place(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What follows a sum: its root mean square norm, times one row of weights."""
+    """The RMS norm of the sum, times one row of weights."""
 
     out: Place
     weight: Place
@@ -38,7 +39,8 @@ class Norm(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a compiled kernel depends on. block: bytes that a program adds up. step: of addresses and pitches, in bytes."""
+    """The parameters of a compiled kernel. block: bytes that a program reduces. step: a power of two that divides all addresses
+    and pitches, in bytes."""
 
     dtype: torch.dtype
     parts: int
@@ -60,10 +62,9 @@ class Variant(NamedTuple):
 
 
 class AddUp:
-    """The sum of `parts`, each [rows, cols] or one row for all, to `out`, on one device. If the only part is `out`, nothing but its
-    norm is written.
+    """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all.
 
-    fixed: addresses of the bases that are no caller's; 0 for the others.
+    If the only part is `out`, the kernel writes nothing but its norm. fixed: addresses of the bases; 0 for the caller's tensors.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class AddUp:
         passed = [part for part in parts if len(parts) <= _ARGUMENTS or not fixed[part.base]]
         if len(passed) > _ARGUMENTS:
             raise ScheduleError(
-                f"{len(parts)} parts are added up at once, {len(passed)} of them tensors of the caller's: GPUs do it with "
-                f"{_ARGUMENTS} of these"
+                f"{len(passed)} of the {len(parts)} parts of a reduction are the caller's tensors: the GPU kernel takes at most "
+                f"{_ARGUMENTS} of them"
             )
         if norm is None and all(place.pitch == cols * item for place in (out, *parts)):  # one long row
             rows, cols = 1, rows * cols
@@ -103,7 +104,7 @@ class AddUp:
             bits |= place.pitch | (fixed[place.base] + place.offset if fixed[place.base] else 0)
         block = _ROW_BYTES if norm else _BLOCK_BYTES
         eps = norm.eps if norm else None
-        # Tensors of the caller may begin anywhere.
+        # Tensors of the caller may begin at any address.
         adds, steps = list(parts) != [out], sorted({bits & -bits, item}, reverse=True)
         self._variants = {step: Variant(dtype, len(parts), step, block, adds, eps) for step in steps}
         self._programs = rows if norm else rows * -(-cols * item // block)
@@ -112,7 +113,7 @@ class AddUp:
         }
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
+        """Record the launch into `program` on stream number `stream`; return False if only `launch` can do it."""
         if not self._programs:
             return True
         calls = [
@@ -125,7 +126,7 @@ class AddUp:
         return len(known) == len(calls)
 
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
-        """bases: addresses, the caller's too. stream: its handle; None under Triton's interpreter."""
+        """Launch the kernel. bases: all addresses, the caller's too. stream: its handle; None under Triton's interpreter."""
         if not self._programs:
             return
         numbers = [bases[n.number] + n.offset if isinstance(n, Base) else n for n in self._numbers]
@@ -139,7 +140,7 @@ class AddUp:
 
 
 def arguments_of(variant: Variant) -> tuple[list[Any], int, dict[str, Any]]:
-    """What it is compiled for: arguments, warps, constants."""
+    """Return the arguments, warps and constants that the kernel is compiled for."""
     constants = variant.constants()
     numbers = len(device_code.add_up_kernel.arg_names) - len(constants) - 1
     return [torch.int64, *[1] * numbers], variant.warps, constants  # the table is on the device

@@ -1,4 +1,4 @@
-"""Launching `weft.kernels.agree`."""
+"""The launcher of `weft.kernels.agree`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _BLOCK = 128
 
 
 class Agreeing:
-    """`weft.schedule.steps.Agree` as one launch. expected [W, counts] and sent [W * W, counts]: of the schedule's own memory.
-    differs_at: an address in pinned memory. width, item_bytes: of the rows that came."""
+    """One launch for a `weft.schedule.steps.Agree` step.
+
+    expected [W, counts] and sent [W * W, counts] lie in the schedule's own memory. differs_at: an address in pinned memory.
+    width, item_bytes: the size of received rows.
+    """
 
     def __init__(
         self, expected: torch.Tensor, sent: torch.Tensor, differs_at: int, row: int, width: int, item_bytes: int
@@ -27,7 +30,7 @@ class Agreeing:
         self._compiled = _compiled(expected.device, item_bytes)
 
     def launch(self, out: int, out_rows: int) -> None:
-        """Enqueue on the current stream, for out_rows rows that came, at the address `out`."""
+        """Enqueue on the current stream. `out` is the address of the `out_rows` rows that arrived."""
         self._compiled[self._ranks, 1, 1](*self._tables, out, out_rows, *self._numbers, *self._constants)
 
 

@@ -1,7 +1,7 @@
-"""What of torch and of its process groups streams call: a step that computes, or a collective, as a function of a run's tensors.
+"""Compute and collective steps as calls of torch, cuBLAS and NCCL: functions of a run's tensors.
 
-Each is made when a schedule is compiled, so that a run only takes views and calls. Results go where the step says, not into
-memory of the library's.
+Each call is prepared when a schedule is compiled, so that a run only takes views and calls. Results go where the step says, not
+into memory that the library allocates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.runtime.cuda.regions import Regions, View
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 
-ALIGNMENT = 256  # bytes: more than libraries choose kernels by
+ALIGNMENT = 256  # bytes: more than cuBLAS chooses kernels by
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
@@ -30,8 +30,11 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 
 
 class Operation(NamedTuple):
-    """call: of a run's tensors. what, views: of the library's operation, its operands: calls in which these are alike run the same
-    kernel. None: nothing is known of that. aside: loads the same kernel where `call` writes what peers read, or add to."""
+    """One call, a function of a run's tensors.
+
+    what, views: the operation and its operands. Calls for which both are alike run the same kernel; if `what` is None, nothing is
+    known of that. aside: loads the same kernel without writing memory that peers read or add to.
+    """
 
     call: Callable[[Tensors], None]
     what: tuple[str, bool] | None = None
@@ -40,7 +43,7 @@ class Operation(NamedTuple):
 
 
 def compute_call(step: Compute, regions: Regions) -> Operation:
-    """`ScheduleError` if the library has no call that does it."""
+    """Return the call that runs `step`. Raise `ScheduleError` if torch has none."""
     out, inputs = regions.view(step.out), [regions.view(region) for region in step.inputs]
     operation = _computing(step, out, inputs)
     if not regions.is_shared(step.out):
@@ -54,7 +57,7 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Memory of this rank's alone for which libraries choose the same kernels."""
+    """Allocate a tensor that only this rank uses and for which cuBLAS chooses the same kernel as for `x`."""
     items, last = ALIGNMENT // x.itemsize, sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     flat = x.new_empty(items + last + 1)
     return flat.as_strided(x.shape, x.stride(), (x.data_ptr() - flat.data_ptr()) % ALIGNMENT // x.itemsize)
@@ -67,14 +70,14 @@ def _computing(step: Compute, out: View, inputs: list[View]) -> Operation:
         if step.accumulate:
             return Operation(lambda t: void(out(t).addmm_(a(t), b(t))), what, views)
         return Operation(lambda t: void(torch.mm(a(t), b(t), out=out(t))), what, views)
-    if step.op == "addmm":  # which copies what it adds to into the output, and adds to that
+    if step.op == "addmm":  # copies the addend into the output, and adds to that
         a, b, c = inputs
         return Operation(lambda t: void(torch.addmm(c(t), a(t), b(t), out=out(t))), what, views)
     if step.op in SCALED_MATMULS and not step.accumulate:
         fast = step.op == "scaled_matmul_fast"
         return Operation(lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t)))
     if step.op not in _ELEMENTWISE or step.accumulate:
-        raise ScheduleError(f"streams cannot run {step}; they know matmul, addmm and {', '.join(_ELEMENTWISE)}")
+        raise ScheduleError(f"streams cannot run {step}: use matmul, addmm or {', '.join(_ELEMENTWISE)}")
     op = _ELEMENTWISE[step.op]
     return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
 
@@ -90,7 +93,9 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
         return Operation(lambda t: void(all_reduce_single(dst(t).copy_(src(t)), group=group)))
     if step.op == "reduce_scatter":
         if len(set(sizes)) > 1:
-            raise ScheduleError(f"{step}: the library scatters sums in equal parts, and these have {sizes} rows")
+            raise ScheduleError(
+                f"{step}: reduce_scatter of NCCL needs equal parts, but the ranks' parts have {sizes} rows"
+            )
         return Operation(lambda t: void(reduce_scatter_single(dst(t), src(t), group=group)))
     if len(set(sizes)) == 1:
         return Operation(lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group)))
@@ -100,9 +105,9 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
 
 
 def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
-    """In the order of lanes: the same places on all ranks."""
+    """Return the collectives of a rank in the order of its lanes. This order is the same on all ranks."""
     return [s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Collective)]
 
 
 def void(_: Any) -> None:
-    """The result of a call that is made for what it writes."""
+    """Drop the result of a call that is made for what it writes."""

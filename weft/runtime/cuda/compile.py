@@ -1,16 +1,17 @@
-"""From the steps of a rank to what the host issues: native operations, library calls and small kernels, in one order.
+"""The compiler from a rank's steps to what the host issues: native operations, torch and NCCL calls, and small kernels, in one
+order.
 
-Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.tokens`), so that what is
-issued can as well be captured in a CUDA graph. Copies by kernel carry the signals around them.
+Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.tokens`), so that a CUDA graph
+can capture them. Copies by kernel include the signals around them.
 
-Signals within a rank are events, since each lane is a stream. A wait for such a signal of the previous run is no wait: a
-run begins when the one before has ended on its rank.
+Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no operation: a run
+begins after the previous run has ended on its rank.
 
-What compute lanes set is written by another stream, the monitor: kernels need not wait for a write to a peer, which takes
-microseconds. For the watchdog a run also says in memory that it has begun.
+Signals that compute lanes set are written by another stream, the monitor: a write to a peer takes microseconds, for which kernels
+need not wait. Each run also notes in memory that it has begun, for the watchdog.
 
-What is no native operation stands between these in one list (`weft.runtime.cuda.issue`): calls of the library
-(`weft.runtime.cuda.calls`), and what knows its sizes only in a run (`weft.runtime.cuda.sizes`). All find memory by
+Calls of torch and NCCL (`weft.runtime.cuda.calls`) and steps of dynamic size (`weft.runtime.cuda.sizes`) are not native
+operations. They stand between native operations in one list (`weft.runtime.cuda.issue`). All find memory through
 `weft.runtime.cuda.regions`.
 """
 
@@ -41,19 +42,22 @@ from weft.schedule.spans import span_name
 from weft.schedule.steps import LATE_COPY_UNITS
 
 Part: TypeAlias = tuple[bool, int, int, int]
-"""Of a signal of `_core.StreamProgram`."""
+"""A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
 LATE_PROGRAMS = LATE_COPY_UNITS
-_MANY = 1 << 31  # rows of the caller's tensor, of which only the run knows how many there are
+_MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows only the run knows
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
-    """Nothing may wait on the device meanwhile: kernels are loaded here."""
+    """Compile the rank's steps. Nothing may wait on the device meanwhile, because this loads kernels."""
     return Compiler(context, timed).compile()
 
 
 class Compiler:
-    """What `emit` and `emit_tiles` work on. program, items: what is issued. sizes: of late copies by kernel, by identity, where the
-    device finds its numbers. ahead: by lane, who reads sizes when GEMMs are issued."""
+    """The state that `emit` and `emit_tiles` work on.
+
+    program, items: what a run issues. sizes: where the device finds the three numbers of a copy by kernel of dynamic size, by the
+    copy's identity. ahead: by lane, the reader of sizes that waits only after the GEMMs are issued.
+    """
 
     def __init__(self, context: Context, timed: bool) -> None:
         self.context = context
@@ -72,8 +76,9 @@ class Compiler:
         self._words_of = [words_for(tokens) for tokens in context.tokens]
         grouping = Grouping(context.rank, context.lanes, context.order, self._tokens, regions.fixed_pitch)
         self.crosses, self._groups = grouping.crosses, grouping.groups()
-        # Of each lane: the places of signals that its stream makes, and what it waits for. Launches take their tokens themselves,
-        # and compute lanes at once: their sets go aside, where taking would come too late for their own next wait.
+        # By lane: the places of steps whose signals the lane's stream writes, and the flags that it waits for. Launches clear
+        # their flags themselves. Compute lanes clear theirs right after the wait: their sets run on the monitor, too late for the
+        # lane's own next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
         self._of_stream: dict[str, list[Token]] = {name: [] for name in context.lanes}
         for group in self._groups:
@@ -90,8 +95,8 @@ class Compiler:
         joints = [self._event() for _ in range(lanes)]
         last = {group.lane: group for group in self._groups}
         waiting = [group for group in self._groups if self._tokens_in(group)]
-        # Who writes for the watchdog: if only launches of one stream wait, the first and the last of these; else the first step
-        # of a lane, if its token is soon taken, and so missing while a run goes on; else the monitor.
+        # Choose who writes the watchdog's words. If only launches of one stream wait: the first and the last of them. Otherwise
+        # the first step of a lane, if its flag is soon cleared and so stays 0 while a run goes on. Otherwise the monitor.
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(g.moves for g in waiting) else None
         self._telling = next((group for group in waiting if self._tells(group)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
@@ -125,8 +130,8 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, group: Group) -> bool:
-        """Whether the group is a copy lane's first, and waits for a token of the previous run that nothing but copies keeps from
-        being taken."""
+        """True if the group is a copy lane's first and waits for a flag of the previous run, which nothing but copies can delay
+        the clearing of."""
         if self._computes[group.lane] or group.moves or group.first:
             return False
         name = self.context.lanes[group.lane]
@@ -136,7 +141,7 @@ class Compiler:
             behind = steps[group.last + 1 : token.carrier] if token.carrier in self._carriers[name] else []
             return token.previous and all(isinstance(step, Copy) for step in behind)
 
-        # All waits of a group come before its takes: one for this run would keep the token where it is.
+        # All waits of a group come before its clears: a wait for this run would leave the flag in place.
         mine = self._tokens_in(group)
         return all(token.previous for token in mine) and any(soon(token) for token in mine)
 
@@ -160,7 +165,7 @@ class Compiler:
             self.items.stamp(group.lane, 2 * first + 1)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
-        """Within the rank."""
+        """Record or wait for an event: a signal within the rank."""
         key = (step.signal, int(step.index))
         if isinstance(step, Set):
             self._event_of[key] = self._event()
@@ -169,7 +174,7 @@ class Compiler:
             self.program.wait_event(lane, self._event_of[key])
 
     def signals(self, group: Group) -> None:
-        """Waits of a stream, or sets, with the tokens that are then taken."""
+        """Issue a stream's waits or sets, together with the flags to clear at this place."""
         name, parts = self.context.lanes[group.lane], list[Part]()
         mine = self._tokens_in(group)
         if group is self._telling:
@@ -185,9 +190,9 @@ class Compiler:
             if isinstance(step, Set):
                 parts += [(False, self._words + int(step.at), 8 * word, TOKEN) for word in self._words_set_by(step)]
         if not parts:
-            return  # a signal that nobody waits for
+            return  # nobody waits for this signal
         if self._computes[group.lane] and not mine:
-            # Writing to a peer takes microseconds, which kernels need not wait for: another stream does it.
+            # A write to a peer takes microseconds, for which kernels need not wait: the monitor does it.
             self._signal_aside(group.lane, parts)
         else:
             self.program.signal(group.lane, parts)
@@ -200,14 +205,14 @@ class Compiler:
         self._has_aside = True
 
     def _note(self, word: int, number: int) -> Part:
-        """The writing of a number into a word of this rank."""
+        """Return the part of a signal that writes a number into a word of this rank."""
         return (False, self._words + self.context.rank, 8 * word, number)
 
     def _words_set_by(self, step: Set) -> list[int]:
         return self._words_of[int(step.at)].get((step.signal, int(step.index)), [])
 
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
-        """Of the words into which a set of this counter puts tokens."""
+        """Return the addresses of the words whose flags a set of this counter raises."""
         return [self.context.words.address(at) + 8 * word for word in self._words_of[at].get((signal, index), [])]
 
     def _tokens_in(self, group: Group) -> list[Token]:
@@ -216,7 +221,7 @@ class Compiler:
         return [token for token in found if token is not None]
 
     def _launch(self, group: Group, copies: list[Copy]) -> None:
-        """One kernel for a group: signals, waits, copies, signals, waits."""
+        """Issue a group as one kernel: signals, waits, copies, signals, waits."""
         context, words = self.context, self.context.words
         begun = next(i for i, step in enumerate(group.steps) if isinstance(step, Copy))
 
@@ -248,7 +253,7 @@ class Compiler:
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = self.regions.row_bytes(copies[0].src)
         shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
-        if source[2] == target[2] == width:  # one long row: a kernel takes each row in blocks of its own
+        if source[2] == target[2] == width:  # one long row: a kernel gives each row blocks of its own
             shape = Shape(1, *(shape.rows * width,) * 3)
         places = [self._place(copy.dst) for copy in copies[1:]]
         targets = [self.regions.bases[base] + offset for base, offset, _ in places]
@@ -270,7 +275,7 @@ class Compiler:
             self.context.device,
             shape=Shape(most, self.regions.row_bytes(copy.src), pitch, to_pitch),
             sizes=self.sizes[id(copy)],
-            # Beside GEMMs few, and on a lane that computes, where none runs beside it, as many as help.
+            # Few programs beside GEMMs. On a compute lane no GEMM runs at the same time: as many as help.
             programs=MAX_PROGRAMS if self._computes[lane] else max(1, LATE_PROGRAMS // self._late_lanes),
             **signals,
         )
@@ -283,20 +288,23 @@ class Compiler:
 
 
 def _whole(region: Region) -> Region:
-    """Where its rows would begin if it were all of its buffer."""
+    """Return the region with its rows at the beginning of its buffer."""
     return replace(region, row=0, rows=0)
 
 
 @singledispatch
 def emit(step: Step, compiler: Compiler, group: Group) -> None:
-    """Has `compiler` issue a step in numbers, the first of `group`. A kind of step is run on GPUs if it is registered
-    (`emit.register`); copies by kernel, and signals beside them, are launches (`Compiler._launch`)."""
+    """Have `compiler` issue a step of fixed sizes, the first of `group`.
+
+    Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals beside them, are
+    launches instead (`Compiler._launch`).
+    """
     raise AssertionError(f"{step} was not refused")
 
 
 @singledispatch
 def emit_tiles(kernel: TileKernel, step: Tiles, compiler: Compiler, lane: int) -> None:
-    """Has `compiler` issue a step's tiles by the kernel that it names. A kernel is run on GPUs if it is registered."""
+    """Have `compiler` issue a step's tiles by the kernel that it names. Register a function to run a kernel on GPUs."""
     raise AssertionError(f"{step} was not refused")
 
 
@@ -318,7 +326,7 @@ def _compute(step: Compute, compiler: Compiler, group: Group) -> None:
 
 @emit.register
 def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
-    """Parts of one row are added to all."""
+    """Issue the reduction. Parts of one row are added to all rows."""
     regions, context = compiler.regions, compiler.context
 
     def place(region: Region) -> Place:
@@ -366,7 +374,10 @@ def _signal(step: Set | Wait, compiler: Compiler, group: Group) -> None:
 
 @emit.register
 def _read(step: Read, compiler: Compiler, group: Group) -> None:
-    """By the device: the numbers of the lane's copies by kernel. Those of the host come with it."""
+    """Issue the read of dynamic sizes. With by="host" or "meanwhile", the host reads too.
+
+    The device computes the numbers of the lane's copies by kernel.
+    """
     context, lane, buffer = compiler.context, group.lane, step.region.buffer
     if buffer not in context.own:
         raise ScheduleError(f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first")
@@ -397,7 +408,8 @@ def _tiles(step: Tiles, compiler: Compiler, group: Group) -> None:
 def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
     context = compiler.context
     expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
-    # What is sent by kernel finds room beside all GEMMs, but the last of those that wait for what is sent.
+    # Copies by kernel on other lanes run beside every GEMM, except the last of those that wait for the copied rows. All others
+    # leave multiprocessors free for them.
     name = context.lanes[lane]
     sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and isinstance(s, Tiles)][-1]

@@ -1,7 +1,7 @@
-"""What a schedule is compiled for on GPUs, and what its runs work with: the steps of a rank, its memory, its streams.
+"""The context of a compiled schedule on GPUs: the steps of one rank, its memory, its streams.
 
-A `Context` is made once and does not change; what does, from run to run, is in its `Run`. Whoever compiles or issues steps is given
-the context and nothing else, so that no part of the executor needs the executor.
+A `Context` is made once and does not change. What changes from run to run is in its `Run`. The compiler and its items get the
+context and nothing else, so that no part of the executor needs the executor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """A schedule as one rank has it. given: buffers that the caller gives. order: of issue, steps with their lanes. tokens: of all
-    ranks. lanes: the first is the caller's stream."""
+    """A schedule from the view of one rank.
+
+    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. tokens: flags of all ranks.
+    lanes: the first is the caller's stream.
+    """
 
     schedule: Schedule
     rank: int
@@ -39,15 +42,19 @@ class RankSchedule:
 
     @property
     def standing_word(self) -> int:
-        """The number of the word behind those for tokens. Not 0 while a run stands at waits: 1 + how many it has passed, as far as
-        that is known. Used where no lane begins with waits for the previous run alone, whose tokens are missing while a run goes
-        on."""
+        """The number of the standing word, which lies behind the words of flags.
+
+        While a run stands at waits, the word is 1 + the number of waits known to have passed; otherwise it is 0. It is used
+        unless some lane begins with waits for the previous run alone: their flags are 0 while a run goes on.
+        """
         return max(len(tokens) for tokens in self.tokens)
 
 
 def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
-    """`ScheduleError` if streams cannot run it. like: of a schedule of the same kind: where it differs in sizes only, its order and
-    its tokens hold here too, and are not found out again."""
+    """Return `schedule` as `rank` runs it. Raise `ScheduleError` if streams cannot run it.
+
+    like: a schedule of the same kind. If `schedule` differs from it in sizes only, its order and flags are reused.
+    """
     buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank, expected=False)}
     given = [b for b in buffers.values() if b.role in ("input", "output")]
     layout, order = layout_of(schedule), None if like is None else _same_order(schedule, rank, like.order)
@@ -55,13 +62,13 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
     order = order or issue_order(schedule)[rank]
     first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
     if first is None:
-        raise ScheduleError(f"schedule {schedule.name} has no compute lane, which is the caller's stream")
+        raise ScheduleError(f"schedule {schedule.name} needs a compute lane, which becomes the caller's stream")
     lanes = [first, *(lane.name for lane in schedule.lanes if lane.name != first)]
     return RankSchedule(schedule, rank, buffers, given, order, layout, tokens, lanes)
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
-    """The steps of `schedule` in the order of those of another one, if they are of the same kinds and its signals the same."""
+    """Return the steps of `schedule` in the given order; None if the kinds of steps or the signals differ."""
     left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
     if sum(map(len, left.values())) != len(order):
         return None
@@ -79,8 +86,11 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 
 @dataclass(slots=True)
 class Run:
-    """What the run that was issued last has changed. known: what buffers hold, as far as the host has read it. made: outputs that
-    were given as functions. caller: its stream, if the host reads sizes. failure: what was found wrong since."""
+    """State that the last issued run has changed.
+
+    known: contents of buffers that the host has read. made: outputs that the caller passed as functions. caller: the caller's
+    stream, if the host reads sizes. failure: an error found since that run.
+    """
 
     known: dict[str, tuple[int, ...]] = field(default_factory=dict)
     made: Tensors = field(default_factory=dict)
@@ -90,9 +100,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Context(RankSchedule):
-    """With memory and streams. region: of symmetric buffers. words: for tokens, and the standing word. own: the schedule's own
-    buffers on this rank. side: streams of all lanes but the first. begun_word: pinned; [0] is not 0 if a run has begun, [1] is 1 +
-    a rank that sent other rows than this one expected."""
+    """A rank's schedule with memory and streams.
+
+    region: symmetric buffers. words: flags and the standing word. own: the schedule's own buffers on this rank. side: the streams
+    of all lanes but the first. begun_word: pinned memory; [0] is not 0 if a run has begun, [1] is 1 + the rank that sent another
+    number of rows than this rank expected.
+    """
 
     domain: Domain
     device: torch.device
@@ -106,11 +119,11 @@ class Context(RankSchedule):
 
     @property
     def differs_at(self) -> int:
-        """The address at which a kernel says which rank sent other rows than expected."""
+        """The address at which a kernel notes which rank sent another number of rows than expected."""
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:
-        """Raise what was found wrong since the last run. Does not wait."""
+        """Raise the error that was found since the last run, if any. Do not wait."""
         run = self.run
         if run.failure is not None:
             failure, run.failure = run.failure, None
@@ -118,12 +131,13 @@ class Context(RankSchedule):
         self.domain.check()
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
-        """End the group if a copy of this run goes beyond its buffer: a part of the run is enqueued, and peers wait for it."""
+        """Raise `ScheduleError` if a copy of this run would leave its buffer. Poison the group: peers wait for the rest of this
+        run."""
         rows = self.buffers[buffer].rows
         rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]
         if not 0 <= first <= first + count <= rows:
             text = (
-                f"rank {self.rank}: rows {first}:+{count} are outside {buffer} of {rows} rows, by the sizes of this run"
+                f"rank {self.rank}: by the sizes of this run, rows {first}:+{count} are outside {buffer} of {rows} rows"
             )
             self.domain.poison(text)
             raise ScheduleError(text)

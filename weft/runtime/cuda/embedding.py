@@ -1,9 +1,8 @@
-"""embedding_all_to_all on GPUs: a rank's side of every call, enqueued on the current stream.
+"""embedding_all_to_all on GPUs: one rank's side of every call, enqueued on the current stream.
 
-The host never waits: results of a call are the stream's business, and what went wrong on the device (a missed deadline,
-ranks that disagree, bad indices) lies in pinned memory, where the next call, or `check()`, finds it. When the domain
-fails (a peer died, a rank gave up), the watchdog writes POISON over this rank's signals with the copy engine, so that
-kernels that wait for them return.
+The host never waits. Results are valid in stream order. The device notes errors (a missed deadline, ranks that disagree, bad
+indices) in pinned memory, and the next call or `check()` raises them. When the domain fails (a peer died, a rank gave up), the
+watchdog writes POISON over this rank's signals with the copy engine, so that kernels that wait for them return.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", d
 
 
 class EmbeddingAllToAllCuda:
-    """One plan on one domain of GPUs. Making it is collective; `__call__` is too."""
+    """One plan on one domain of GPUs. Both the constructor and `__call__` are collective."""
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
         self.plan, self.domain = plan, domain
@@ -46,7 +45,7 @@ class EmbeddingAllToAllCuda:
         self._signals = domain.allocate(8 * 3 * world)
         self._flags = domain.allocate(8)
         self._flag_count = 1
-        self._flags_of_graphs: list[tuple[Region, int]] = []  # which replays set, with how many flags they have
+        self._flags_of_graphs: list[tuple[Region, int]] = []  # flags that replays of captured graphs set, and how many
         self._captured = False
         self._memory: Memory | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
@@ -54,7 +53,7 @@ class EmbeddingAllToAllCuda:
         self._row_bytes = plan.sharding.total_dim * plan.sharding.dtype.itemsize
         self._flags_per_sample = sum(plan.slices_per_sample) if plan.options.transport == "put" else 0
         self._usual_deadline_s = env.deadline_s()
-        # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
+        # Allocate now everything that the watchdog needs: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)
         self._take_back = domain.on_failure(self._release_waiters)
@@ -76,7 +75,7 @@ class EmbeddingAllToAllCuda:
         count: bool = False,
         launch_per_table: bool = False,
     ) -> torch.Tensor:
-        """Enqueue one call; the output [batch_sizes[rank], total_dim], valid in stream order."""
+        """Enqueue one call. Return the output [batch_sizes[rank], total_dim], valid in stream order."""
         self.check()
         if self.plan.options.refuses_bad_ids:
             bad = first_bad_index(jagged, self.plan.sharding, self.domain.rank, checked)  # waits for the device
@@ -84,7 +83,7 @@ class EmbeddingAllToAllCuda:
                 refuse(self.domain, bad, deadline_s=deadline_s)
         plan, domain = self.plan, self.domain
         largest = max(checked.batch_sizes, default=0)
-        patience_s = deadline_s or self._usual_deadline_s  # another rank may still compile what it runs before
+        patience_s = deadline_s or self._usual_deadline_s  # a peer may still compile a kernel first
         captured = torch.cuda.is_current_stream_capturing()
         grown = self.outputs.reserve(largest * self._row_bytes, self._quiesce, patience_s)
         if largest * self._flags_per_sample > self._flag_count:
@@ -124,7 +123,7 @@ class EmbeddingAllToAllCuda:
         return output
 
     def check(self) -> None:
-        """Raise what earlier calls left in the record, or what befell the domain; warn of bad indices. Does not wait."""
+        """Raise errors that earlier calls recorded and failures of the domain; warn of bad indices. Do not wait."""
         record = self._record
         _warn_of_bad_input(self.kernel, record, self._last_input, self.domain.rank)
         self.look()
@@ -134,7 +133,7 @@ class EmbeddingAllToAllCuda:
         self.domain.check()
 
     def look(self) -> None:
-        """End the group if the device has noted that a call failed. Calls of all operators do, and the watching thread."""
+        """Fail the group if the device has recorded that a call failed. The watching thread and calls of all operators do this."""
         if self._record[device_code.R_STATUS]:
             with self._noting:
                 self._note_failure(self._record)
@@ -142,7 +141,7 @@ class EmbeddingAllToAllCuda:
     def _note_failure(self, record: Any) -> None:
         status = record[device_code.R_STATUS]
         record[device_code.R_STATUS] = 0
-        if status == 0 or self.domain.failed:  # a failure elsewhere has ended our waits, or came before our deadline
+        if status == 0 or self.domain.failed:  # a failure elsewhere ended our waits, or came before our deadline
             return
         epoch, peer, wanted, found = record[device_code.R_EPOCH : device_code.R_FOUND + 1]
         if status == device_code.DISAGREE:
@@ -163,7 +162,7 @@ class EmbeddingAllToAllCuda:
         self.domain.poison(text)
 
     def close(self) -> None:
-        """Give the memory back, once every rank's device has been waited for and no captured graph will be replayed."""
+        """Return the memory. First wait for the devices of all ranks; no captured graph may be replayed afterwards."""
         self._look.close()
         self._take_back()
         self.outputs.close()
@@ -189,13 +188,13 @@ class EmbeddingAllToAllCuda:
         return Memory(Tables.of(*map(on_device, at)), self.outputs.slot_bytes)
 
     def _quiesce(self) -> None:
-        """Before memory is replaced: everything enqueued so far is done, here and on every peer."""
+        """Wait until all enqueued work is done, here and on every peer. Must precede the replacement of memory."""
         refuse_capture(self.domain.device)
         torch.cuda.synchronize(self.domain.device)
         self.domain.all_gather(None)
 
     def _release_waiters(self) -> None:
-        """On the watchdog thread: end every wait of this rank's kernels."""
+        """End every wait of this rank's kernels. Runs on the watchdog thread."""
         with torch.cuda.device(self.domain.device), torch.cuda.stream(self._poison_stream):
             words = [(self._signals, 3 * self.domain.world_size), (self._flags, self._flag_count)]
             for region, count in (*words, *self._flags_of_graphs):
@@ -212,11 +211,11 @@ class EmbeddingAllToAllCuda:
                 lane, name = ("remote", "pool and store to peer") if sent else ("local", "pool")
                 timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent)
         if not len(timeline):
-            raise WeftError("the device recorded no unit: the call had no work on this rank")
+            raise WeftError("the device recorded no unit of work: the call had none on this rank")
 
 
 class _Look:
-    """Has the watching thread look at what an operator's device has noted, for as long as the operator is there."""
+    """An entry of the watching thread that reads an operator's record for as long as the operator exists."""
 
     deadline_s = math.inf
 
@@ -230,7 +229,7 @@ class _Look:
         return False
 
     def standing_still(self, seconds: float) -> None:
-        """Kernels have deadlines of their own."""
+        """Do nothing: kernels have deadlines of their own."""
 
     def close(self) -> None:
         watch.remove(self)
@@ -239,7 +238,10 @@ class _Look:
 def _warn_of_bad_input(
     kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, rank: int
 ) -> None:
-    """As `rank`, warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
+    """Warn of bad input that earlier calls counted, and reset the counts.
+
+    last_input: the input in which to find the first bad index. rank: named in the warning.
+    """
     bad, bad_offsets = record[device_code.R_BAD_INDICES], record[device_code.R_BAD_OFFSETS]
     if not (bad or bad_offsets):
         return
@@ -248,7 +250,7 @@ def _warn_of_bad_input(
     record[device_code.R_BAD_OFFSETS] = 0
     if bad_offsets:
         warn(
-            f"rank {rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
+            f"rank {rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values; they were clamped. "
             f"Check the offsets on the host, or pass bounds_check='fatal'"
         )
     if bad:
@@ -266,12 +268,12 @@ def _warn_of_bad_input(
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
-    """The same memory: reading a number of it costs nanoseconds, of a tensor microseconds."""
+    """Return a memoryview of `record`. Reading a number takes nanoseconds, from a tensor microseconds."""
     return memoryview(cast(Any, record.numpy()))
 
 
 class _LocalPool:
-    """The kernel in a world of one, and what it was last given."""
+    """The kernel for a world of one rank, and its last input."""
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
         self.kernel = EmbeddingKernel(plan, 0, device, widest)
@@ -289,16 +291,17 @@ def pool_on_gpu(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> None:  # fmt: skip
-    """One rank's pooling into an ordinary tensor `out` [batch, total_dim]: the same kernel in a world of one.
+    """Pool one rank's input into an ordinary tensor `out` [batch, total_dim], with the same kernel in a world of one.
 
-    Warns of bad input that earlier calls met, as `rank`. widest: see `EmbeddingKernel`.
+    Warn of bad input of earlier calls, as `rank`. widest: see `EmbeddingKernel`.
     """
     key = (plan, out.device, widest)
     pool = _local_pools.get(key)
     if pool is None:
         pool = _local_pools[key] = _LocalPool(plan, out.device, widest)
     _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
-    # The address of `out` travels by the stream, because the host runs ahead of it; as an argument, which a graph captures too.
+    # The address of `out` travels in stream order, because the host runs ahead of the stream. It is an argument of a fill kernel,
+    # which a graph captures too.
     address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)
     memory = Memory(Tables.of(address, pool.words[:1], pool.words[1:2]), 0)
     pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False, captured=is_captured(out.device))

@@ -1,7 +1,7 @@
-"""Launching the Triton kernel of embedding_all_to_all: its tables on the device, its variants, its grid.
+"""The launcher of the Triton kernel of embedding_all_to_all: its tables on the device, its variants, its grid.
 
-Knows no groups: the caller says where every rank's output, signals and flags are mapped. That is also how one process
-can play all ranks in turn, under Triton's interpreter.
+The launcher knows no groups. The caller passes the addresses of every rank's output, signals and flags. So one process can run
+all ranks one after the other under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bflo
 _MAX_BLOCK_D = 256
 _MAX_ROWS = 16  # rows in flight per program
 _TILE = 1024  # elements in flight per program; measured on H200: 2048 costs registers, hence programs, and is slower
-_REGISTERS = {False: 168, True: 128}  # at most, by whether slices are staged; measured on H200 against 112 to 168
-_UNIT_BYTES = 16384  # what a program grabs at once: enough to hide the grab, little enough to leave no tail
+_REGISTERS = {False: 168, True: 128}  # limits, by whether slices are staged; measured on H200 against 112 to 168
+_UNIT_BYTES = 16384  # bytes that a program takes at once: enough to hide the atomic, few enough to leave no tail
 _MAX_UNIT_SLOTS = 32
 _CACHED_BATCHES = 64
 _INT32_POSITIONS = (1 << 31) - 64  # beyond this many values or offsets, positions take 64 bits
 
 
 class Tables(NamedTuple):
-    """Tensors that many launches are given, and where they lie: to ask each at every launch takes longer than the launch."""
+    """Tensors for many launches, with their addresses: asking each tensor at every launch takes longer than the launch."""
 
     tensors: tuple[torch.Tensor, ...]
     addresses: tuple[int, ...]
@@ -46,24 +46,25 @@ class Tables(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Where the ranks' memory is mapped on this device, and what one output buffer takes."""
+    """The addresses of the ranks' memory on this device, and the size of one output buffer."""
 
     ranks: Tables
-    """Addresses of outputs, of signals, and of flags, int64 [world] each."""
+    """Addresses of outputs, of signals and of flags, int64 [world] each."""
     output_bytes: int
 
 
 class _Work(NamedTuple):
-    """What is the same for calls of the same batch sizes whose units are of the same size."""
+    """Tables for calls with the same batch sizes and the same size of units."""
 
     tables: Tables
-    """Units of a sample; first sample of each rank and the end (int64); rank of each sample; samples in order of work (int32)."""
+    """Units of a sample; first sample of each rank, and the end (int64); rank of each sample; samples in the order of work
+    (int32)."""
     per_sample: int
-    """Units."""
+    """Units per sample."""
 
 
 class VariantKey(NamedTuple):
-    """What a compiled kernel depends on beyond the plan."""
+    """The parameters of a compiled kernel, besides the plan."""
 
     values: torch.dtype
     offsets: torch.dtype
@@ -78,19 +79,19 @@ class VariantKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """resident: how many programs run at once."""
+    """A compiled kernel with its tables. resident: how many programs run at once."""
 
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
     resident: int
     tables: Tables
-    """Staging, state, record."""
+    """Staging, state and record."""
     programs: dict[int, _core.StreamProgram | None]
-    """By grid: a launch whose arguments are told in each call; None where Triton has to do it."""
+    """By grid: a launch whose arguments are passed in each call; None if Triton has to launch."""
 
 
 class EmbeddingKernel:
-    """The kernel of one rank of one plan on one device. widest: columns of a slot that others pool beside it, elsewhere."""
+    """The kernel of one rank of one plan on one device. widest: the widest column count of feature blocks pooled elsewhere."""
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
         self.plan, self.rank, self.device = plan, rank, device
@@ -101,8 +102,8 @@ class EmbeddingKernel:
         self._weight_of_slot = [local[slot.table] for slot in self._slots]
         self._staged = plan.options.transport == "put" and self.world_size > 1
         self._item_bytes = sharding.dtype.itemsize
-        # All ranks' slots shape the kernel, not only its own: in which order a bag is added up must depend on neither who
-        # owns the table nor on how many ranks there are.
+        # The slots of all ranks shape the kernel, not only its own. The order in which a bag is reduced must depend neither on
+        # the owner of the table nor on the number of ranks.
         dims = [widest, *(slot.dim for slot in sharding.slots)]
         self._mean_bytes = sum(slot.dim for slot in self._slots) / max(1, len(self._slots)) * self._item_bytes
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
@@ -121,7 +122,7 @@ class EmbeddingKernel:
         self._slot_tables: dict[Any, torch.Tensor] = {}
         self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._works: dict[tuple[tuple[int, ...], int, int | None], _Work] = {}
-        self._of_graphs: list[Any] = []  # what captured launches read in every replay
+        self._of_graphs: list[Any] = []  # tables that captured launches read in every replay
         self._variants: dict[VariantKey, _Variant] = {}
 
     # --- tables on the device, made once per set of tables, features or batch sizes ---
@@ -151,7 +152,7 @@ class EmbeddingKernel:
         return table
 
     def _unit_table(self, slots_per_unit: int) -> tuple[torch.Tensor, int, int]:
-        """(table, units per sample, widest unit in columns); 0 slots per unit stands for the slices of `put`."""
+        """Return (table, units per sample, widest unit in columns). slots_per_unit=0: units are the slices of `put`."""
         cached = self._units.get(slots_per_unit)
         if cached is not None:
             return cached
@@ -170,7 +171,8 @@ class EmbeddingKernel:
         return made
 
     def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """First sample of each rank and the end (int64), rank of each sample, samples in the order of work (int32)."""
+        """Return the first sample of each rank and the end (int64), the rank of each sample, and the samples in the order of work
+        (int32)."""
         tables = self._batches.get(batch_sizes)
         if tables is None:
             refuse_capture(self.device)
@@ -188,7 +190,8 @@ class EmbeddingKernel:
         return tables
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """How many pooled vectors a program grabs at once for `direct`: about _UNIT_BYTES, but enough units for all."""
+        """Return how many pooled vectors a program takes at once with `direct`: about _UNIT_BYTES, but enough units for all
+        programs."""
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
         bag_bytes = n_values / bags * self._mean_bytes
@@ -216,12 +219,12 @@ class EmbeddingKernel:
     ) -> None:
         """Enqueue one call on the current stream.
 
-        `wait=False` neither waits for peers nor expects them; `count` counts copies and flags into `state`;
-        `launch_per_table` makes one launch per feature instead of one for all; `timeline`, int64 [n_units(...), 3],
-        gets a line per unit; `captured` by a CUDA graph, whose replays read the same tables.
+        wait=False: neither wait for peers nor expect them. count: count copies and flags in `state`. launch_per_table: make one
+        launch per feature instead of one for all. timeline: int64 [n_units(...), 3], gets a line per unit. captured: a CUDA graph
+        captures the call, and its replays read the same tables.
         """
         if launch_per_table and self._staged:
-            raise ValueError("launch_per_table goes with transport='direct': a slice of 'put' spans tables")
+            raise ValueError("launch_per_table=True needs transport='direct': a slice of 'put' spans tables")
         slot_table = self._slot_table(weights, checked)
         last = len(self._slots) - 1
         call = slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, captured
@@ -232,11 +235,11 @@ class EmbeddingKernel:
             self._launch_part(*call, number, number == 0, number == last)
 
     def n_units(self, jagged: JaggedInput, checked: CheckedInput) -> int:
-        """Units of work of a call with this input: the lines that its timeline has."""
+        """Return the number of units of work of a call with this input, which is the number of lines in its timeline."""
         return self._work(jagged, checked, None).per_sample * checked.global_batch
 
     def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
-        """Of all slots, or of one."""
+        """Return the tables for all slots, or for one slot."""
         size = 1
         if slot is None:
             size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
@@ -277,7 +280,7 @@ class EmbeddingKernel:
             return
         if captured:
             self._of_graphs.append((slot_table, memory, work, variant))
-        # Of a tensor Triton would ask the driver where it is: a dozen questions, which take longer than the launch.
+        # Pass addresses: for a tensor, Triton asks the driver a dozen questions, which takes longer than the launch.
         arguments = (
             *[0 if tensor is None else tensor.data_ptr() for tensor in given],
             *work.tables.addresses, *memory.ranks.addresses, *variant.tables.addresses, *numbers,
@@ -296,16 +299,16 @@ class EmbeddingKernel:
             variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """What ranks must agree on in a call beyond the plan."""
+        """Return a hash of what ranks must agree on in a call, besides the plan."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
     def constants(self, key: VariantKey) -> dict[str, Any]:
-        """The kernel's compile-time arguments for a variant, in order."""
+        """Return the kernel's compile-time arguments for a variant, in order."""
         sharding = self.plan.sharding
         dims = [slot.dim for slot in sharding.slots]
         # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
         steps = [*dims, *(slot.column for slot in sharding.slots), sharding.total_dim, 16 // self._item_bytes]
-        # Row numbers travel between lanes: 32 bits do, but for tables beyond 2^31 rows.
+        # Row numbers travel between GPU lanes: 32 bits are enough, except for tables of more than 2^31 rows.
         most_rows = max((table.num_embeddings for table in sharding.tables), default=1)
         stage_width = -(-self._unit_table(0)[2] // 8) * 8 if self._staged else 1
         return {
@@ -345,7 +348,7 @@ class EmbeddingKernel:
                 compiled = self.compile(key, constants)
                 compiled._init_handles()
             # One warp each: registers come in blocks of 256 per warp, an SM holds 65536 of them and at most 32 programs.
-            # Other makers' rules are not known here: 16 is a safe number.
+            # For GPUs of other makers these limits are not known: 16 is safe.
             per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
             resident = per_sm * self._sms
         staged, dtype = resident * constants["STAGE_WIDTH"], self.plan.sharding.dtype
@@ -356,7 +359,7 @@ class EmbeddingKernel:
         return variant
 
     def compile(self, key: VariantKey, constants: dict[str, Any]) -> Any:
-        """Compile for Triton's current device, and load nothing."""
+        """Compile for Triton's current device, without loading."""
         kernel = device_code.embedding_all_to_all_kernel
         types = {
             "values": key.values,
@@ -368,13 +371,14 @@ class EmbeddingKernel:
         }
         pointers = [types.get(name, torch.int64) for name in kernel.arg_names[: device_code.POINTERS]]
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
-        # Told nothing, ptxas saves registers and splits the loads of a block of rows; it takes what it may if told.
+        # By default ptxas saves registers and splits the loads of a block of rows. With a limit it uses as many as the limit
+        # allows.
         limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
 
 
 def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | None:
-    """A launch with so many arguments, addresses and numbers alike, which takes Python a third of the time that Triton's does."""
+    """Return a launch with so many arguments, addresses and numbers alike. It takes a third of the host time of Triton's launch."""
     program = _core.StreamProgram(arguments, 1, 0)
     call = kernel_call(program, compiled, grid, [Base(i, 0) for i in range(arguments)])
     if call is None:
@@ -384,9 +388,9 @@ def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | 
 
 
 def work_order(batch_sizes: tuple[int, ...], rank: int, order: str) -> torch.Tensor:
-    """int32 [sum(batch_sizes)]: the samples of the global batch in the order in which `rank` pools them.
+    """Return the samples of the global batch in the order in which `rank` pools them, int32 [sum(batch_sizes)].
 
-    natural: as they come. remote_first: rotated, so that the samples of rank + 1 come first and its own last.
+    natural: in the order of the batch. remote_first: rotated, so that the samples of rank + 1 come first and its own last.
     """
     samples = torch.arange(sum(batch_sizes), dtype=torch.int32)
     return samples if order == "natural" else samples.roll(-sum(batch_sizes[: rank + 1]))

@@ -1,4 +1,4 @@
-"""Launching `weft.kernels.grouped_matmul`: tensor maps or pointers, the grid, its variants compiled before anything waits."""
+"""The launcher of `weft.kernels.grouped_matmul`: tensor maps or pointers, the grid, variants compiled before any stream waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SEGMENTS = 1024
 
 
 class Variant(NamedTuple):
-    """What a compiled kernel depends on."""
+    """The parameters of a compiled kernel."""
 
     dtype: torch.dtype
     world_size: int
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
     def map(self, number: int, tensor: Any) -> Any:
-        """The kernel's argument for own, slots, weights or whole, 0 to 3: a tensor map of it, or the tensor itself."""
+        """Return the kernel's argument number 0 to 3 (own, slots, weights, whole): a tensor map, or the tensor itself."""
         tensor = Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
         if not self.tma:
             return tensor
@@ -77,7 +77,7 @@ class Variant(NamedTuple):
 
 
 def compile_variant(variant: Variant) -> Any:
-    """Compile for Triton's current device, and load nothing."""
+    """Compile for Triton's current device, without loading."""
     v = variant
     w_shape = [v.experts, v.n, v.k] if v.transposed else [v.experts, v.k, v.n]
     address = 0 if v.aligned else v.dtype.itemsize
@@ -96,7 +96,7 @@ def compile_variant(variant: Variant) -> Any:
 
 @lru_cache(maxsize=256)
 def _compiled(device: torch.device, variant: Variant) -> Any:
-    """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
+    """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
     with torch.cuda.device(device):
         compiled = compile_variant(variant)
         compiled._init_handles()
@@ -104,7 +104,7 @@ def _compiled(device: torch.device, variant: Variant) -> Any:
 
 
 def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False) -> None:
-    """Compile and load what `launch` needs for these weights [E, K, N], whatever the alignment of the rows; takes seconds.
+    """Compile and load the kernels for these weights [E, K, N], for any alignment of the rows; takes seconds.
 
     Without it the first launch does that, which must not happen behind a stream that waits for a peer.
     """
@@ -125,15 +125,16 @@ def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: boo
 
 
 class GroupedMatmul:
-    """The rows of some sources and experts, times the weights of their expert: what is the same at every launch, made once.
+    """The rows of some sources and experts, times the weights of their expert. Prepares once what all launches share.
 
-    slots: [at least (W - 1) * slot_rows, K], the block of the source that comes n-th after this rank at row
-    (n - 1) * slot_rows. counts: int64 [W, E], rows from each source for each local expert; the rows of the table may be
-    apart. splits: int64 [W * E], rows of this rank's tokens for each global expert. Sources are (rank + i) % W for i in
-    first_source .. + n_sources (default: up to the last), experts first_expert .. + n_experts likewise. spare:
-    multiprocessors that are left to other kernels. back: rows are read by expert, and stored by source into `slots`, which then
-    has N columns. adds: to the rows of y that are there, in fp32; not with `back`. The configuration is part of what is compiled:
-    see `prepare`.
+    slots: [at least (W - 1) * slot_rows, K]. The block of the n-th source after this rank begins at row (n - 1) * slot_rows.
+    counts: int64 [W, E], rows from each source for each local expert; its rows may have gaps between them. splits: int64 [W * E],
+    rows of this rank's tokens for each global expert.
+
+    first_source, n_sources: the sources (rank + i) % W for i from first_source on (default: up to the last). first_expert,
+    n_experts: likewise for experts. spare: multiprocessors that are left to other kernels. back: read rows by expert and store
+    them by source into `slots`, which then has N columns. adds: add to the rows of y, in fp32; not with `back`. config: a
+    parameter of the compiled kernel, see `prepare`.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class GroupedMatmul:
         adds: bool = False,
     ) -> None:
         if back and adds:
-            raise ValueError("rows on their way back are stored, and add to nothing: give back or adds")
+            raise ValueError("back=True stores rows and cannot add to them: pass back or adds, not both")
         self._world, experts = counts.shape
         n_sources = self._world - first_source if n_sources is None else n_sources
         n_experts = experts - first_expert if n_experts is None else n_experts
@@ -163,7 +164,7 @@ class GroupedMatmul:
         self._segments = n_sources * n_experts
         self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
         self._back, self._adds = back, adds
-        # Tensor maps and the kernel, of the tensors that came last: mostly the next ones lie there too.
+        # Tensor maps and the kernel for the last tensors: mostly the next tensors lie at the same addresses.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
         self._variant: Variant | None = None
@@ -172,9 +173,9 @@ class GroupedMatmul:
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         """Enqueue on the current stream.
 
-        x: [rows, K], this rank's tokens by global expert; back: h, by local expert. w: [E, K, N], K or N with stride 1. y:
-        [y_rows, N], by local expert; back: for this rank's own rows. What belongs beyond its last row is left out. All are
-        bfloat16, float16 or float32, as the slots are, and x, slots and y have contiguous rows.
+        x: [rows, K], this rank's tokens by global expert; with `back`: h, by local expert. w: [E, K, N], K or N with stride 1. y:
+        [y_rows, N], by local expert; with `back`: for this rank's own rows. Rows beyond the last row of y are dropped. All are
+        bfloat16, float16 or float32, like the slots. x, slots and y have contiguous rows.
         """
         places = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, w, y)])
         if places != self._places and not self._bind_y(y, places) and not self._bind(x, w, y, places):
@@ -192,7 +193,7 @@ class GroupedMatmul:
         self._kernel(grid, (*self._maps, self._counts, self._splits, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Where only y is another one, with other rows perhaps, as in most calls: whether that is all there was to do."""
+        """Rebind only y, which alone differs in most calls, perhaps in its number of rows. Return False if more has changed."""
         if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
             return False
         (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]
@@ -202,11 +203,11 @@ class GroupedMatmul:
         return True
 
     def _bind(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Make anew what depends on tensors that are elsewhere than at the last launch; whether there is anything to do."""
+        """Rebuild what depends on tensors at new addresses. Return False if there is nothing to launch."""
         _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         before, self._places = self._places, ()
         own, whole = (y, x) if self._back else (x, y)
-        # A tensor map of nothing cannot be made, and is not used.
+        # A tensor map of an empty tensor cannot be made, and is not used.
         slots = self._slots if self._slots.numel() else own
         own = own if own.numel() else slots
         if 0 in (own.numel(), w.numel(), whole.numel()):
@@ -243,7 +244,7 @@ def launch(
     splits: torch.Tensor,
     **how: Any,
 ) -> None:
-    """One launch of a `GroupedMatmul`."""
+    """Launch a `GroupedMatmul` once."""
     GroupedMatmul(slots, counts, splits, **how).launch(x, w, y)
 
 
@@ -259,8 +260,8 @@ def _check(
     experts, k, n = w.shape
     if counts.shape[1:] != (experts,) or splits.shape != (counts.numel(),) or counts.numel() > MAX_SEGMENTS:
         raise ValueError(
-            f"counts {tuple(counts.shape)} must be [W, {experts}] as w has {counted(experts, 'expert')}, splits "
-            f"{tuple(splits.shape)} [W * {experts}], and there may be {MAX_SEGMENTS} of them at most"
+            f"counts {tuple(counts.shape)} must be [W, {experts}] since w has {counted(experts, 'expert')}, splits "
+            f"{tuple(splits.shape)} must be [W * {experts}], and W * E at most {MAX_SEGMENTS}"
         )
     for name, t, columns in (("x", x, k), ("slots", slots, n if back else k), ("y", y, n)):
         if t.dtype != w.dtype or t.dtype not in TRITON_TYPE or t.shape[1:] != (columns,) or t.stride(1) != 1:

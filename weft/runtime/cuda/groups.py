@@ -1,11 +1,11 @@
-"""Which steps of a lane become one operation on its stream.
+"""Groups of steps that become one operation on their lane's stream.
 
-A copy by kernel is one launch with the signals between ranks around it: sets before it, waits, the copy, further copies of
-what it has read, sets, waits. Waits next to each other are one operation otherwise, and so are sets. All other steps stand
-alone.
+A copy by kernel is one launch together with the signals between ranks around it: sets before it, waits, the copy, further copies
+of the same source, sets, waits. Elsewhere, neighbouring waits are one operation, and so are neighbouring sets. Every other step
+is a group of its own.
 
-A group is issued where one of its steps stands in the order of issue (`weft.schedule.order`): a launch where its last copy or
-wait does, since what it waits for has then been issued before it.
+A group is issued at the place of one of its steps in the order of issue (`weft.schedule.order`). A launch is issued at its last
+copy or wait, since all that it waits for has then been issued before it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from weft.schedule import Copy, Region, Set, Step, Wait
 
 
 class Group(NamedTuple):
-    """Neighbouring steps of a lane, the first of them at place `first`."""
+    """Neighbouring steps of a lane. first: the place of the first step."""
 
     lane: int
     first: int
     steps: tuple[Step, ...]
-    anchor: int  # the place of the step that says where the group is issued
+    anchor: int  # the place of the step at which the group is issued
 
     @property
     def moves(self) -> bool:
-        """Whether it is a launch that copies."""
+        """True if the group is a launch that copies."""
         return any(isinstance(step, Copy) and step.by == "kernel" for step in self.steps)
 
     @property
@@ -38,8 +38,11 @@ class Group(NamedTuple):
 
 
 class Grouping:
-    """Of one rank. tokens: what its waits for others wait for. pitch_of: for a region in memory of the schedule's own the distance
-    of its rows in bytes; None for the caller's tensors."""
+    """The grouping of one rank's steps.
+
+    tokens: the flags of its waits for other ranks. pitch_of: the row pitch in bytes of a region in the schedule's own memory;
+    None for the caller's tensors.
+    """
 
     def __init__(
         self,
@@ -51,14 +54,14 @@ class Grouping:
     ) -> None:
         self._rank, self._lanes, self._order, self._pitch_of = rank, lanes, order, pitch_of
         self._crossing = {token.key for token in tokens.values()}
-        self._at: dict[tuple[int, int], int] = {}  # of each lane's steps, their places in the order
+        self._at: dict[tuple[int, int], int] = {}  # the place of each lane's steps in the order
         done = Counter[str]()
         for place, (name, _) in enumerate(order):
             self._at[lanes.index(name), done[name]] = place
             done[name] += 1
 
     def groups(self) -> list[Group]:
-        """Of all lanes, in the order of issue."""
+        """Return the groups of all lanes in the order of issue."""
         number = {name: i for i, name in enumerate(self._lanes)}
         of_lane: dict[int, list[Step]] = {i: [] for i in number.values()}
         for name, step in self._order:
@@ -76,7 +79,8 @@ class Grouping:
         groups: list[Group] = []
         at = 0
         while at < len(steps):
-            # Sets are put off until the waits behind them can end: only where no other lane can stand in front of these.
+            # Sets may be delayed until the waits behind them can end, but only if no other lane can stand in front of these
+            # waits.
             sets = self._while(steps, at, Set) if len(self._lanes) == 1 else at
             copy = self._while(steps, sets, Wait)
             if copy < len(steps) and isinstance(first := steps[copy], Copy) and first.by == "kernel":
@@ -90,8 +94,11 @@ class Grouping:
         return groups
 
     def _end_of_move(self, lane: int, steps: list[Step], at: int, first: Copy) -> int:
-        """The end of what one launch does from the copy `first` at `at` on: its signals; where nothing but fixed places is
-        written, also further copies of the same region with theirs; and then waits."""
+        """Return the end of the launch that begins with the copy `first` at place `at`.
+
+        It includes the copy's signals. If the copy writes to fixed places only, it includes further copies of the same region
+        with their signals, and then waits.
+        """
         end = self._while(steps, at + 1, Set)
         pitch = self._pitch_of(first.dst)
         if pitch is None or is_late(first):
@@ -110,8 +117,11 @@ class Grouping:
         return answered if self._may_put_off(lane, steps, at, answered) else end
 
     def _may_put_off(self, lane: int, steps: list[Step], at: int, end: int) -> bool:
-        """Whether the sets among the steps [at, end) may be issued where the last of these stands: not if another lane's wait
-        for a peer comes before that, since in one hardware queue the sets would stand behind it, and the peer behind them."""
+        """True if the sets among the steps [at, end) may be issued at the last of these steps.
+
+        False if another lane's wait for a peer is issued before that. In one hardware queue the sets would stand behind that
+        wait, and the peer would wait for the sets.
+        """
         sets = [place for place in range(at, end) if isinstance(steps[place], Set)]
         if not sets:
             return True
@@ -121,13 +131,13 @@ class Grouping:
         )
 
     def _while(self, steps: list[Step], at: int, kind: type) -> int:
-        """The first step from `at` on that is no signal between ranks of this kind."""
+        """Return the first place from `at` on whose step is not a signal between ranks of this kind."""
         while at < len(steps) and isinstance(steps[at], kind) and self.crosses(steps[at]):
             at += 1
         return at
 
     def crosses(self, step: Step) -> bool:
-        """Whether a signal goes between ranks."""
+        """True if the step is a signal between ranks."""
         if isinstance(step, Set):
             return step.at != self._rank
         return isinstance(step, Wait) and (step.signal, int(step.index)) in self._crossing

@@ -1,11 +1,11 @@
-"""What the host does in every run of a compiled schedule: a list of items, issued in one order.
+"""The items of a compiled schedule, which the host goes through in every run, in one order.
 
-An item is (kind, what, where): native operations [what, where) of the program; a call of the library on the stream of lane
-`where`; a launch there; or what knows its sizes only then (`weft.runtime.cuda.sizes`). The compiler
-(`weft.runtime.cuda.compile`) records native operations in the program and adds the rest here; what was recorded in between is
-issued in one call.
+An item is (kind, what, where). It is a range [what, where) of native operations of the program, a call of torch or NCCL on the
+stream of lane `where`, a launch on that stream, or a step of dynamic size (`weft.runtime.cuda.sizes`). The compiler
+(`weft.runtime.cuda.compile`) records native operations in the program and adds other items here. Native operations recorded
+between two items are issued in one call.
 
-`issue` is what a call costs on the host, so it only goes through the list.
+`issue` is the host cost of a call, so it only walks the list.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """Made by `compile_streams`. timed: stamps are to be taken."""
+    """The items that `compile_streams` returns. timed: take time stamps."""
 
     def __init__(self, context: Context, program: _core.StreamProgram, regions: Regions, timed: bool) -> None:
         self.program, self.bases, self._without_gaps = program, regions.bases, regions.without_gaps
         self.device, self.side = context.device, context.side
         self.items: list[_Item] = []
-        self.calls: list[tuple[int, Operation]] = []  # of the library, for warming up
-        self.prepares: list[Callable[[Tensors], None]] = []  # which load kernels
+        self.calls: list[tuple[int, Operation]] = []  # of torch and NCCL, for warming up
+        self.prepares: list[Callable[[Tensors], None]] = []  # load kernels
         self.names = [b.name for b in context.given]
         self.streams = [0, *(s.cuda_stream for s in context.side), context.monitor.cuda_stream]
         self.spans: list[tuple[str, str, int]] = []  # lane, name, bytes sent
         self.stamps = Stamps(context.device, 2 * len(context.order) + 2) if timed else None
-        self.kept: list[Any] = []  # whose memory the program's operations use
-        self.joining = (0, 0)  # operations by which a capture has the monitor in it to its end
-        self.leaves_main = False  # whether calls go to other streams than the caller's
+        self.kept: list[Any] = []  # objects whose memory the program's operations use
+        self.joining = (0, 0)  # operations that keep the monitor in a capture until its end
+        self.leaves_main = False  # True if calls go to other streams than the caller's
         self._native_from = 0
 
     # --- compiling ---
@@ -56,7 +56,7 @@ class StreamItems:
         self.calls.append((lane, operation))
 
     def launch(self, lane: int, launch: Callable[[list[int], int], None]) -> None:
-        """launch: of addresses and a stream's handle."""
+        """Add a launch. launch: a function of addresses and a stream's handle."""
         self._add(_LAUNCH, launch, lane)
 
     def late(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
@@ -68,7 +68,7 @@ class StreamItems:
         self.launch(lane, lambda bases, stream: stamps.launch(index, stream))
 
     def flush(self) -> None:
-        """Native operations recorded since the last item are issued here."""
+        """Add an item for the native operations recorded since the last item."""
         if len(self.program) > self._native_from:
             self.items.append(_Item(_NATIVE, self._native_from, len(self.program)))
             self._native_from = len(self.program)
@@ -108,13 +108,16 @@ class StreamItems:
             program.run(*self.joining, bases, streams)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Load what will be launched, and every library call once, on its stream, on whatever the memory holds; of those that run
-        the same kernel one. Peers may be in a run: what they read, or have sent already, stays as it is."""
+        """Load all kernels, and run each call of torch and NCCL once, on its stream, on whatever the memory holds.
+
+        Calls that run the same kernel run once. Peers may be in a run: memory that they read or have already written stays as it
+        is.
+        """
         for name in self._without_gaps:
             if not callable(t := tensors[name]) and not t.is_contiguous():
                 raise ValueError(
                     f"buffer {name} is {tuple(t.shape)} with strides {t.stride()}: pass {name}.contiguous(), since "
-                    f"its rows are copied or added up as they lie"
+                    f"its rows are copied or reduced in place"
                 )
         main = torch.cuda.current_stream(self.device)
         for prepare in self.prepares:
@@ -136,7 +139,7 @@ class StreamItems:
             torch.cuda.synchronize(self.device)
 
     def read(self, timeline: Timeline, rank: int) -> None:
-        """Append what the stamps of the last run say. The device must have finished it."""
+        """Append the time stamps of the last run to `timeline`. The device must have finished the run."""
         assert self.stamps is not None
         times = self.stamps.times.tolist()
         for i, (lane, name, sent) in enumerate(self.spans):

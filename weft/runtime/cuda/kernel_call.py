@@ -1,9 +1,9 @@
-"""Triton's kernels among the operations of a `_core.StreamProgram`, which launches them without Python.
+"""Triton kernels as operations of a `_core.StreamProgram`, which launches them without Python.
 
-Triton compiles a kernel, loads it and can launch it, for which the host needs longer than for all else in a small call.
-A program launches it through the driver, if the kernel is what it seems: parameters as its signature says them, then pointers
-to scratch memory that it does not need. The driver is asked for their sizes, so that another version of Triton, which may
-pass something else, is noticed when a schedule is compiled; then Triton launches, as it does where the driver cannot tell.
+Triton's own launch takes the host longer than the rest of a small call. A program launches the kernel through the driver instead.
+This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory that it does not
+need. `kernel_call` asks the driver for the sizes of parameters when a schedule is compiled, which detects a Triton version that
+passes something else. In that case, and if the driver cannot answer, Triton launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft import _core
 
 
 class Base(NamedTuple):
-    """The address of a base of the program, and bytes from there."""
+    """The number of a base address of the program, and bytes from there."""
 
     number: int
     offset: int
@@ -27,11 +27,11 @@ Argument: TypeAlias = "int | torch.Tensor | Base"
 _BYTES = {"i32": 4, "i64": 8}
 _MOST_SCRATCH = 2  # pointers that Triton adds
 _UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-"""What needs more than a plain launch."""
+"""Kernel metadata that needs more than a plain launch."""
 
 
 def loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]) -> Any:
-    """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
+    """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
     with torch.cuda.device(device):
         compiled = kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)
         compiled._init_handles()
@@ -41,8 +41,10 @@ def loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, 
 def kernel_call(
     program: _core.StreamProgram, compiled: Any, programs: int, arguments: Sequence[Argument]
 ) -> _core.KernelCall | None:
-    """`compiled` for `program`, called with `arguments` (without the constants); None if Triton has to launch it. Tensors must
-    outlive the program."""
+    """Return a call of `compiled` with `arguments` (without the constants) for `program`; None if Triton has to launch it.
+
+    Tensors among the arguments must outlive the program.
+    """
     metadata, types = compiled.metadata, [t for t in compiled.src.signature.values() if t != "constexpr"]
     declared = [8 if t.startswith("*") else _BYTES.get(t) for t in types]
     sizes = program.parameters_of(compiled.function)

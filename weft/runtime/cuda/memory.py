@@ -1,18 +1,18 @@
-"""What executors on GPUs work with: symmetric memory, words for tokens, streams; and what is done with them when the group fails.
+"""Memory of executors on GPUs: symmetric memory, flag words, streams, and what happens to them when the group fails.
 
-Executors of schedules that differ in sizes only share one `Memory` (`shared`), as large as the largest of them needs: their signals
-are the same, so that the tokens that one run leaves are those that the next one finds, whichever of them it is. Their runs, and
-replays of graphs that have captured some, follow each other in one order on all ranks.
+Executors of schedules that differ in sizes only share one `Memory` (`shared`), as large as the largest of them needs. Their
+signals are the same: whichever executor runs next finds the flags that the last run left. Their runs, and replays of graphs that
+have captured some of them, follow each other in the same order on all ranks.
 
-Where a run places its rows differently than the one before, more has to be known than the tokens of that one say. Such a token says
-that a rank has read what its setter sent it; but the next run's rows may lie where other ranks' rows lay. With two ranks there are
-no others. With more, every rank says before a run that it has ended those before, and waits until all have (`Memory.enter`): at a
-change of sizes, and always once a graph has captured a run, since nobody tells when that is replayed. Schedules that wait for no
-token of the run before need none of it.
+If a run places its rows differently than the run before, the flags of that run are not enough. Such a flag says that a rank has
+read what its setter sent; but the next run's rows may lie where the rows of other ranks lay. With two ranks there are no others.
+With more, every rank notifies all peers before a run that it has ended its previous runs, and waits until all have
+(`Memory.enter`). It does so at a change of sizes, and before every run once a graph has captured one, since replays are not
+announced. Schedules that wait for no flag of the previous run need no such barrier.
 
-When a larger one is needed, executors in the smaller one go on; they are made anew in the larger one at their next call, if no
-graph has captured them. The last that leaves closes the smaller one. But if those that were outgrown hold more than `SPARE_BYTES`
-together, the oldest are closed at once: their executors are no use any more, and are made anew.
+If a larger memory is needed, executors in the smaller one continue. At their next call they are rebuilt in the larger one, unless
+a graph has captured them. The last executor that leaves closes the smaller memory. If outgrown memories hold more than
+`SPARE_BYTES` together, the oldest are closed at once, and their executors are rebuilt.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from weft.schedule import Schedule
 from weft.symm import Domain
 from weft.symm.cuda_driver import fill
 
-_SPOIL_S = 2.0  # how long after a failure buffers are kept spoilt
+_SPOIL_S = 2.0  # how long buffers are overwritten after a failure
 
 
 class Memory:
-    """For executors of schedules like `mine`. Making it is collective. `OutOfSharedMemoryError`."""
+    """Memory for executors of schedules like `mine`. The constructor is collective and may raise `OutOfSharedMemoryError`."""
 
     def __init__(self, mine: RankSchedule, domain: Domain) -> None:
         self.domain, self.rank, self.device = domain, domain.rank, domain.device
@@ -53,19 +53,18 @@ class Memory:
         self.run = Run()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # executors
         self.captured = self.outgrown = False
-        self._last: object | None = None  # whose run was the last
-        self._stream: torch.cuda.Stream | None = None  # on which it was issued
+        self._last: object | None = None  # the executor of the last run
+        self._stream: torch.cuda.Stream | None = None  # the stream on which it was issued
         self._handle = -1
         self._closed = False
         self.region = domain.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
-        n_all = (
-            self._n_words + 2 + domain.world_size
-        )  # tokens; the standing word; at a change of executors: its own one, and a word a peer
+        # Flags; the standing word; for changes of executors: another standing word, and a word for each peer.
+        n_all = self._n_words + 2 + domain.world_size
         self.words = domain.allocate(8 * n_all, what=f"signals of schedule {self.name}")
         with torch.cuda.device(self.device):
             self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
             self.monitor = torch.cuda.Stream(self.device)
-            # What the watchdog needs is made now: it may not load or allocate anything while streams wait.
+            # Allocate now what the watchdog needs: it may not load or allocate anything while streams wait.
             self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
         self._word_view = self.words.tensor(self.rank, (n_all,), torch.int64)
         self._poison = torch.full((n_all,), POISONED, dtype=torch.int64, pin_memory=True)
@@ -74,10 +73,10 @@ class Memory:
         self._begun = self.begun_word.numpy()
         first = [token.word for token in self.tokens[self.rank].values() if token.previous]
         self._fence = self._fenced() if first and domain.world_size > 2 else None
-        if first:  # for the waits of the first run for the run before it
+        if first:  # the first run's waits for the previous run
             self._word_view[first] = TOKEN
         torch.cuda.synchronize(self.device)
-        domain.all_gather(None, what="first tokens of a schedule")  # peers put theirs from now on
+        domain.all_gather(None, what="first tokens of a schedule")  # peers set their flags only after this
         self._take_back = domain.on_failure(self._release_waiters)
         domain._holders.add(self)
         watch.add(self)
@@ -88,12 +87,14 @@ class Memory:
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """Whether `mine` differs from those here in sizes only."""
+        """True if `mine` differs from the schedules here in sizes only."""
         return not self._closed and self.tokens == mine.tokens and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Before a run of `executor` is issued on the current stream: behind the run before, whichever stream that is on, but while
-        a graph is captured, into which nothing can be drawn from outside."""
+        """Prepare a run of `executor` on the current stream: order it after the previous run, on whichever stream that was.
+
+        While a graph is captured there is no such order, since a capture cannot depend on work outside.
+        """
         self.deadline_s, self.captured = deadline_s, self.captured or capturing
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle != self._handle and not capturing:
@@ -107,32 +108,32 @@ class Memory:
         self._last, self.name = executor, schedule_name
 
     def leave(self, executor: object) -> None:
-        """An executor is closed; the last one closes the memory."""
+        """Remove an executor. The last one closes the memory."""
         self.users.discard(executor)
         self._last = None if self._last is executor else self._last
         if not self.users:
             self.close()
 
     def close(self) -> None:
-        """Executors that are left hold nothing of it any more."""
+        """Close the memory. Executors that are left let go of it."""
         if self._closed:
             return
         self._closed = True
         for executor in list(self.users):
             executor.let_go()
-        kinds = _shared.get(self.domain, {})  # which may not keep the domain
+        kinds = _shared.get(self.domain, {})  # may not keep the domain alive
         for kind in [kind for kind, (memory, _) in kinds.items() if memory is self]:
             del kinds[kind]
         watch.remove(self)
         self._take_back()
         for region in (self.region, self.words):
             if self.captured:
-                region.close()  # a graph may be replayed whenever
+                region.close()  # a graph may be replayed at any time
             else:
                 region.give_back()
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
-        """Tells peers that this rank's runs have ended, and waits until theirs have."""
+        """Return a program that notifies peers that this rank's runs have ended, and waits until theirs have."""
         world, rank, first = self.domain.world_size, self.rank, self._n_words + 2
         bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]
         program, others = _core.StreamProgram(world + 1, 1, 0), [r for r in range(world) if r != rank]
@@ -163,15 +164,15 @@ class Memory:
     def _say_who_differs(self) -> None:
         sender, self._begun[1] = int(self._begun[1]) - 1, 0
         text = (
-            f"rank {self.rank}: schedule {self.name}: rank {sender} sent other numbers of rows than rank {self.rank} expected of "
-            f"it, whose rows in the result are NaN: pass the counts of one exchange on all ranks (received there, splits here); "
+            f"rank {self.rank}: schedule {self.name}: rank {sender} sent another number of rows than rank {self.rank} expected, "
+            "and its rows in the result are NaN: pass the counts of one exchange on all ranks (received there, splits here); "
             "WEFT_CHECK_CALLS=1 finds the call"
         )
         self.run.failure = DisagreementError(text)
         self.domain.poison(text)
 
     def standing_still(self, seconds: float) -> None:
-        """On the watching thread: if the run still waits for a peer, name what for, and end it."""
+        """Name the peer and signal that the run still waits for, if any, and fail the group. Runs on the watching thread."""
         _not_hindered_by_captures()
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._found.copy_(self._word_view, non_blocking=True)
@@ -193,16 +194,18 @@ class Memory:
         else:
             return
         text = (
-            f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}: it has not come in {run}. Have all "
+            f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}: it has not arrived in {run}. Have all "
             "ranks made the same call?"
         )
         self.run.failure = DeadlineError(text)
         self.domain.poison(text)
 
     def _release_waiters(self) -> None:
-        """On the watchdog thread: spoil what GEMMs read of peers, then end every wait of this rank's streams. Copies of peers that
-        wait too may still come behind that, until their streams are done: so it is done again, for as long as this device is
-        busy with what was enqueued."""
+        """Overwrite what GEMMs read from peers, then end every wait of this rank's streams. Runs on the watchdog thread.
+
+        Copies of peers that wait too may still arrive afterwards, until their streams are done. So the overwriting is repeated
+        for `_SPOIL_S`.
+        """
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._spoil()
             for part in (slice(self._n_words), slice(self._n_words + 2, None)):
@@ -222,13 +225,15 @@ class Memory:
 
 
 SPARE_BYTES = 64 << 20
-"""Of outgrown memory of a group that no graph has captured: enough for all sizes of a decoder, which are called first and captured
-later."""
+"""Limit on the outgrown memory of a group, not counting memory that a graph has captured.
+
+It is enough for all sizes of a decoder, which are called first and captured later.
+"""
 _outgrown: weakref.WeakKeyDictionary[Domain, list[weakref.ref[Memory]]] = weakref.WeakKeyDictionary()
 
 
 def _spare(domain: Domain, outgrown: Memory) -> None:
-    """Collective."""
+    """Keep `outgrown`, and close the oldest outgrown memories above the limit. Collective."""
     known = _outgrown.setdefault(domain, [])
     known.append(weakref.ref(outgrown))
     left = [memory for one in known if (memory := one()) is not None and not memory.closed and not memory.captured]
@@ -236,7 +241,7 @@ def _spare(domain: Domain, outgrown: Memory) -> None:
     if sum(memory.nbytes for memory in left) <= SPARE_BYTES:
         return
     torch.cuda.synchronize(domain.device)
-    domain.all_gather(None, what="memory that was outgrown")  # no rank has runs in it any more
+    domain.all_gather(None, what="memory that was outgrown")  # no rank has runs in them any more
     while sum(memory.nbytes for memory in left) > SPARE_BYTES:
         left.pop(0).close()
 
@@ -245,8 +250,12 @@ _shared: weakref.WeakKeyDictionary[Domain, dict[Hashable, tuple[Memory, RankSche
 
 
 def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[Memory, RankSchedule] | None:
-    """Memory for `schedule` and all others of its kind, which differ in sizes only, and the schedule as this rank has it; None if
-    it differs in more. Collective where memory has to be made, or made larger, which is also when ranks compare schedules."""
+    """Return the memory for `schedule` and the schedule as this rank runs it; None if `schedule` differs from its kind in more
+    than sizes.
+
+    Schedules of one `kind` share the memory. The call is collective if the memory must be made or made larger; only then do ranks
+    compare schedules.
+    """
     kinds = _shared.setdefault(domain, {})
     known = kinds.get(kind)
     mine = rank_schedule(schedule, domain.rank, None if known is None else known[1])
@@ -265,6 +274,6 @@ def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[Memory, 
 
 
 def _not_hindered_by_captures() -> None:
-    """Let this thread synchronize its own stream while another captures; it would spoil the capture otherwise."""
+    """Let this thread synchronize its own stream while another thread captures. Without this it would invalidate the capture."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -1,4 +1,4 @@
-"""Launching `weft.kernels.move`: its variants compiled before anything waits, its tables made once per step."""
+"""The launcher of `weft.kernels.move`. It compiles all variants before any stream waits, and makes its tables once per step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ADDED = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 _ALIGNMENT = 16  # the widest access, in bytes
 _BLOCK_BYTES = 16384  # in flight per program: 64 bytes a thread
-MAX_PROGRAMS = COPY_UNITS  # of a copy, and so of the compute units that it takes away
+MAX_PROGRAMS = COPY_UNITS  # of a copy, hence the most compute units that it occupies
 _COPY_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a copy moves: rows of `width` bytes, and the distances between rows in source and target."""
+    """The shape of a copy: rows of `width` bytes, and the row pitches in source and target."""
 
     rows: int
     width: int
@@ -36,13 +36,13 @@ class Shape:
 
 
 class Move:
-    """Signals, waits, a copy, signals, and waits again, as one launch; any of them may be missing.
+    """Signals, waits, a copy, signals, and waits again, as one launch. Each of them may be missing.
 
-    opens, waits, sets, answers: addresses of words (`weft.runtime.cuda.tokens`). targets: addresses of further places for what
-    is copied. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, ends.
-    sizes: address of (first row of the source, of the target, rows), which the device knows; `shape.rows` are then the target's.
-    early: nothing that the launch waits for writes what is copied, so that it is read meanwhile. programs: at most so many. adds:
-    the dtype, if what is copied is added to what is there.
+    opens, waits, sets, answers: addresses of flags (`weft.runtime.cuda.tokens`). targets: addresses of further copies of the
+    source. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, and ends.
+    sizes: the address of (first row of the source, first row of the target, rows) in device memory; `shape.rows` is then the
+    number of rows in the target. early: nothing that the launch waits for writes the source, so the kernel reads it before the
+    waits end. programs: the most programs. adds: the dtype, if the copy adds to the target; else "".
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Move:
         self._sizes, self._early = sizes, int(early)
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
-        # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.
+        # Tensors of the caller may begin at any address. The widest variant serves most, the narrow variants serve odd addresses.
         narrow = {self._item} if adds else {min(self._step, 2), 1}
         self._variants = {step: _compiled_move(device, step, adds) for step in {self._step, *narrow}}
 
@@ -88,8 +88,10 @@ class Move:
         *,
         stream: int | None = None,
     ) -> None:
-        """source_rows, target_rows: with `sizes`, how many rows there are from `source` on, and from `target` (default: the
-        shape's). stream: its handle (default: the current one)."""
+        """Launch the kernel. stream: its handle (default: the current stream).
+
+        source_rows, target_rows: with `sizes`, the number of rows from `source` on, and from `target` on (default: `shape.rows`).
+        """
         step = self._step
         if (source | target) & (step - 1):
             step = min(step, _greatest_power_of_two(source, target))
@@ -99,7 +101,7 @@ class Move:
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
-        """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
+        """Record the launch into `program` on stream number `stream`; return False if only `launch` can do it."""
         calls = [
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
@@ -121,13 +123,13 @@ class Move:
 
 
 def prepare(device: torch.device) -> None:
-    """Compile and load what copies of any size and alignment need; takes seconds, once for a machine."""
+    """Compile and load the kernels for copies of any size and alignment. Takes seconds, once for a machine."""
     for step in (_ALIGNMENT, 2, 1):
         _compiled_move(device, step)
 
 
 class Stamps:
-    """Times of the device's clock, in nanoseconds."""
+    """Time stamps of the device's clock, in nanoseconds."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.times = lasting(device, lambda: torch.zeros(count, dtype=torch.int64, device=device))
@@ -150,7 +152,7 @@ def _constants(step: int, adds: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any, tuple[Any, ...]]:
-    """A loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
+    """Return a loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
     constants = _constants(step, adds)
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
@@ -167,7 +169,7 @@ def _compiled_small(device: torch.device, name: str) -> Any:
 
 
 def _greatest_power_of_two(*numbers: int) -> int:
-    """The largest power of two, up to the widest access, that divides all of them."""
+    """Return the largest power of two, up to the widest access, that divides all numbers."""
     bits = _ALIGNMENT
     for number in numbers:
         bits |= number

@@ -1,9 +1,8 @@
-"""Where a schedule's regions and words lie on this rank: as addresses for native operations, as tensors for the library.
+"""Locations of a schedule's regions and words on this rank: addresses for native operations, tensors for calls of torch.
 
-A compiled program is told addresses anew in every run, since the caller's tensors may lie elsewhere: it knows memory by the
-number of a base address and bytes from there. The bases are, in this order: the tensors that the caller gives; the schedule's
-scratch buffers; the ranks' symmetric memory; the ranks' words for signals; the word that tells the watchdog of a run. All
-but the first stay where they are.
+A compiled program gets addresses anew in every run, since the caller's tensors may lie elsewhere. It names memory by the number
+of a base address and bytes from there. The bases are, in this order: the caller's tensors; the schedule's scratch buffers; the
+ranks' symmetric memory; the ranks' words for signals; the word that tells the watchdog of a run. Only the caller's tensors move.
 """
 
 from __future__ import annotations
@@ -18,12 +17,15 @@ from weft.runtime.cuda.context import Context, Tensors
 from weft.schedule import ITEM_BYTES, Region
 
 View: TypeAlias = Callable[[Tensors], torch.Tensor]
-"""Of a run's tensors, by name, to a region of one of them."""
+"""A function from a run's tensors, by name, to a region of one of them."""
 
 
 class Regions:
-    """bases: the addresses; 0 for the caller's tensors, until a run says theirs. words, begun: the numbers of the bases of rank 0's
-    words and of the watchdog's."""
+    """The addresses of all regions and words.
+
+    bases: the base addresses; those of the caller's tensors are 0 until a run fills them in. words, begun: the numbers of the
+    bases of rank 0's words and of the watchdog's word.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -36,11 +38,11 @@ class Regions:
         fixed += [context.region.address(r) for r in range(world)] + [context.words.address(r) for r in range(world)]
         self.begun = given + len(fixed)
         self.bases = [0] * given + fixed + [context.begun_word.data_ptr()]
-        # The caller's tensors whose rows native operations take to lie below each other.
+        # The caller's tensors that native operations require to be contiguous.
         self.without_gaps = set[str]()
 
     def place(self, region: Region) -> tuple[int, int, int]:
-        """(number of its base address, bytes from there, bytes from row to row)."""
+        """Return (number of the base address, bytes from there, row pitch in bytes)."""
         buffer, item = self._context.buffers[region.buffer], self.item_bytes(region)
         offset = (int(region.row) * buffer.cols + int(region.col)) * item
         if buffer.role == "symmetric":
@@ -51,8 +53,11 @@ class Regions:
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
-        """Of many regions of one buffer: (the number of its base if that is the caller's tensor, where each begins, bytes from row
-        to row): addresses, or bytes from the caller's tensor."""
+        """Return (number of the base or None, where each region begins, row pitch in bytes) for many regions of one buffer.
+
+        If the buffer is the caller's tensor, regions begin at bytes from its base. Otherwise the base is None, and they begin at
+        addresses.
+        """
         buffer = self._context.buffers[name]
         item = ITEM_BYTES[buffer.dtype]
         places = (row * buffer.cols + col) * item
@@ -68,11 +73,11 @@ class Regions:
         return base, places, buffer.cols * item
 
     def is_shared(self, region: Region) -> bool:
-        """Whether peers may read or write there."""
+        """True if peers may read or write the region."""
         return self._context.buffers[region.buffer].role == "symmetric"
 
     def fixed_pitch(self, region: Region) -> int | None:
-        """Bytes from row to row, for a region in memory of the schedule's own."""
+        """Return the row pitch in bytes of a region in the schedule's own memory; None for the caller's tensors."""
         known = region.buffer in self._context.own
         return self._context.buffers[region.buffer].cols * self.item_bytes(region) if known else None
 
@@ -83,7 +88,7 @@ class Regions:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
     def whole(self, region: Region) -> torch.Tensor:
-        """A buffer of the schedule's own, or a peer's."""
+        """Return the whole buffer of a region in the schedule's own memory, here or at a peer."""
         context, name = self._context, region.buffer
         own = context.own[name]
         if (at := int(region.at)) == context.rank:
@@ -91,7 +96,7 @@ class Regions:
         return context.region.tensor(at, tuple(own.shape), own.dtype, context.layout.buffers[name])
 
     def own_part(self, region: Region) -> torch.Tensor:
-        """Return the part of a buffer of the schedule's own, which lies at this rank."""
+        """Return a region of the schedule's own memory."""
         row, col = int(region.row), int(region.col)
         return self.whole(region)[row : row + int(region.rows), col : col + int(region.cols)]
 
@@ -106,5 +111,5 @@ class Regions:
             return lambda tensors: tensors[name]
         if cols == buffer.cols:
             part = slice(row, row + rows)
-            return lambda tensors: tensors[name][part]  # sooner there than `narrow` is
+            return lambda tensors: tensors[name][part]  # faster than `narrow`
         return lambda tensors: tensors[name][row : row + rows, col : col + cols]

@@ -1,4 +1,4 @@
-"""What an executor cannot run is said by name when a schedule is compiled, and not by wrong results."""
+"""Errors for steps that the GPU executor cannot run, raised when a schedule is compiled instead of wrong results later."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from weft.schedule.text import describe
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
-    """`ScheduleError` with the step of `rank` that streams, copy engines and kernels have no way to do, or with steps of any ranks
-    that would lose what others add."""
+    """Raise `ScheduleError` with the step of `rank` that streams, copy engines and kernels cannot run.
+
+    Also raise it for steps of any ranks whose updates would lose each other's results.
+    """
     for buffer in schedule.buffers:
         if buffer.dtype == "fp64":
             raise ScheduleError(
-                f"schedule {schedule.name}: {buffer.name} is fp64, and GPUs add up in fp32: use CPU processes"
+                f"schedule {schedule.name}: {buffer.name} is fp64, but GPUs reduce in fp32: use CPU processes"
             )
     for lane in schedule.of_rank(rank, expected=False):
         for step in lane.steps:
@@ -48,20 +50,20 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
         for access in inner.accesses():
             if access.updates and not _is_atomic(inner) and _owner(access.region) not in (None, rank):
                 yield (
-                    f"it adds to {describe(access.region, rank)}, a peer's, where only a copy by kernel adds for all to "
-                    "see: compute here, then copy with accumulate=True by kernel"
+                    f"it adds to {describe(access.region, rank)}, a peer's memory, where only a copy by kernel may add: compute "
+                    "here, then copy with accumulate=True by kernel"
                 )
         if isinstance(inner, Copy) and inner.accumulate and inner.by != "kernel":
             yield "copy engines do not add: copy by kernel, or copy and then compute with accumulate=True"
 
 
 def _is_atomic(step: Step) -> bool:
-    """Whether what it adds is added item by item, whoever else adds there."""
+    """True if the step adds item by item atomically, so that others may add to the same place."""
     return isinstance(step, Copy)
 
 
 def _owner(region: Region) -> int | None:
-    """None: only a run knows."""
+    """Return the rank that owns the region; None if only the run knows it."""
     return None if variables_of(region.at) else value(region.at)
 
 
@@ -70,7 +72,7 @@ def _entries(registry: Mapping[Any, object]) -> str:
 
 
 def _require_nothing_lost(schedule: Schedule) -> None:
-    """A kernel that reads, adds and writes back loses what another lane adds meanwhile."""
+    """Raise `ScheduleError` if a kernel would lose updates: it reads, adds and writes back while another lane adds."""
     updated: dict[tuple[int | None, str], dict[tuple[int, str], bool]] = {}
     for rank in range(schedule.world_size):
         for lane in schedule.of_rank(rank, expected=False):
@@ -83,6 +85,6 @@ def _require_nothing_lost(schedule: Schedule) -> None:
         if len(lanes) > 1 and not all(lanes.values()):
             names = " and ".join(f"lane {lane} of rank {rank}" for rank, lane in lanes)
             raise ScheduleError(
-                f"schedule {schedule.name}: {names} add to {buffer} of rank {owner}, and kernels of several streams would lose "
-                "what one adds: use one lane, or copies by kernel alone"
+                f"schedule {schedule.name}: {names} add to {buffer} of rank {owner}, and kernels on several streams would lose "
+                "updates: use one lane, or only copies by kernel"
             )

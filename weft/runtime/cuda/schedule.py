@@ -1,22 +1,23 @@
-"""A schedule on GPUs: lanes are streams, copies are copy engines', and the host only issues.
+"""The executor of schedules on GPUs: lanes are streams, copy engines copy, and the host only issues.
 
-Compiled once (`weft.runtime.cuda.compile`): copies, signals and the joints between streams are recorded in a
-`_core.StreamProgram`, which issues a run of them in one call; between them come the library's GEMMs and small kernels. The
-first compute lane is the caller's current stream; the others start when it has come to the call, and it goes on when all
-have ended.
+A schedule is compiled once (`weft.runtime.cuda.compile`). Copies, signals and joins of streams are recorded in a
+`_core.StreamProgram`, which issues a run of them in one call. cuBLAS GEMMs and small kernels come between them. The first compute
+lane is the caller's current stream. The other lanes start when that stream reaches the call, and it continues when all have
+ended.
 
-Signals between ranks are tokens in words of symmetric memory (`weft.runtime.cuda.tokens`): streams wait for them and write
-them, and no compute unit is spent on it. What is issued is the same in every run, so that it may be captured in a CUDA graph
-and replayed; graphs and single calls may alternate, also between ranks.
+Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.tokens`). Streams wait for them and write them, without a
+compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Graphs and single calls may
+alternate, also between ranks.
 
-Order. A write by a stream comes after the copies before it on that stream and makes them visible; a wait keeps back all that
+Order. A write by a stream comes after the copies before it on that stream and makes them visible. A wait holds back all that
 follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
 
-Deadlines. A stream that waits has none: `weft.runtime.cuda.watch` looks whether runs get on. When the group has failed, this
-rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams go on, and the next call raises.
+Deadlines. A stream that waits has no deadline: `weft.runtime.cuda.watch` checks whether runs make progress. When the group has
+failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the next call raises.
 
-No result that was made of what never came passes for a valid one: before the streams go on, all bytes of this rank's symmetric
-buffers become 0xFF, which is NaN as a floating-point number of any type and -1 as a count. It costs a call nothing.
+A result computed from data that never arrived does not pass for a valid one. Before the streams continue, all bytes of this
+rank's symmetric buffers become 0xFF, which is NaN in any floating-point type and -1 as a count. This costs a successful call
+nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from weft.timeline import Timeline
 
 
 class CudaSchedule(Executor):
-    """`schedule` on this rank of `domain`. Making it is collective, ranks compare schedules and allocate memory, unless it is given
-    memory that it shares with others (`weft.runtime.cuda.memory`), and `mine`, the schedule as this rank has it.
+    """`schedule` on this rank of `domain`.
 
-    Memory: the schedule's symmetric and scratch buffers, and 8 bytes a wait. Raises `DisagreementError` if the ranks'
-    schedules differ, `ScheduleError` if streams cannot run it, `OutOfSharedMemoryError`.
+    The constructor is collective: ranks compare schedules and allocate memory. With `memory`, which executors share
+    (`weft.runtime.cuda.memory`), it is not. mine: the schedule as this rank runs it.
+
+    Memory: the schedule's symmetric and scratch buffers, and 8 bytes per wait. Raises `DisagreementError` if the ranks' schedules
+    differ, `ScheduleError` if streams cannot run it, `OutOfSharedMemoryError`.
     """
 
     def __init__(
@@ -73,15 +76,18 @@ class CudaSchedule(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> Tensors:
-        """Enqueue one run on the current stream. `tensors`: every input and output buffer by name, as `buffers` says; weights
-        that lie below each other may also come as [how many, rows, columns]. An output whose rows only the run knows is a
-        function from that number to a tensor, or a tensor with at least as many rows. Returns those that were functions, by
-        name; where the host reads meanwhile, the first rows of what such a function gave, of up to an eighth more.
+        """Enqueue one run on the current stream. Return the outputs that were passed as functions, by name.
 
-        deadline_s: default: what `WEFT_DEADLINE_S` said when this was made. like_before: the caller knows that the tensors are as
-        those of an earlier run but for where they lie, and they are not looked at.
+        tensors: every input and output buffer by name, with the sizes that `buffers` says; weights may also be [count, rows,
+        columns]. An output whose number of rows only the run knows is a function from that number to a tensor, or a tensor with
+        at least as many rows. If the host reads sizes meanwhile, such a function is asked for up to an eighth more rows, and the
+        result is cut.
 
-        With `timeline` it waits for the device and appends what ran when. Raises what befell the group since the last run.
+        deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: the caller knows that only the addresses
+        of the tensors differ from an earlier run, so the tensors are not checked. timeline: wait for the device and append when
+        each step ran.
+
+        Raises errors of the group since the last run.
         """
         context = self.context
         context.check()
@@ -91,11 +97,11 @@ class CudaSchedule(Executor):
         if self.schedule.contents:
             if capturing and self._reads_on_host:
                 raise ValueError(
-                    f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot: give max_rows"
+                    f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot: pass max_rows"
                 )
             run = context.run
             run.caller = torch.cuda.current_stream(self.device)
-            tensors = dict(tensors)  # outputs are put in when their size is known
+            tensors = dict(tensors)  # outputs are added when their size is known
             run.known.clear()
             run.made = {}
         if not like_before:
@@ -106,9 +112,7 @@ class CudaSchedule(Executor):
             self.memory.enter(self, self.schedule.name, deadline_s or self._usual_deadline_s, capturing)
             program.issue(tensors, capturing)
         except BaseException as error:
-            if (
-                not capturing
-            ):  # peers have got a part of this run, and would take what a second attempt sends for the next
+            if not capturing:  # peers have a part of this run, and would take a second attempt for the next run
                 self.domain.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
             raise
         if timeline is not None:
@@ -116,7 +120,7 @@ class CudaSchedule(Executor):
             context.check()
             program.read(timeline, self.rank)
         elif not capturing and self.domain.failed:
-            self.domain.check()  # what was enqueued after a failure is no result
+            self.domain.check()  # work enqueued after a failure gives no result
         made, context.run.made = context.run.made, {}
         return made
 
@@ -138,26 +142,26 @@ class CudaSchedule(Executor):
 
     @property
     def nbytes(self) -> int:
-        """Of symmetric memory: its part of what it shares."""
+        """Bytes of symmetric memory: an equal share of what executors share."""
         return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:
         self.context.check()
 
     def close(self) -> None:
-        """Give memory up. Runs that were enqueued must be done."""
+        """Give up the memory. All enqueued runs must be done."""
         self.let_go()
         self.memory.leave(self)
 
     def let_go(self) -> None:
-        """Of all that refers to the memory."""
+        """Drop all references to the memory."""
         self._programs.clear()
         self.context.own.clear()
 
     # --- before a run ---
 
     def _look_at(self, tensors: Tensors) -> None:
-        """Raise `ValueError` for a tensor that is not what the schedule was made for, before anything is enqueued."""
+        """Raise `ValueError` for a tensor that does not fit the schedule, before anything is enqueued."""
         for b in self.context.given:
             t = tensors.get(b.name)
             if t is None:
@@ -171,12 +175,12 @@ class CudaSchedule(Executor):
             shape = t.shape if t.dim() != 3 else (t.shape[0] * t.shape[1], t.shape[2])
             if shape != wanted or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
                 raise ValueError(
-                    f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device} and the schedule was made for "
+                    f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device}, but the schedule needs "
                     f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"
                 )
 
     def warm_up(self, tensors: Tensors, capturing: bool = False) -> None:
-        """Load every kernel that a run with such tensors needs: loading one while a stream waits can hang the device."""
+        """Load every kernel that a run with such tensors needs. Loading a kernel while a stream waits can hang the device."""
         layout = tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
         if layout in self._warm:
             return
@@ -191,6 +195,6 @@ class CudaSchedule(Executor):
         program = self._programs.get(timed)
         if program is None:
             torch.cuda.synchronize(self.device)
-            with torch.inference_mode(False):  # what is made stays, for calls outside of it too
+            with torch.inference_mode(False):  # the tensors made here stay, for calls outside of it too
                 program = self._programs[timed] = compile_streams(self.context, timed)
         return program

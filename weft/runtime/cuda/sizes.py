@@ -1,9 +1,11 @@
-"""What the streams of a run do with sizes that only the run knows (`weft.schedule.steps.Read`).
+"""Dynamic sizes, which only the run knows (`weft.schedule.steps.Read`).
 
-Read by the device: one small kernel adds up every number that the lane's copies need, and these find them in its memory.
-Read by the host: it waits until the buffer's contents have come, with the deadline that the watching thread keeps; then
-copy engines are told sizes as numbers, and outputs are made that have as many rows as came. Read meanwhile: it waits when it
-has issued the GEMMs, with outputs that have room for more.
+Read by the device: one small kernel computes all numbers that the lane's copies need, and the copies find them in its memory.
+
+Read by the host: the host waits until the buffer's contents have arrived; the watching thread keeps the deadline. Then copy
+engines get sizes as numbers, and outputs are allocated with as many rows as arrived.
+
+Read meanwhile: the host waits after it has issued the GEMMs, whose outputs have room for more rows.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ _BLOCK = 128
 
 
 def is_late(step: Any) -> bool:
-    """Whether a step of a rank has sizes or places that only the run knows."""
+    """True if a step of a rank has sizes or places that only the run knows."""
     return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
 
 
 class Totals:
-    """Numbers that the device adds up from what `held` holds."""
+    """Sums that the device computes from the contents of `held`."""
 
     def __init__(self, held: torch.Tensor, indices: Sequence[Index]) -> None:
         parts = [index.totals() if isinstance(index, Expr) else (index, ()) for index in indices]
@@ -50,7 +52,7 @@ class Totals:
         self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int) -> bool:
-        """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
+        """Record the launch into `program` on stream number `stream`; return False if only `launch` can do it."""
         call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
         if call is not None:
             program.launch(stream, [(1, call)])
@@ -70,7 +72,7 @@ def _compiled_totals(device: torch.device) -> Any:
 
 
 class HostRead:
-    """The host learns what a buffer holds, once in a run, and makes the outputs whose rows follow from it."""
+    """A read by the host, once in a run: it allocates the outputs whose rows follow from the buffer."""
 
     def __init__(self, context: Context, buffer: str) -> None:
         self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
@@ -83,11 +85,11 @@ class HostRead:
             return
         self._copy.copy_(self._held, non_blocking=True)
         self._come.record()
-        self._come.synchronize()  # a wait that never ends is ended by the watching thread
+        self._come.synchronize()  # the watching thread ends a wait that never ends
         context.check()
         run.known[self.buffer] = tuple(self._copy.flatten().tolist())
-        # The caller's tensors are made on the caller's stream, whichever lane reads: whatever fills them, and whoever has
-        # their memory next, is ordered there.
+        # Outputs are allocated on the caller's stream, whichever lane reads. That stream orders the work that fills them and the
+        # next user of their memory.
         with torch.cuda.stream(run.caller):
             for i, buffer in enumerate(context.given):
                 make = tensors[buffer.name]
@@ -97,10 +99,10 @@ class HostRead:
 
 
 class ReadAhead:
-    """The host learns what a buffer holds when it has issued what depends on that: `begin`, GEMMs, `settle`.
+    """A read by the host after it has issued the steps that depend on the buffer: `begin`, GEMMs, `settle`.
 
-    Outputs are made with room for more rows than came before, and cut. Where that is not enough they are made anew, and the
-    GEMMs issued again: what they read stays until their lane says that it may be written.
+    Outputs are allocated with room for more rows than last time, and cut. If that is not enough, they are allocated again and the
+    GEMMs issued again. The operands of the GEMMs stay until their lane signals that they may be overwritten.
     """
 
     def __init__(self, context: Context, buffer: str) -> None:
@@ -122,7 +124,7 @@ class ReadAhead:
 
     def settle(self, tensors: Tensors, bases: list[int]) -> None:
         context, run = self.context, self.run
-        self._come.synchronize()  # a wait that never ends is ended by the watching thread
+        self._come.synchronize()  # the watching thread ends a wait that never ends
         context.check()
         run.known[self.buffer] = tuple(self._copy.flatten().tolist())
         came = {name: put_in(rows, run.known) for _, name, rows in self._outputs if name in self._makers}
@@ -133,7 +135,7 @@ class ReadAhead:
                 gemms(tensors, bases)
         for name, rows in came.items():
             run.made[name] = tensors[name][:rows]
-            # The same number as long as it will do: the allocator then has a block of that size.
+            # Keep the number of rows as long as it fits: the allocator then has a block of that size.
             if not self._room[name] // 2 <= rows <= self._room[name]:
                 self._room[name] = _with_room(rows)
         self._makers = {}
@@ -156,7 +158,7 @@ class LateCopy:
     def __init__(
         self, context: Context, step: Copy, source: tuple[int, int, int], target: tuple[int, int, int]
     ) -> None:
-        """source, target: number of the base address, bytes from there to the buffer, and from row to row."""
+        """source, target: (number of the base address, bytes from there to the buffer, row pitch in bytes)."""
         self.context, self.run, self.step, self.source, self.target = context, context.run, step, source, target
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:

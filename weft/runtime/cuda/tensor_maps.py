@@ -1,4 +1,4 @@
-"""What launches of our GEMMs have in common: tensor maps of lent memory, stand-ins to compile with, what a device can."""
+"""Shared parts of the launchers of weft's GEMMs: tensor maps of borrowed memory, stand-ins to compile with, device properties."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft import env
 
 TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 ALIGNMENT = 16
-"""Of addresses and row strides, in bytes, for tensor maps and wide loads."""
+"""Alignment in bytes of addresses and row strides that tensor maps and wide loads need."""
 
 
 class Lent:
-    """Where a tensor lies, and nothing that keeps it there: it is the caller's."""
+    """The address and layout of a caller's tensor, without a reference that keeps it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self._strides, self._address = (
@@ -35,7 +35,7 @@ class Lent:
 
 
 class Stand(MockTensor):
-    """A contiguous tensor that is not there, at an address that says how the real ones are aligned."""
+    """A contiguous tensor without memory. Its address says how the real tensors are aligned."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
         super().__init__(dtype, shape)
@@ -51,7 +51,7 @@ class Stand(MockTensor):
 
 @lru_cache(maxsize=16)
 def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
-    """Whether tensor maps work there (under the interpreter they do), and how many programs run at once."""
+    """Return whether tensor maps work on the device (under the interpreter they do), and how many programs run at once."""
     if device.type != "cuda":
         return env.triton_interpreted(), 2
     properties = torch.cuda.get_device_properties(device)
@@ -59,7 +59,7 @@ def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the rows of a tensor with unit stride in the last dimension begin at multiples of 16 bytes."""
+    """True if the rows of a tensor with unit stride in the last dimension begin at multiples of 16 bytes."""
     bits = tensor.data_ptr()
     for stride in tensor.stride()[:-1]:
         bits |= stride * tensor.element_size()

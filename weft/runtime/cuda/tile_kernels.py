@@ -1,4 +1,4 @@
-"""Our kernels for the tiles of a step, as launches of a run: what they do, the step says (`weft.schedule.kernels`)."""
+"""Launches of weft's kernels for the tiles of a step. The step describes their work (`weft.schedule.kernels`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.schedule.steps import variables_of
 
 
 class Gemms:
-    """`GroupedMatmul`, or `ReturningMatmul`, as one launch. `spare`: multiprocessors that are left to copies."""
+    """One launch of `GroupedMatmul` or `ReturningMatmul`. spare: multiprocessors that are left to copies."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Gemms:
         expected_rows: float,
         spare: int,
     ) -> None:
-        from weft.runtime.cuda import grouped_matmul  # here, and not above: it needs a newer Triton than the rest
+        from weft.runtime.cuda import grouped_matmul  # imported here: it needs a newer Triton than the rest
 
         self._library, self._what, schedule = grouped_matmul, s, context.schedule
         self._back = isinstance(s, ReturningMatmul)
@@ -61,12 +61,12 @@ class Gemms:
         return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
 
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
-        """What is multiplied of the second dimension: of columns of x and slots, of rows of an expert's weights."""
+        """Return the part of the second dimension that is multiplied: columns of x and slots, rows of an expert's weights."""
         return t if self._whole_k else t.narrow(1, *self._k)
 
 
 class Tracked:
-    """`TrackedMatmul` as one launch. words_set: addresses of the words for (rank, signal, index)."""
+    """One launch of `TrackedMatmul`. words_set: addresses of the words for (rank, signal, index)."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Tracked:
         step: Tiles,
         words_set: Callable[[int, str, int], list[int]],
     ) -> None:
-        from weft.runtime.cuda import tracked_matmul  # here, and not above: as for `Gemms`
+        from weft.runtime.cuda import tracked_matmul  # imported here: see `Gemms`
 
         matmul, *sets = step.body
         if (
@@ -87,8 +87,8 @@ class Tracked:
             or not all(isinstance(one, Set) for one in sets)
         ):
             raise ScheduleError(
-                f"{step}: a tracked matmul does one matmul or addmm in each tile, which does not accumulate, and then sets "
-                "signals; how many tiles there are is known before a run"
+                f"{step}: a tracked matmul needs one matmul or addmm per tile, without accumulate, followed by sets only, and a "
+                "number of tiles that is known before the run"
             )
         a, w, *added = matmul.inputs
         tiles = {step.index: np.arange(int(step.extent))}
@@ -102,14 +102,14 @@ class Tracked:
             or (over(a.col) != 0).any()
             or (over(w.row) != 0).any()
         ):
-            raise ScheduleError(f"{step}: a tracked matmul reads whole rows and columns of this rank's operands")
+            raise ScheduleError(f"{step}: a tracked matmul must read whole rows and columns of this rank's operands")
         self._a_view, self._w_view = (
             regions.view(context.buffers[name].part(at=context.rank)) for name in (a.buffer, w.buffer)
         )
         rows, cols = over(matmul.out.rows), over(matmul.out.cols)
         if rows.max(initial=0) > kernel.rows or cols.max(initial=0) > kernel.cols:
             raise ScheduleError(
-                f"{step}: tiles of up to {rows.max()} x {cols.max()} are more than {kernel.rows} x {kernel.cols}"
+                f"{step}: tiles of up to {rows.max()} x {cols.max()} exceed the kernel's {kernel.rows} x {kernel.cols}"
             )
         self._base, place, pitch = regions.places(
             matmul.out.buffer, over(matmul.out.at), over(matmul.out.row), over(matmul.out.col)
@@ -120,7 +120,7 @@ class Tracked:
             base, place, pitch = regions.places(c.buffer, over(c.at), over(c.row), over(c.col))
             if base is not None:
                 raise ScheduleError(
-                    f"{step}: a tracked addmm adds to memory of the schedule's own, and {c.buffer} is the caller's"
+                    f"{step}: a tracked addmm needs its addend in the schedule's own memory, but {c.buffer} is the caller's"
                 )
             columns += [place, np.full_like(place, pitch)]
         table = np.stack(columns, axis=1)
@@ -133,7 +133,7 @@ class Tracked:
     def _counters(
         sets: list[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
-        """(tiles that come, and the words that are set then) of each counter, and for each of the sets the tiles' counters."""
+        """Return (number of tiles, words that are then set) for each counter, and for each set the counter of every tile."""
         named: dict[tuple[str, int, int], int] = {}
         of_tiles = []
         for one in sets:

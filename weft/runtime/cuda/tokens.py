@@ -1,26 +1,26 @@
-"""Signals between ranks as tokens, so that a stream can wait for them in a captured graph: the same numbers in every run.
+"""Signals between ranks as flags, which a captured CUDA graph can wait for: every run uses the same numbers.
 
-Each wait has a 64-bit word in its rank's symmetric memory. Its low half is 1 while a token lies there. A set puts tokens into
-the words of all waits for its counter; a wait ends when its token has come, and the token is taken away before the next one
-can come. (Counting runs up, as executors on CPU do, needs other numbers in every run. A graph repeats its own, and waiting in
-kernels that read the count from memory would keep them from using a whole GPU: GEMMs that need all of it would wait too.)
+Each wait has a 64-bit word in its rank's symmetric memory. A flag (in code, a token) is a 1 in the low half of the word. A set
+raises the flags of all waits for its counter. A wait ends when its flag is raised, and the flag is cleared before it can be
+raised again. Executors on CPU count upwards instead, which needs other numbers in every run, but a graph repeats its own. Kernels
+that wait and read the count from memory would occupy a part of the GPU: GEMMs that need all of it would have to wait.
 
-    word    low half    1: a token lies there. Peers write 1, the rank itself writes 0
-            high half   POISONED: the group has failed, and no wait is to last. Only the rank itself writes it
+    word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
+            high half   POISONED: the group has failed, and no wait may last. Only the rank itself writes it
 
-A wait for a signal of the previous run has its first token from the start.
+The flag of a wait for a signal of the previous run is raised from the start.
 
-Tiles of a kernel that set one counter many times put a token when the last of them has: the kernel counts, in memory of its own
-device, and streams of its own rank wait for it as they wait for peers.
+Tiles of a kernel that set one counter many times raise the flag when the last of them has set it. The kernel counts in memory of
+its own device, and streams of its rank wait for the flag as they wait for peers.
 
-When a token is taken. It must be gone before the next one is put: else that one is lost. Writing is slow (a fence of the whole
-system), so that a stream which takes a token does so where it writes anyway: with its next set for the rank that the token
-is from, if that rank waits for this set before it puts the next token. Then
+When to clear a flag. It must be clear before it is raised again, or the second signal is lost. A write is slow (it includes a
+fence of the whole system), so a stream clears a flag together with another write, if it can: with its next set for the rank that
+raised the flag, provided that this rank waits for that set before it raises the flag again. Then
 
-    rank b: wait W ... take W's token and set A, at once          rank a: wait for A ... set S, which puts W's next token
+    rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
-and S cannot come before the taking. If no set is like that, the token is taken right behind the wait, and it is looked at
-whether the wait of one run is certain to be before the next set (`weft.schedule.happens`).
+and S cannot come before the clear. If there is no such set, the flag is cleared right behind the wait. `tokens_of` then verifies
+that the wait of one run is ordered before the next set (`weft.schedule.happens`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ AWAITED = TOKEN | POISONED
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What one wait of a rank waits for. `word`: its number among the rank's; `carrier`: the place in its lane of the set with
-    which a stream takes it; None: right behind the wait. `passed`: waits of the lane up to this one."""
+    """The flag of one wait. word: its number among the rank's words. passed: the number of waits of the lane up to and including
+    this one.
+
+    carrier: the place in the lane of the set with which a stream clears the flag; None: right behind the wait.
+    """
 
     word: int
     key: Key
@@ -58,8 +61,10 @@ class Token:
 
 @lru_cache(maxsize=64)
 def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
-    """Of each rank, by the place of the wait. `ScheduleError` if a counter is set twice in a run, or if a token could come while
-    the last one lies there."""
+    """Return the flags of each rank, by the place of the wait.
+
+    Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is still raised.
+    """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     crossing = _setters(schedule, ranks)
     found: list[dict[Place, Token]] = []
@@ -81,7 +86,7 @@ def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
 
 
 def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
-    """Of each rank, the counters that another one sets, or tiles of its own, and whose they are."""
+    """Return, for each rank, the counters that another rank or tiles of its own set, with the rank that sets them."""
     sets = Counter[tuple[int, str, int]]()
     crossing: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):
@@ -93,25 +98,26 @@ def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
     for (at, signal, index), count in sets.items():
         if count > 1:
             raise ScheduleError(
-                f"schedule {schedule.name}: signal {signal}[{index}] of rank {at} is set {count} times in a run, and a stream "
-                f"sets a word by writing it: give every setter an index of its own"
+                f"schedule {schedule.name}: signal {signal}[{index}] of rank {at} is set {count} times in a run, but on GPUs a "
+                f"signal is a flag, not a counter: give every setter an index of its own"
             )
     return crossing
 
 
 def _require_all(schedule: Schedule, rank: int, wait: Wait, lanes: Lanes) -> None:
-    """Tiles that set a counter many times put one token, when all of them have."""
+    """Raise `ScheduleError` unless each wait for tiles waits for all of them: tiles that set a counter many times raise one flag
+    at the end."""
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
         if times not in (0, wait.count):
             raise ScheduleError(
                 f"schedule {schedule.name}: rank {rank} waits for {wait.count} of the {times} times that tiles set "
-                f"{wait.signal}[{wait.index}], and kernels set a word once, when all of these have come: wait for all"
+                f"{wait.signal}[{wait.index}], but kernels set a word once, after all of them: wait for all {times}"
             )
 
 
 def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
-    """The words into which a set of each counter puts its tokens."""
+    """Return the words whose flags a set of each counter raises."""
     words = defaultdict[Key, list[int]](list)
     for token in tokens.values():
         words[token.key].append(token.word)
@@ -119,11 +125,12 @@ def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
 
 
 def missing(tokens: dict[Place, Token], words: list[int], standing: int) -> list[tuple[str, Token]]:
-    """What a run that does not get on may wait for: lanes and tokens, one for each rank; nothing if no run stands at a wait.
+    """Return the waits that a run without progress may stand at: lanes and flags, one for each rank. Empty if no run stands at a
+    wait.
 
-    words: what lies in the rank's words. standing: 1 + how many waits the run has passed, as far as it says so, or 0: then a
-    run stands while the token of a wait for the previous run is missing, since that is the first to be taken in a run. A token
-    that has been taken in this run is missing too, so that there may be several: this run's signals are likelier.
+    words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run stands while the flag of
+    a wait for the previous run is clear, since a run clears that flag first. Flags that this run has cleared are clear too, so
+    that several may be found; signals of this run are likelier.
     """
     found = [(lane, t) for (lane, _), t in tokens.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(token.previous for _, token in found):
@@ -133,8 +140,11 @@ def missing(tokens: dict[Place, Token], words: list[int], standing: int) -> list
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
-    """The next set for the setter in the lane of a wait, if the setter waits for it before it sets the wait's counter again:
-    in the same run if it is a wait for the previous run's set, in the next one otherwise."""
+    """Return the place of the next set for the setter in the wait's lane, if it can carry the clear; else None.
+
+    It can if the setter waits for it before it sets the wait's counter again: in the same run for a wait for the previous run's
+    set, otherwise in the next run.
+    """
     wait = steps[at]
     for place in range(at + 1, len(steps)):
         step = steps[place]
@@ -170,6 +180,6 @@ def _check(schedule: Schedule, ranks: list[Lanes], tokens: list[dict[Place, Toke
             if token.carrier is None and not happened.before(wait, following):
                 raise ScheduleError(
                     f"schedule {schedule.name}: rank {token.setter} may set {token.key[0]}[{token.key[1]}] of rank {rank} again "
-                    f"before lane {lane!r} there has ended its wait for the last time, and streams do not count: have rank "
-                    f"{token.setter} wait for a signal of rank {rank} first"
+                    f"before lane {lane!r} there has ended its previous wait, but on GPUs a signal is a flag, not a counter: have "
+                    f"rank {token.setter} wait for a signal of rank {rank} first"
                 )

@@ -1,5 +1,5 @@
-"""Launching `weft.kernels.tracked_matmul`: its tables on the device, tensor maps or pointers, variants compiled before anything
-waits."""
+"""The launcher of `weft.kernels.tracked_matmul`: tables on the device, tensor maps or pointers, variants compiled before any
+stream waits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, i
 from weft.schedule.kernels import TrackedMatmul as Tracked
 from weft.symm.lasting import lasting
 
-_LARGE = 128 * 256  # elements of a tile that eight warps share
+_LARGE = 128 * 256  # elements of a tile that needs eight warps
 
 
 class Variant(NamedTuple):
-    """What a compiled kernel depends on. rows, cols: of a tile."""
+    """The parameters of a compiled kernel. rows, cols: the size of a tile."""
 
     dtype: torch.dtype
     k: int
@@ -42,13 +42,13 @@ class Variant(NamedTuple):
 
     @property
     def part_k(self) -> int:
-        """What each of the splits multiplies, of whole blocks; the last what is left."""
+        """The extent in k of each split, in whole blocks. The last split has what is left."""
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
     def split(self, most: int) -> Variant:
-        """Along k into at most so many parts, none of them short."""
+        """Return the variant with k split into at most `most` parts, none of them shorter than the least."""
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
-        return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # blocks may fill fewer
+        return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # whole blocks may need fewer parts
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -62,7 +62,7 @@ class Variant(NamedTuple):
         return {"num_warps": 8 if self.rows * self.cols >= _LARGE else 4, "num_stages": 3 if self.tma else 2}
 
     def operands(self, a: Any, w: Any) -> tuple[Any, Any]:
-        """The kernel's arguments for them: tensor maps, or the tensors themselves."""
+        """Return the kernel's arguments for a and w: tensor maps, or the tensors themselves."""
         if not self.tma:
             return a, w
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -72,7 +72,7 @@ class Variant(NamedTuple):
 
 
 def compile_variant(variant: Variant) -> Any:
-    """Compile for Triton's current device, and load nothing."""
+    """Compile for Triton's current device, without loading."""
     v, address = variant, 0 if variant.aligned else variant.dtype.itemsize
     w = Stand(v.dtype, [v.n, v.k] if v.transposed else [v.k, v.n], address)
     tables, numbers = [torch.int64] * 3 + [torch.float32, torch.int32], [1] * 5
@@ -84,7 +84,7 @@ def compile_variant(variant: Variant) -> Any:
 
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, variant: Variant) -> Any:
-    """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
+    """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
     with torch.cuda.device(device):
         compiled = compile_variant(variant)
         compiled._init_handles()
@@ -92,12 +92,11 @@ def _compiled(device: torch.device, variant: Variant) -> Any:
 
 
 class TrackedMatmul:
-    """Tiles of a @ w, stored and counted as tables say; made once for a schedule.
+    """Tiles of a @ w, stored and counted as tables say. Made once for a schedule.
 
-    table: int64 [tiles, 6 + sets], two more with `adds`, as the kernel has it, but for places: addresses and a pitch, or offsets
-    from `y`, all in bytes.
-    counters: of each, how many tiles come, and the addresses of the words that are set then. relative: places are offsets from y.
-    splits: at most so many programs do one tile, by default as many as there are for it.
+    table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches are in
+    bytes. counters: for each, the number of its tiles and the addresses of the words that are then set. relative: places are
+    offsets from `y` instead of addresses. splits: how many programs may share one tile (default: as many as are idle).
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class TrackedMatmul:
             ),
         )
         self._tiles, self._shape, self._device = len(table), (rows, cols, sets, adds), device
-        # Programs without a tile of their own multiply parts of others'.
+        # Programs without a tile of their own multiply parts of others' tiles.
         self._units = tma_and_multiprocessors(device)[1]
         self._most_splits = self._units // max(1, len(table)) if splits is None else splits
         self._arrived = lasting(device, lambda: torch.zeros(max(1, len(table)), dtype=torch.int32, device=device))
@@ -143,7 +142,7 @@ class TrackedMatmul:
         self._operands: tuple[Any, ...] = ()
 
     def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
-        """Compile and load what `launch` needs for such operands, wherever their rows begin; takes seconds."""
+        """Compile and load what `launch` needs for such operands, for any alignment of their rows; takes seconds."""
         for aligned in (True, False):
             variant = self._variant(a, w, aligned)
             if self._device.type == "cuda":
@@ -154,7 +153,10 @@ class TrackedMatmul:
                 self._partials = lasting(self._device, partials)
 
     def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """Enqueue on the current stream. a: [rows, K], contiguous rows. w: [K, N], K or N with stride 1. y: the caller's tensor."""
+        """Enqueue on the current stream.
+
+        a: [rows, K] with contiguous rows. w: [K, N], K or N with stride 1. y: the address of the caller's tensor.
+        """
         if not self._tiles:
             return
         places = (a.data_ptr(), a.shape, a.stride(), w.data_ptr(), w.stride(), y % ALIGNMENT)
@@ -178,7 +180,7 @@ class TrackedMatmul:
         return Variant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
 
     def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """What depends on where tensors are, made anew."""
+        """Rebuild what depends on the addresses of tensors."""
         variant = self._variant(a, w, is_aligned(a) and y % ALIGNMENT == 0)
         constants = variant.constants()
         w, programs = w.mT if variant.transposed else w, min(self._tiles * variant.splits, self._units)

@@ -1,9 +1,9 @@
-"""Deadlines for streams: a stream that waits for a value has none of its own, so a thread looks whether runs get on.
+"""Deadlines for streams. A stream that waits for a value has no deadline, so a thread checks whether runs make progress.
 
-Every run of a schedule leaves a mark in a word of pinned host memory when it begins on the device, and the thread wipes it
-away when it has seen it. Looking at that word calls nothing of CUDA. When there has been no new mark for the deadline, it is
-read from the device whether the last run stands at a wait: if it does, the wait is named, and the group is poisoned, which
-releases its streams; if not, there was simply nothing to do, and nothing is read again until the next run begins.
+Every run of a schedule sets a mark in a word of pinned host memory when it begins on the device. The thread sees the mark and
+clears it, without any call of CUDA. If no new mark appears for the deadline, the thread reads from the device whether the last
+run stands at a wait. If it does, the thread names the wait and poisons the group, which releases its streams. If not, there was
+nothing to do, and the thread reads nothing again until the next run begins.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Watched(Protocol):
     deadline_s: float
 
     def has_begun(self) -> bool:
-        """Whether a run has begun on the device since this was asked last. Calls nothing of CUDA."""
+        """Return True if a run has begun on the device since the last call. Calls nothing of CUDA."""
 
     def standing_still(self, seconds: float) -> None:
-        """Called once when no run has begun for the deadline."""
+        """Handle that no run has begun for the deadline. Called once."""
 
 
 class Watch:
-    """One thread for all executors of a process. It ends when there is nothing left to watch."""
+    """One thread for all executors of a process. It ends when nothing is left to watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # When a run was seen to begin, and whether that has been looked into.
+        # When a run was last seen to begin, and whether that run has been checked.
         self._seen: weakref.WeakKeyDictionary[Watched, tuple[float, bool]] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
 
