@@ -49,7 +49,7 @@ def test_what_was_completed_when_its_wait_was_over_is_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("completed", "error", "text"), [(True, WeftError, "failed in the library"), (False, DeadlineError, "waited")]
+    ("completed", "error", "text"), [(True, WeftError, "failed in torch.distributed"), (False, DeadlineError, "waited")]
 )
 def test_what_failed_or_did_not_come_ends_the_group(completed: bool, error: type[WeftError], text: str) -> None:
     domain: Any = Group()

@@ -1,7 +1,7 @@
-"""How ranks agree on a call of embedding_all_to_all before anybody writes: the same plan and batch, and nobody refuses.
+"""Agreement of ranks on a call of embedding_all_to_all before any of them writes: same plan, same batch, and no refusal.
 
-On CPU they meet, as before every call (`weft.runtime.meeting`), and say which output buffer each offers. On GPUs the host does
-not wait for peers, so plans are compared when an operator is made, and a refusal ends the group.
+On CPU, ranks meet before every call (`weft.runtime.meeting`) and say which output buffer each offers. On GPUs the host does not
+wait for peers, so ranks compare plans when an operator is made, and a refusal ends the group.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weft.errors import DisagreementError, RefusedError
 from weft.runtime.meeting import Topic, meeting_of
 from weft.symm import Domain
 
-_EXTRA = struct.Struct("<qq")  # the rank's output slot for the call, the fingerprint of the batch sizes
-_PIECE_BYTES = 32 * 1024  # of a plan's text per message between ranks, which carry up to 64 KiB
+_EXTRA = struct.Struct("<qq")  # the rank's output slot for the call, the hash of the batch sizes
+_PIECE_BYTES = 32 * 1024  # of a plan's text per message; a message carries up to 64 KiB
 
 
 def topic_of(domain: Domain, plan: EmbeddingPlan, *, new: bool = False) -> Topic:
-    """Calls of embedding_all_to_all with this plan, or the making of what runs them."""
+    """Return the topic of calls of embedding_all_to_all with this plan, or, if `new`, of the making of its operator."""
     details = f"{plan.fingerprint}{' is new' if new else ''}"
     return Topic("embedding_all_to_all", details, difference=partial(_difference, domain, plan))
 
@@ -30,7 +30,7 @@ def topic_of(domain: Domain, plan: EmbeddingPlan, *, new: bool = False) -> Topic
 def agree(
     domain: Domain, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
 ) -> list[int]:
-    """Every rank's output slot for this call. Raises on every rank alike if one refuses or calls something else."""
+    """Return every rank's output slot for this call. Raise on every rank if one refuses or calls something else."""
     meeting = meeting_of(domain)
     extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)))
     said = [_EXTRA.unpack(extra) for extra in extras]
@@ -44,7 +44,7 @@ def agree(
 
 
 def agree_on_new(domain: Domain, plan: EmbeddingPlan, *, deadline_s: float | None) -> None:
-    """Before an operator for `plan` is made: every rank is about to make it. Raises as `agree`, naming what differs."""
+    """Check, before an operator for `plan` is made, that every rank is about to make it. Raise as `agree`, naming what differs."""
     if domain.device.type == "cpu":
         meeting_of(domain).meet(topic_of(domain, plan, new=True), deadline_s=deadline_s)
     elif text := _difference(domain, plan):
@@ -53,7 +53,7 @@ def agree_on_new(domain: Domain, plan: EmbeddingPlan, *, deadline_s: float | Non
 
 
 def refuse(domain: Domain, text: str, *, deadline_s: float | None) -> NoReturn:
-    """Take part in a call whose input is bad here: raises `RefusedError` with `text`, on CPU on every rank."""
+    """Take part in a call whose input is bad here. Raise `RefusedError` with `text`, on CPU on every rank."""
     if domain.device.type == "cpu":
         raise RefusedError(meeting_of(domain).refuse(text, deadline_s=deadline_s))
     domain.check()
@@ -62,7 +62,7 @@ def refuse(domain: Domain, text: str, *, deadline_s: float | None) -> NoReturn:
 
 
 def _difference(domain: Domain, plan: EmbeddingPlan) -> str:
-    """How the ranks' plans differ, if they do. Collective."""
+    """Return how the ranks' plans differ; "" if they do not. Collective."""
     mine = json.dumps(plan.text).encode()
     known = domain.all_gather((len(mine), hashlib.sha256(mine).hexdigest()), what="plans of embedding_all_to_all")
     if all(one == known[0] for one in known):

@@ -1,4 +1,4 @@
-"""Embedding calls in CUDA graphs: what a call sets up cannot be made while a graph is being captured."""
+"""Embedding calls in CUDA graphs: a call cannot set up memory or kernels while a graph is being captured."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what is enqueued now becomes part of a CUDA graph."""
+    """True if work that is enqueued now becomes part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Before something is set up: `ValueError` if a CUDA graph is being captured."""
+    """Raise `ValueError` if a CUDA graph is being captured. Call this before setting something up."""
     if is_captured(device):
         raise ValueError(
-            "embedding_all_to_all has not been called with such tables, features and batch sizes yet, and sets up what these "
-            "need: call it once before capturing it in a CUDA graph"
+            "the first call of embedding_all_to_all with new tables, features or batch sizes allocates memory and loads kernels: "
+            "call it once before capturing it in a CUDA graph"
         )

@@ -1,11 +1,11 @@
-"""torch's collectives under the names that this torch has for them, and how a rank waits for one on CPU.
+"""torch's collectives under the names of this torch version, and waits for them on CPU.
 
-Those that are not asynchronous are called on the process group itself, as `torch.distributed`'s functions do after checks of their
-own: on GPUs, where ranks make small calls one by one, these and torch's log of collectives take as long as NCCL's launch.
+Synchronous collectives are called on the process group itself. `torch.distributed`'s functions do so too, after checks of their
+own. On GPUs, for small calls one by one, these checks and torch's log of collectives take as long as NCCL's launch.
 
-gloo waits as long as its process group's timeout says, half an hour, and a collective that was begun cannot be called off. So
-`finish` looks at the clock and at the group while it waits, and what it gives up it leaves to itself for the rest of the
-process: gloo's threads may still write there, and to destroy the group, at exit if not before, would be to wait for them.
+gloo waits for the timeout of its process group, half an hour, and cannot cancel a collective. So `finish` checks the clock and
+the group while it waits. A collective that it gives up is kept for the rest of the process: gloo's threads may still write to its
+tensors, and destroying the group, at exit or before, would wait for these threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _at_once(options: Any) -> Any:
 GATHER, SCATTER, REDUCE, _EXCHANGE = (
     _at_once(options())
     for options in (c10d.AllgatherOptions, c10d.ReduceScatterOptions, c10d.AllreduceOptions, c10d.AllToAllOptions)
-)  # of sums, where something is reduced
+)  # the reductions are sums
 
 
 def all_gather_single(out: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
@@ -77,7 +77,7 @@ def all_to_all_single(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> Any:
-    """received, sent: rows from and to each rank; None: equal parts."""
+    """Exchange rows. received, sent: rows from and to each rank; None: equal parts."""
     if async_op:
         return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
     return _finished(_exchange_now(group, out, x, received or [], sent or [], _EXCHANGE))
@@ -89,18 +89,19 @@ def _finished(work: dist.Work | None) -> None:
         work.wait()
 
 
-_LOOK_S = 0.1  # how long a wait for the library lasts before it looks at the state of the group
+_LOOK_S = 0.1  # how long a wait for a collective lasts before it checks the group
 
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that every library moves: gloo and older NCCLs know no fp8."""
+    """Return the same memory in a dtype that every backend moves: gloo and older NCCL versions do not know fp8."""
     return x.view(torch.uint8) if x.itemsize == 1 and x.dtype.is_floating_point else x
 
 
 def finish(work: dist.Work, domain: Domain, what: str, deadline_s: float, *held: object) -> None:
-    """Wait for a collective on CPU, `what`, that all ranks have come to. held: what it reads and writes.
+    """Wait for `work`, a collective on CPU that all ranks have begun. what: its name. held: the tensors that it reads and writes.
 
-    `DeadlineError` after `deadline_s`, and if the group fails meanwhile what befell it; it cannot be used any more then.
+    Raise `DeadlineError` after `deadline_s`, or the group's error if the group fails meanwhile. After an error the group is
+    unusable.
     """
     until, group = time.monotonic() + deadline_s, domain.group
     try:
@@ -108,26 +109,26 @@ def finish(work: dist.Work, domain: Domain, what: str, deadline_s: float, *held:
             try:
                 work.wait(datetime.timedelta(seconds=max(0.001, min(_LOOK_S, until - time.monotonic()))))
                 return
-            except RuntimeError as error:  # of the work, or because this wait is over
+            except RuntimeError as error:  # from the collective, or because this wait ended
                 if work.is_completed():
-                    if work.is_success():  # since the wait was over: this process may have been stopped in between
+                    if work.is_success():  # after this wait ended: the process may have been stopped in between
                         return
-                    time.sleep(_LOOK_S)  # the library may notice before our watchdog that a peer is gone
+                    time.sleep(_LOOK_S)  # gloo may notice before our watchdog that a peer is gone
                     domain.check()
-                    raise WeftError(f"rank {domain.rank}: {what} failed in the library: {error}") from error
+                    raise WeftError(f"rank {domain.rank}: {what} failed in torch.distributed: {error}") from error
             domain.check()
             if time.monotonic() >= until:
                 raise DeadlineError(
-                    f"rank {domain.rank} waited {deadline_s:g} s for {what}: wanted all {domain.world_size} ranks, found some "
+                    f"rank {domain.rank} waited {deadline_s:g} s for {what}: wanted all {domain.world_size} ranks, but some are "
                     "missing"
                 )
     except BaseException as error:
-        # Without effect if the group has failed before.
+        # No effect if the group has failed before.
         domain.poison(str(error) if isinstance(error, WeftError) else f"{what}: {error!r}")
         leave(group, work, held)
         raise
 
 
 def leave(*held: object) -> None:
-    """Keep these to the end of the process and beyond the interpreter's: the library's threads may use them for ever."""
+    """Keep objects to the end of the process and beyond the interpreter's: gloo's threads may use them forever."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

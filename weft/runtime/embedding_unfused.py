@@ -1,12 +1,15 @@
-"""embedding_all_to_all without overlap, on CPU processes and GPUs: one kernel pools, then the library exchanges, then columns are
-put in order. The schedule `serial` of `weft.schedule.slices`, as a user would write it.
+"""embedding_all_to_all without overlap, on CPU processes and GPUs: one pooling kernel, torch's all_to_all_single, a column
+permutation.
+
+It is the schedule `serial` of `weft.schedule.slices`, as a user would write it.
 
     pooled    [global batch, columns of this rank's tables]
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
-No symmetric memory, so results are ordinary tensors. On CPU ranks meet before they pool, as for other transports, and before they
-exchange, with this call's deadline (`weft.runtime.in_turn`); on GPUs what holds for the exchange is what NCCL does.
+It uses no symmetric memory, so results are ordinary tensors. On CPU, ranks meet before they pool, as with other transports, and
+before they exchange, with this call's deadline (`weft.runtime.in_turn`). On GPUs, NCCL's timeout and errors apply to the
+exchange.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from weft.words import counted
 
 
 class EmbeddingAllToAllUnfused:
-    """One plan on one domain. Making it is collective; `__call__` is too."""
+    """One plan on one domain. Both the constructor and `__call__` are collective."""
 
-    outputs = None  # none that peers write
+    outputs = None  # peers write no output buffers
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
         self.plan, self.domain = plan, domain
@@ -54,7 +57,7 @@ class EmbeddingAllToAllUnfused:
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
     ) -> torch.Tensor:
-        """One call; the output [batch_sizes[rank], total_dim], on GPUs valid in stream order."""
+        """Run one call. Return the output [batch_sizes[rank], total_dim], on GPUs valid in stream order."""
         domain, rank = self.domain, self.domain.rank
         deadline_s = deadline_s or env.deadline_s()
         domain.check()
@@ -89,10 +92,10 @@ class EmbeddingAllToAllUnfused:
         return turn.done("unpack", torch.cat([of_ranks[r][:, first:end] for r, first, end in self._runs], dim=1))
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no memory is kept."""
 
     def check(self) -> None:
-        """Raise what befell the domain since the last call."""
+        """Raise errors of the domain since the last call."""
         self.domain.check()
 
     def synchronize(self) -> None:
@@ -106,9 +109,12 @@ def pool_alone(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> Callable[[], None] | None:  # fmt: skip
-    """All of `plan`, which is for a world of one, into `out` [global batch, its columns]; what warns of bad indices. On GPUs, where
-    those that earlier calls met are known, that is done. rank: as which messages speak. widest: columns of a slot that others
-    pool, which shapes the kernel: sums have the same bits wherever tables are."""
+    """Pool all of `plan`, which is for a world of one, into `out` [global batch, its columns]. Return a function that warns of
+    bad indices.
+
+    On GPUs this call itself warns of bad indices of earlier calls, and returns None. rank: named in warnings. widest: the most
+    columns of a feature block pooled elsewhere. It shapes the kernel, so that sums have the same bits wherever tables are.
+    """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":
         from weft.runtime.cuda.embedding import pool_on_gpu  # needs Triton, which a CPU machine may lack

@@ -1,21 +1,21 @@
-"""The library's way: tokens sent to the ranks of their experts and multiplied there, or multiplied and sent back, and the
-gradients behind both.
+"""Expert parallelism unfused: tokens sent to the ranks of their experts and multiplied there, or multiplied and sent back; and
+gradients.
 
     counts    all_to_all_single of splits: received [ranks, local experts]; the host waits for them
-    tokens    all_to_all_single with these sizes: they come by source rank, and from one source by expert
+    tokens    all_to_all_single with these sizes: they arrive by source rank, and from one source by expert
     order     index_select: by expert, and for one expert by source rank
     y         grouped GEMM: y_e = x_e @ w_e for the rows x_e of each expert e
 
-and backwards
+Backward:
 
     grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T, put back into the order of arrival and sent back
 
-and what goes back to its tokens' ranks
+Combine, which sends rows back to their tokens' ranks:
 
     y         grouped GEMM; put in the order of source ranks; all_to_all_single with the sizes exchanged
 
-x is exchanged again while grad x is computed, and grad x is sent back while grad w is. Gradients of tokens belong to one rank
-each and of weights to the rank that has them: they are sums over the rows of all ranks, not means.
+x is exchanged again while grad x is computed, and grad x is sent back while grad w is computed. Gradients of tokens belong to one
+rank each. Gradients of weights belong to the rank that has the weights: they are sums over the rows of all ranks, not means.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from weft.runtime.collectives import all_to_all_single
 from weft.runtime.in_turn import Turn, begun
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
 
-_SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # as executors call them
+_SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # names as in executors
 _BACK = "exchange ordered -> y"
-_ALIGNMENT = 16  # bytes: of addresses and strides, for torch's grouped GEMM
+_ALIGNMENT = 16  # bytes: alignment of addresses and strides for torch's grouped GEMM
 
 
 class OnHost(NamedTuple):
@@ -48,23 +48,23 @@ class OnHost(NamedTuple):
 
 
 class Sizes:
-    """How many rows go where: splits [ranks * experts] and received [ranks, experts] on the device, and what the host has to
-    know of them."""
+    """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and what the host needs
+    of them."""
 
     def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
         self.splits, self.received = splits, received
         self.numbers = numbers or _Numbers()
 
     def fetch(self) -> None:
-        """Let the numbers come to the host, behind what is queued on the device so far. Once is enough."""
+        """Enqueue the copy of the numbers to the host, behind the work enqueued so far. Further calls do nothing."""
         if self.numbers.copy is not None:
             return
         both, copied = torch.cat((self.splits, self.received.flatten())), None
         if both.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(
-                    "sizes are taken on the host here, which a captured CUDA graph cannot: give max_rows (all_to_all_matmul) or "
-                    "rows (matmul_all_to_all), no schedule='serial', and capture without gradients"
+                    "the host reads sizes here, which a captured CUDA graph cannot: pass max_rows (all_to_all_matmul) or rows "
+                    "(matmul_all_to_all), use another schedule than 'serial', and capture without gradients"
                 )
             copied = torch.cuda.Event()
         self.numbers.copy = both.to("cpu", non_blocking=True)
@@ -74,7 +74,7 @@ class Sizes:
 
     @cached_property
     def host(self) -> OnHost:
-        """Waits for `fetch`."""
+        """The numbers on the host. Waits for `fetch`."""
         self.fetch()
         if self.numbers.copied is not None:
             self.numbers.copied.synchronize()
@@ -86,26 +86,28 @@ class Sizes:
 
 @dataclass(slots=True)
 class _Numbers:
-    """Both tables on the host, once they have come there."""
+    """Both tables on the host, once they have arrived there."""
 
     copy: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By what a dispatch returned as `received`: (its version, the splits and their version, the numbers)."""
+"""By the `received` that a dispatch returned: (its version, the splits and their version, the numbers)."""
 
 
 def remember(sizes: Sizes) -> None:
-    """Let the combine behind a dispatch find what the host learns of its tables."""
+    """Let the combine after a dispatch find what the host has learned of its tables."""
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
         _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
 
 
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
-    """Of tables, with the numbers that the dispatch has brought to the host which returned `received`, unless either was changed
-    since; a captured call would keep them for ever."""
+    """Return the sizes of these tables, with the host's numbers of the dispatch that returned `received`.
+
+    Without these numbers if either table has changed since, and in a captured call, which would keep the numbers forever.
+    """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
         of_splits() is not splits
@@ -117,24 +119,24 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
 
 
 _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By splits that a dispatch was given: (their version, how many tokens they are)."""
+"""By the splits that a dispatch got: (their version, how many tokens they sum to)."""
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
-    """Let the combine behind a dispatch of so many tokens find their number, which it would else read from the device."""
+    """Let the combine after a dispatch of `tokens` tokens find their number without reading it from the device."""
     if not splits.is_inference():
         _totals[splits] = splits._version, tokens
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return how many tokens these splits are, if a dispatch has told and nobody has changed them since."""
+    """Return how many tokens these splits sum to, if a dispatch has told and they have not changed since; else None."""
     version, tokens = _totals.get(splits, (None, 0))
     return tokens if version is not None and version == splits._version else None
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None = None) -> torch.Tensor:
-    """received [ranks, local experts] from splits [experts of all ranks], int64. turn: what it goes through, if not straight to
-    torch.distributed."""
+    """Return received [ranks, local experts] from splits [experts of all ranks], int64. turn: runs the collective; None: straight
+    to torch."""
     world = group.size()
     if world == 1:
         return splits.view(1, -1).clone()
@@ -150,8 +152,10 @@ def multiplied_by_library(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
     turn: Turn | None = None, *, return_x: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room; with return_x
-    the tokens that came [rows that came, K], as they arrived: by source rank, and from one source by expert)."""
+    """Return y [rows that came, N], or [max_rows, N] with as many of these rows as fit, and with return_x the received tokens.
+
+    The received tokens [rows that came, K] are in the order of arrival: by source rank, and from one source by expert.
+    """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
     x, arrived = _dispatched(tokens, sizes, group, rows, turn)
@@ -164,7 +168,7 @@ def multiplied_by_library(
 def returned_by_library(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn | None = None
 ) -> torch.Tensor:
-    """y [rows, N]: this rank's tokens, of which each rank has multiplied those for its experts. h may have more rows than came."""
+    """Return y [rows, N]: this rank's tokens, each multiplied on its expert's rank. h may have more rows than came."""
     if group.size() == 1:
         y = grouped_matmul(h[:rows], w, sizes)
         return y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)
@@ -186,13 +190,14 @@ def returned_by_library(
 def begin_in_expert_order(
     rows: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> Callable[[], torch.Tensor]:
-    """Send `rows`, which are in the tokens' order, to their experts' ranks; what waits for those that come here, by expert."""
+    """Send `rows`, which are in the tokens' order, to their experts' ranks. Return a function that waits and returns the rows by
+    expert."""
     if group.size() == 1:
         return lambda: rows
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
     arrived = rows.new_empty(came, rows.shape[1])
     arriving = _send(rows, arrived, sizes.host.sent, sizes.host.came, group, turn, name)
-    order = None if experts == 1 else _expert_order(sizes.received, came)  # on the device while rows are under way
+    order = None if experts == 1 else _expert_order(sizes.received, came)  # computed on the device during the exchange
 
     def end() -> torch.Tensor:
         arriving.wait()
@@ -202,7 +207,7 @@ def begin_in_expert_order(
 
 
 def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Rows that came, as they arrived: by expert, and for one expert by source rank."""
+    """Return received rows by expert, and for one expert by source rank. arrived: the rows in the order of arrival."""
     if 1 in sizes.received.shape:
         return arrived
     return arrived.index_select(0, _expert_order(sizes.received, arrived.shape[0]))
@@ -217,9 +222,9 @@ def gradients(
     wanted: Sequence[bool],
     turn: Turn | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of tokens and of w, as far as they are wanted: by the same ones on all ranks."""
+    """Return the gradients of tokens and of w, each only if wanted. All ranks must want the same."""
     world, came = group.size(), sum(sizes.host.came)
-    missing = came - grad_y.shape[0]  # rows that found no room in y
+    missing = came - grad_y.shape[0]  # rows that did not fit in y
     grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))
     grad_tokens: torch.Tensor | None = None
     returning: Any = None
@@ -245,15 +250,17 @@ def gradients(
 def _send(
     rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> Any:  # fmt: skip
-    """What to wait for before reading `out`."""
+    """Begin the exchange. Return what to wait for before reading `out`."""
     return begun(turn, name, all_to_all_single, out, rows, came, sent, group=group)
 
 
 def _dispatched(
     tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x [rows, K], which begins with the rows for the local experts in their order, as far as there is room; the rows that came,
-    as they arrived)."""
+    """Exchange tokens. Return (x [rows, K], the received rows in the order of arrival).
+
+    x begins with the rows for the local experts in the experts' order, as many as fit.
+    """
     k = tokens.shape[1]
     if group.size() == 1:
         if rows <= tokens.shape[0]:
@@ -266,7 +273,7 @@ def _dispatched(
     exchange = _send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, _TOKENS)
     order = None
     if experts > 1:
-        order = _expert_order(sizes.received, came)[:rows]  # on the device while tokens are under way
+        order = _expert_order(sizes.received, came)[:rows]  # computed on the device during the exchange
     exchange.wait()
     if turn is not None:
         kept = sizes.host.sent[group.rank()]
@@ -279,7 +286,7 @@ def _dispatched(
 
 
 def _expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
-    """[came]: for each row in the order of experts, where it is in the order of arrival."""
+    """Return, for each row in the order of experts, its place in the order of arrival: [came]."""
     world, experts = received.shape
     by_source, by_expert = received.flatten(), received.t().flatten()
     begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()
@@ -289,7 +296,7 @@ def _expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
-    """y [rows of x, N] = each expert's rows of x @ its w; rows beyond all of theirs are not written. cut: x has not all."""
+    """Return y [rows of x, N] = each expert's rows of x @ its w. Rows beyond are not written. cut: x lacks some of the rows."""
     if _has_grouped_gemm(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
     y = x.new_empty(x.shape[0], w.shape[2])
@@ -300,14 +307,14 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
 
 
 def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """[experts, K, N], laid out as w, of rows that are in the order of experts."""
+    """Return the gradient of w, [experts, K, N], laid out as w, from rows in the order of experts."""
     if w.stride(1) == 1 and w.shape[1] > 1:
         return _grouped_outer(grad_y, x, sizes).transpose(1, 2)
     return _grouped_outer(x, grad_y, sizes)
 
 
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """[experts, K, N]: each expert's rows of x, transposed, @ its rows of grad_y."""
+    """Return [experts, K, N]: each expert's rows of x, transposed, @ its rows of grad_y."""
     if _has_grouped_gemm(x, grad_y):
         result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
         # Hopper's kernel writes zeros for an expert without rows, Blackwell's what was in memory.
@@ -322,7 +329,7 @@ def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch
 
 
 def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Those of each expert, as far as they are there."""
+    """Return the rows of each expert, as far as `rows` has them."""
     parts, first = [], 0
     for count in sizes.host.of_experts:
         parts.append(rows[first : first + count])
@@ -336,12 +343,12 @@ def _ends(sizes: Sizes, most: int | None = None) -> torch.Tensor:
 
 
 def _has_grouped_gemm(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether torch has one kernel for all experts, which takes their sizes from the device."""
+    """True if torch has one kernel for all experts, which reads their sizes on the device."""
     return x.is_cuda and x.dtype == torch.bfloat16 and x.numel() > 0 and _is_aligned(x) and _is_aligned(w)
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
-    """Rows or columns in one piece each, which begin at multiples of 16 bytes."""
+    """True if rows or columns are contiguous and begin at multiples of 16 bytes."""
     (rows, cols), (row, col) = t.shape[-2:], t.stride()[-2:]
     if not ((col == 1 and row >= cols) or (row == 1 and col >= rows)):
         return False

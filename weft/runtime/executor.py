@@ -1,12 +1,12 @@
-"""What executors have in common: a schedule, made ready for one rank of a group, is run again and again and closed once.
+"""The interface of executors: a schedule is prepared for one rank of a group, run again and again, and closed once.
 
-    weft.runtime.null   does nothing, in an order that signals leave
+    weft.runtime.null   does nothing, in an order that signals allow
     weft.runtime.cpu    threads on memory that processes share
     weft.runtime.cuda   streams and copy engines
 
-Making one is collective: ranks compare schedules, each is told if another one's does not fit, and they allocate memory. An
-executor that lacks an entry for a kind of step refuses it by name then. `weft.runtime.unfused` is none: it takes the steps of
-the serial schedule as a list of the library's calls, and keeps nothing.
+The constructor is collective: ranks compare schedules, every rank learns if a schedule does not fit a rank, and they allocate
+memory. An executor then refuses by name each kind of step that it has no code for. `weft.runtime.unfused` is not an executor: it
+takes the steps of the serial schedule as a list of torch calls, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.timeline import Timeline
 
 
 class Executor(ABC):
-    """What a caller of any executor may rely on. Of what has a default, this is what holds where nothing is kept on a device."""
+    """The guarantees of every executor. The defaults are for executors that keep nothing on a device."""
 
     schedule: Schedule
 
@@ -32,50 +32,51 @@ class Executor(ABC):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> dict[str, Any]:
-        """One run, which every rank makes. tensors: every input and output buffer by name; an output whose rows only the run knows
-        is a function from their number to a tensor. Returns those that were functions, by name.
+        """Run the schedule once; every rank does. Return the outputs that were passed as functions, by name.
 
-        deadline_s: how long a wait for another rank may last. timeline: gets a span for every step of this rank. like_before: the
-        caller knows that the tensors are as those of an earlier run but for where they lie, and they need not be looked at.
+        tensors: every input and output buffer by name. An output whose number of rows only the run knows is a function from that
+        number to a tensor. deadline_s: how long a wait for another rank may last. timeline: gets a span for every step of this
+        rank. like_before: the caller knows that only the addresses of the tensors differ from an earlier run, so they need not be
+        checked.
 
         Bad tensors are refused before anything is written.
         """
 
     def warm_up(self, tensors: dict[str, Any]) -> None:
-        """Load what a run with such tensors needs, for one that a graph captures. Nothing runs, and other ranks take no part."""
+        """Load what a run with such tensors needs, before a graph captures one. Nothing runs, and other ranks take no part."""
         return
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what was found wrong since the last run. Does not wait."""
+        """Raise the error that was found since the last run, if any. Do not wait."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what it holds. Idempotent, not collective; nothing may be running."""
+        """Release all memory. Idempotent, not collective; nothing may be running."""
 
     @property
     def was_captured(self) -> bool:
-        """Whether a graph may be replayed that uses what it holds."""
+        """True if a graph that uses the executor's memory may be replayed."""
         return False
 
     @property
     def stale(self) -> bool:
-        """Whether its memory has been outgrown: a new one has room in the larger one."""
+        """True if the memory has been outgrown: a new executor would use the larger one."""
         return False
 
     @property
     def gone(self) -> bool:
-        """Whether it cannot run any more."""
+        """True if the executor cannot run any more."""
         return False
 
     @property
     def shared(self) -> bool:
-        """True if its memory serves runs of other sizes too, and it has no threads: to keep it costs little."""
+        """True if runs of other sizes use the same memory and there are no threads, so that keeping the executor costs little."""
         return False
 
     @property
     def nbytes(self) -> int:
-        """Of symmetric memory on a GPU that it holds."""
+        """Bytes of symmetric memory on a GPU that the executor holds."""
         return 0
 
     def __enter__(self) -> Self:

@@ -1,11 +1,12 @@
-"""The library's collectives and GEMMs in turn, past executors: what a call of them has that torch.distributed does not give.
+"""NCCL / gloo and cuBLAS calls, without an executor: with deadlines and, on CPU, a meeting before each collective.
 
-On CPU ranks meet before each collective, as they do before every call (`weft.runtime.meeting`): microseconds. Who does not come
-is missed at the deadline, and who calls something else is told, before gloo begins what cannot be called off and would abort or
-compute on the wrong bytes. Then the collective is waited for with the same deadline, and with an eye on the group.
+On CPU, ranks meet before each collective as they do before every call (`weft.runtime.meeting`), which takes microseconds. A rank
+that does not come is missed at the deadline, and a rank that calls something else is named. Both happen before gloo begins a
+collective, which cannot be cancelled and would abort or compute on the wrong bytes. The wait for the collective has the same
+deadline, and checks the group.
 
-On GPUs hosts do not meet, which would cost more than the call: a `Turn` exists there only to fill a timeline, and what holds
-is what NCCL and its watchdog do.
+On GPUs hosts do not meet, which would cost more than the call. There a `Turn` only fills a timeline, and NCCL's timeout and
+watchdog apply.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The calls of one shape on CPU. what: operator and shape; details: compared as well. Making it is collective."""
+    """The calls of one shape on CPU. The constructor is collective. what: operator and shape. details: compared as well."""
 
     def __init__(self, what: str, domain: Domain, details: str = "") -> None:
         self.what, self.domain, self._details = what, domain, details
@@ -42,7 +43,7 @@ class Turns:
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
         deadline_s: float,
     ) -> Pending:  # fmt: skip
-        """Return when all ranks have come to this collective, and it has been begun."""
+        """Begin a collective once all ranks have come to it. Return it without waiting for its end."""
         topic = self._topics.get(collective)
         if topic is None:
             topic = self._topics[collective] = Topic(
@@ -51,16 +52,16 @@ class Turns:
         try:
             self._meeting.meet(topic, deadline_s=deadline_s)
             work = function(*arguments, group=group, async_op=True)
-        except WeftError:  # which all ranks raise, or which has ended the group
+        except WeftError:  # all ranks raise it, or it has ended the group
             raise
-        except BaseException as error:  # the others have begun it
+        except BaseException as error:  # the peers have begun the collective
             self.domain.poison(f"{topic.text}: {error!r}")
             raise
         return Pending(work, self.domain, group, topic.text, deadline_s, arguments)
 
 
 class Turn:
-    """One call, or its backward. turns: None where ranks do not meet."""
+    """One call, or its backward. turns: None if ranks do not meet."""
 
     def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
         self._turns, self._marks = turns, marks
@@ -69,20 +70,20 @@ class Turn:
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
     ) -> Any:
-        """For `function(*arguments, group=group)` of torch.distributed, begun when all ranks have come: what to wait for."""
+        """Begin `function(*arguments, group=group)` of torch.distributed once all ranks have come. Return what to wait for."""
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
         return self._turns.begin(collective, function, arguments, group, self.deadline_s)
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
-        """The same, done; on GPUs in stream order."""
+        """Run `function(*arguments, group=group)`; on GPUs in stream order."""
         if self._turns is None:
             function(*arguments, group=group)
         else:
             self.begin(collective, function, *arguments, group=group).wait()
 
     def done(self, name: str, result: T, bytes: int = 0) -> T:
-        """`result`, which was computed or sent since the step before."""
+        """Return `result`. Mark on the timeline that it was computed or sent since the previous step."""
         if self._marks is not None:
             self._marks.mark(name, bytes)
         return result
@@ -94,7 +95,7 @@ class Turn:
 
 
 def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn | None:
-    """For a call of which nothing was prepared; None where nothing is to be added to the library's calls."""
+    """Return a turn for a call without prepared `Turns`; None on GPUs and for one rank, which need no meeting."""
     if device.type != "cpu" or group.size() == 1:
         return None
     with symm.set_up_within(deadline_s):
@@ -104,14 +105,14 @@ def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_
 def begun(
     turn: Turn | None, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup
 ) -> Any:
-    """What to wait for before the results of this collective are read."""
+    """Begin a collective. Return what to wait for before its results are read."""
     if turn is None:
         return function(*arguments, group=group, async_op=True)
     return turn.begin(collective, function, *arguments, group=group)
 
 
 class Pending:
-    """A collective under way on CPU; it is waited for as torch's `Work` is."""
+    """A collective on CPU that has begun. `wait` works like that of torch's `Work`."""
 
     def __init__(
         self, work: dist.Work, domain: Domain, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any, ...]
@@ -125,14 +126,16 @@ class Pending:
         finish(self._work, self._domain, self._name, self._deadline_s, self._arguments)
 
     def __del__(self) -> None:
-        """An error came between, and nobody waits."""
+        """Keep the tensors of a collective that nobody waits for, because an error came first."""
         if not self._waited and not self._work.is_completed():
             leave(self._group, self._work, self._arguments)
 
 
 class Marks:
-    """When the steps of a call on the caller's thread or stream were done, each of which begins where the one before ends: as
-    spans of lane `compute`, on the clocks of executors."""
+    """The times at which the steps of a call ended on the caller's thread or stream.
+
+    Each step begins where the previous step ended. Steps become spans of lane `compute`, on the clocks of executors.
+    """
 
     def __init__(self, timeline: Timeline, rank: int, device: torch.device) -> None:
         self._timeline, self._rank, self._device = timeline, rank, device
@@ -141,7 +144,7 @@ class Marks:
         self._stamps: list[Any] = []  # on a GPU
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
-                raise ValueError("timeline is for calls one by one: a captured call cannot fill it")
+                raise ValueError("a captured call cannot fill a timeline: pass timeline only outside of graph capture")
             torch.cuda.synchronize(device)  # loading a kernel while a stream waits can hang the device
         self._stamp()
 
@@ -159,6 +162,6 @@ class Marks:
         self._stamps[-1].launch(0, torch.cuda.current_stream(self._device).cuda_stream)
 
     def end(self) -> None:
-        times_ns = self._times_ns + [int(stamp.times.item()) for stamp in self._stamps]  # which waits for the device
+        times_ns = self._times_ns + [int(stamp.times.item()) for stamp in self._stamps]  # waits for the device
         for (name, bytes), (start, end) in zip(self._names, pairwise(times_ns), strict=True):
             self._timeline.add(self._rank, "compute", name, start / 1e3, max(start, end) / 1e3, bytes)

@@ -1,14 +1,14 @@
-"""Where the ranks of a group meet in every call on CPU, before anything of it is begun.
+"""The meeting of a group's ranks on CPU, before each call begins.
 
-Each rank says what it is about to do (a `Topic`), or why it refuses, and reads what the others say: one small all-gather through
-shared memory, microseconds. So nothing is computed, sent or counted until it is known that all ranks do the same:
+Each rank publishes what it is about to do (a `Topic`), or why it refuses, and reads what its peers publish. This is one small
+all-gather through shared memory, microseconds. So nothing is computed, sent or counted until all ranks are known to do the same:
 
-    one refuses               `RefusedError` on every rank, with the reason. Nothing was begun: the group lives on
+    a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun: the group lives on
     topics differ             `DisagreementError` on every rank. Ranks are out of step, by at least one call: the group ends
-    one does not come         `DeadlineError`, `PeerLostError`: the group ends
+    a rank does not come      `DeadlineError`, `PeerLostError`: the group ends
 
-All calls of a group go through one meeting, whichever operator makes them, and so the ranks' calls are compared by position:
-the n-th of one rank meets the n-th of every other one.
+All calls of a group use one meeting, whichever operator makes them. So ranks' calls are compared by position: the n-th call of
+one rank meets the n-th call of every peer.
 
 On GPUs hosts do not meet, which would cost more than the call: see `weft.operator.together`.
 """
@@ -29,11 +29,11 @@ from weft.words import by_rank
 
 _BYTES = 4096
 _CALL, _REFUSAL = b"C", b"R"
-_EXTRA = 16  # bytes that a call may add for the others to read
+_EXTRA = 16  # bytes that a call may add for peers to read
 _NOTHING = bytes(_EXTRA)
-_AT = 1 + _EXTRA  # where what is compared begins
+_AT = 1 + _EXTRA  # where the compared part begins
 _DIGEST = 16
-_NUMBER = re.compile(r"\b\d+\b")  # a size, and no part of "fp32"
+_NUMBER = re.compile(r"\b\d+\b")  # a size, not a part of "fp32"
 _MISSED = (
     "Every rank must make this call, forward or backward, within that time, which deadline_s or WEFT_DEADLINE_S says: see whether "
     "that rank raised an error before it, or left it out. This group has ended, make a new one"
@@ -43,10 +43,11 @@ T = TypeVar("T")
 
 
 class Topic:
-    """What ranks must all be about to do. text: for people; it is cut where it is too long. details: compared as well.
+    """The call that a rank is about to make, to be compared with its peers. text: for people, cut if it is too long. details: compared as
+    well.
 
-    difference: collective, on ranks whose texts are alike: says how their details differ. hint: what else may help
-    where only sizes differ.
+    difference: collective, on ranks whose texts are alike; returns how their details differ. hint: further help if only sizes
+    differ.
     """
 
     def __init__(
@@ -58,23 +59,23 @@ class Topic:
 
 
 class Meeting:
-    """Of all calls of `domain`, which is on CPU. Making it is collective; calls are one thread's at a time."""
+    """The meeting of all calls of `domain`, which is on CPU. The constructor is collective. One thread at a time may call."""
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
-        self.calls = 0  # that this rank has published
-        self.schedules = 0  # that have been made to run on this group
-        self.lock = threading.Lock()  # held by a call until what it has begun is in order, or done
+        self.calls = 0  # calls that this rank has published
+        self.schedules = 0  # schedules made to run on this group
+        self.lock = threading.Lock()  # held by a call until the work that it has begun is in order, or done
         self._publishing = threading.Lock()
         self._exchange = Exchange(domain, _BYTES)
         domain._holders.add(self)
 
     def close(self) -> None:
-        """The domain ends."""
+        """Forget the meeting of this domain, which ends."""
         _meetings.pop(self.domain, None)
 
     def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
-        """Return when every rank is about to do the same: what each adds, `extra`, 16 bytes, by rank."""
+        """Return when every rank is about to do the same. Return each rank's `extra`, 16 bytes, by rank."""
         payloads = self._publish(_CALL + extra + topic.compared, topic.text, deadline_s)
         if refusals := _refusals(payloads):
             raise RefusedError(refusals)
@@ -83,7 +84,7 @@ class Meeting:
         return [payload[1:_AT] for payload in payloads]
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
-        """Publish that this rank refuses the call that it would make now; returns what all ranks that refuse say."""
+        """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse."""
         said = text.encode()[: _BYTES - _AT]
         try:
             return _refusals(self._publish(_REFUSAL + _NOTHING + said, "the call that it refuses", deadline_s))
@@ -101,7 +102,7 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """Every rank has read the same, and so each ends the group for itself."""
+        """End the group. Every rank has read the same payloads, so each ends it for itself."""
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:
@@ -111,7 +112,7 @@ class Meeting:
         self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint * sizes_differ)
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
-        """For what all ranks find out alike."""
+        """End the group and raise `DisagreementError`. For errors that all ranks find alike."""
         self.domain.end(text)
         raise DisagreementError(
             f"{text}. Call the same, in the same order, on every rank{hint and '; '}{hint}. The ranks are out of step: this group "
@@ -128,7 +129,7 @@ def _refusals(payloads: list[bytes]) -> str:
 
 
 def shown(domain: Domain, details: str) -> Callable[[], str]:
-    """A topic's `difference`: the details themselves, of each rank."""
+    """Return a topic's `difference` that shows the details of each rank."""
     return lambda: by_rank(enumerate(domain.all_gather(details, what="details of a call")))
 
 
@@ -136,7 +137,7 @@ _meetings: dict[Domain, Meeting] = {}
 
 
 def meeting_of(domain: Domain) -> Meeting:
-    """Collective at the first call for a domain."""
+    """Return the meeting of a domain. Collective at the first call for a domain."""
     meeting = _meetings.get(domain)
     if meeting is None:
         drop_closed(_meetings)
@@ -145,7 +146,7 @@ def meeting_of(domain: Domain) -> Meeting:
 
 
 def said_on(group: dist.ProcessGroup) -> int:
-    """How many calls this rank has published to its peers on CPU."""
+    """Return how many calls this rank has published to its peers on CPU."""
     for domain, meeting in _meetings.items():
         if domain.is_of(group):
             return meeting.calls
@@ -153,6 +154,6 @@ def said_on(group: dist.ProcessGroup) -> int:
 
 
 def drop_closed(of_domain: dict[Domain, T]) -> None:
-    """What is kept per domain may hold the domain, so it goes when the next is made."""
+    """Drop the entries of closed domains. An entry may hold its domain, so entries are dropped when the next is made."""
     for domain in [domain for domain in of_domain if domain.closed]:
         del of_domain[domain]

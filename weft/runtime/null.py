@@ -1,8 +1,8 @@
-"""The executor that does nothing, in the right order: runs any schedule anywhere and tells in which order its steps go.
+"""The executor that does nothing, in the right order: it runs any schedule anywhere and tells in which order its steps go.
 
-It is the simulator's engine on a machine where everything takes no time. So it needs no processes, no torch and no memory,
-finds the schedule that would hang, and its timeline is the order that the signals leave: what another executor's timeline
-may not contradict.
+It is the simulator's engine on a machine where everything takes no time, so it needs no processes, no torch and no memory. It
+finds schedules that would hang. Its timeline is the order that signals impose, which the timeline of another executor may not
+contradict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.words import counted
 
 
 class Ranked(Protocol):
-    """What it needs of a domain (`weft.symm`)."""
+    """The part of a domain (`weft.symm`) that this executor needs."""
 
     rank: int
     world_size: int
@@ -30,12 +30,12 @@ class Shaped(Protocol):
 
 
 class NullSchedule(Executor):
-    """`schedule` on this rank of `domain`, without effect. `ScheduleError` if it would hang."""
+    """`schedule` on this rank of `domain`, without effect. The constructor raises `ScheduleError` if the schedule would hang."""
 
     def __init__(self, schedule: Schedule, domain: Ranked) -> None:
         if schedule.world_size != domain.world_size:
             raise ValueError(
-                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and there are {domain.world_size}"
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has {domain.world_size}"
             )
         self.schedule = schedule
         self._spans = [span for span in simulate(schedule, NULL).timeline if span.rank == domain.rank]
@@ -47,10 +47,11 @@ class NullSchedule(Executor):
         self, tensors: Mapping[str, Shaped], *, deadline_s: float | None = None, timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> dict[str, Shaped]:  # fmt: skip
-        """tensors: of every input and output buffer, by name, of its shape; they are looked at and left alone.
+        """Check the tensors' shapes and append the rank's steps to `timeline`.
 
-        deadline_s: above 0; no run takes as long. timeline: gets the rank's steps, in order, each from one whole number to
-        the next in place of times; runs go on where the last one stopped.
+        tensors: every input and output buffer by name, with its shape; they are not read or written. deadline_s: above 0,
+        otherwise unused. timeline: gets the rank's steps in order, each from one whole number to the next instead of times; the
+        next run continues there.
         """
         if deadline_s is not None and deadline_s <= 0:
             raise ValueError(f"deadline_s={deadline_s} must be above 0")
@@ -65,7 +66,7 @@ class NullSchedule(Executor):
         return {}
 
     def check(self) -> None:
-        """Nothing goes wrong."""
+        """Do nothing: there are no errors."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no memory."""

@@ -1,7 +1,7 @@
-"""What torch.compile may not look into, and what it may not leave out.
+"""Functions that torch.compile must not trace, and operators that it must not remove.
 
-Where a function of a compiled program runs as it is (after a graph break, or with too many recompilations), Dynamo still
-compiles the functions that it calls. Executors deal in addresses and native handles, which it would take for constants.
+If a function of a compiled program runs eagerly (after a graph break, or with too many recompilations), Dynamo still compiles the
+functions that it calls. Executors handle addresses and native handles, which Dynamo would take for constants.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import torch.fx
 P = ParamSpec("P")
 T = TypeVar("T")
 _looks_at_frames: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
-"""None where no compiled function runs on this thread: what keeps Dynamo out takes longer than a launch."""
+"""Returns None if no compiled function runs on this thread. Keeping Dynamo out takes longer than a launch."""
 
 
 def frames_are_looked_at() -> bool:
-    """True where Dynamo would compile the functions that this thread calls."""
+    """True if Dynamo would compile the functions that this thread calls."""
     return "torch._dynamo" in sys.modules and _looks_at_frames() is not None
 
 
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which Dynamo calls and does not trace, nor what it calls. Nearly free where Dynamo does not look at this thread's
-    frames; loading it takes seconds and is not done here."""
+    """Return `function` wrapped so that Dynamo calls it without tracing it or its callees.
+
+    Nearly free if Dynamo does not look at this thread's frames. Loading Dynamo takes seconds, and this does not load it.
+    """
 
     untraced: Callable[P, T] | None = None
 
@@ -44,7 +46,10 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def never_left_out(name: str) -> None:
-    """Tell torch.compile that peers wait for calls of this operator of weft's: else one whose results are unused or empty is left
-    out on this rank alone. Two calls of equal arguments may still be made one. Ordered effects (`torch.library`'s) would keep both,
-    but they have kept backward from being compiled (pytorch's issue 172248), and memory from being reused."""
+    """Tell torch.compile that peers wait for calls of this operator of weft.
+
+    Otherwise torch.compile removes a call with unused or empty results on this rank alone. Two calls with equal arguments may
+    still be merged. Ordered effects (of `torch.library`) would keep both, but they have kept backward from being compiled
+    (pytorch's issue 172248), and memory from being reused.
+    """
     torch.fx.node.has_side_effect(getattr(torch.ops.weft, name).default)

@@ -1,17 +1,17 @@
-"""Where results live that peers write: a few output buffers in symmetric memory, lent to the user as tensors.
+"""Result buffers that peers write: a few output buffers in symmetric memory, lent to the user as tensors.
 
-A tensor handed to the user stays valid as long as the user holds it or any view of it. A buffer is offered to the peers
-again only after the user has let go of it; offering happens in the order of this rank's stream (GPU) or program (CPU),
-so work that was enqueued on the old contents comes first. (As with any tensor: if another stream reads it, make the
-stream of the next call wait for that one before you drop it.)
+A tensor handed to the user stays valid as long as the user holds it or any view of it. A buffer is offered to the peers again
+only after the user has dropped it. The offer comes in the order of this rank's stream (GPU) or program (CPU), so work that was
+enqueued on the old contents comes first. (As with any tensor: if another stream reads it, make the stream of the next call wait
+for that stream before you drop it.)
 
-With `count` buffers, a user may hold `count - 1` results while the next one is computed. Whoever holds more gets copies:
-the result is copied out of the last free buffer, which costs a pass over it and is counted in `copied`. With `count=1`
-results are never copied, and holding one across the next call is an error.
+With `count` buffers, a user may hold `count - 1` results while the next one is computed. A user who holds more gets copies: the
+result is copied out of the last free buffer, which costs a pass over it and is counted in `copied`. With `count=1` results are
+never copied, and holding one across the next call is an error.
 
-A call that a CUDA graph has captured writes the same buffer in every replay, whoever holds what was lent before. So that buffer
-is the graph's for good; a call that captures the last free buffer has its result copied out, in replays too, as has every later
-call that is given that buffer.
+A call that a CUDA graph has captured writes the same buffer in every replay, whoever holds earlier results. So the buffer belongs
+to the graph for good. A call that captures the last free buffer has its result copied out, in replays too, and so has every later
+call that gets that buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GRANULE = 1 << 16
 
 
 class _Lease:
-    """Lives exactly as long as the storage of the tensor that was lent, and keeps its memory mapped."""
+    """A lease that lives exactly as long as the storage of the lent tensor, and keeps its memory mapped."""
 
     __slots__ = ("free", "memory", "slot")
 
@@ -53,19 +53,21 @@ class OutputPool:
         self._region: Any = None
         self._free: list[int] = []
         self._captured = False
-        self._dropped: list[int] = []  # of the buffers of graphs, those whose result nobody holds
+        self._dropped: list[int] = []  # buffers of graphs whose result nobody holds
         self._shared: set[int] = set()  # written by replays, and copied from
-        self._of_graphs: list[Any] = []  # memory that replays write, from before it grew
+        self._of_graphs: list[Any] = []  # memory from before the pool grew, which replays write
 
     def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
-        """Make each buffer hold `slot_bytes`. Collective when it has to grow (then `quiesce` is called first); whether it did.
-        deadline_s: of each wait for a peer then."""
+        """Make each buffer hold `slot_bytes`. Return True if the pool grew.
+
+        Collective if it has to grow: then it calls `quiesce` first. deadline_s: for each wait for a peer then.
+        """
         if slot_bytes <= self.slot_bytes and self._region is not None:
             return False
         wanted = max(slot_bytes, self.slot_bytes * 5 // 4, _GRANULE)
         wanted = -(-wanted // _GRANULE) * _GRANULE
-        # Results that the user still holds keep the old memory mapped; peers no longer write there. Where there is no
-        # room for more, this raises and everything stays as it was.
+        # Results that the user still holds keep the old memory mapped; peers no longer write there. If there is no room for more,
+        # this raises and everything stays as it was.
         with set_up_within(deadline_s):
             quiesce()
             region = self._domain.allocate(wanted * self.count)
@@ -77,11 +79,11 @@ class OutputPool:
 
     @property
     def lent(self) -> int:
-        """How many results in these buffers somebody still holds."""
+        """The number of results in these buffers that somebody still holds."""
         return 0 if self._region is None else self.count - len(self._free) - len(self._dropped)
 
     def close(self) -> None:
-        """Give the memory back; no result may be lent, on any rank. `reserve` makes it anew."""
+        """Return the memory. No result may be lent, on any rank. `reserve` allocates it again."""
         for region in (self._region, *self._of_graphs):
             if region is not None:
                 region.give_back()
@@ -93,11 +95,11 @@ class OutputPool:
         return self.slot_bytes * self.count
 
     def base_addresses(self) -> list[int]:
-        """Address of buffer 0 of each rank, as this rank sees it."""
+        """Return the address of buffer 0 of each rank, as this rank sees it."""
         return [self._region.address(rank) for rank in range(self._domain.world_size)]
 
     def acquire(self) -> int:
-        """A free buffer for the next result."""
+        """Return a free buffer for the next result. Raise `WeftError` if there is none."""
         if not self._free:
             raise WeftError(
                 f"no result buffer is free (outputs={self.count}): drop the last result and every view of it before the "
@@ -109,8 +111,10 @@ class OutputPool:
         self._free.append(slot)
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
-        """The result in `slot` as the user's tensor; the slot is free again when the tensor and all its views are gone, unless a
-        graph has captured the call."""
+        """Return the result in `slot` as the user's tensor.
+
+        The slot is free again when the tensor and all its views are gone, unless a graph has captured the call.
+        """
         region, rank, free = self._region, self._domain.rank, self._free
         is_last = not free
         if captured:
@@ -119,8 +123,8 @@ class OutputPool:
                 self._shared.add(slot)
             else:
                 free = self._dropped
-        # The lease holds the memory and not the region, which is closed with the domain; and it binds today's list of
-        # free slots: after growth the old slots go back to a list that nobody reads.
+        # The lease holds the memory and not the region, which is closed with the domain. It also binds the current list of free
+        # slots: after growth the old slots go back to a list that nobody reads.
         lease = _Lease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
         tensor = lent(address, list(shape), dtype, self._domain.device, lease)

@@ -1,4 +1,4 @@
-"""Where a schedule's own memory lies: symmetric buffers and counters, at the same offsets on every rank."""
+"""The layout of a schedule's own memory: symmetric buffers and counters, at the same offsets on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte offsets: of each symmetric buffer in one region, and the number of each signal array's first counter."""
+    """The byte offset of each symmetric buffer in one region, and the number of each signal array's first counter."""
 
     buffers: dict[str, int]
     buffer_bytes: int
@@ -46,22 +46,25 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
-    """Collective, before anything is allocated; on every rank `DisagreementError` if the ranks' schedules differ, or
-    `ScheduleError` if a step needs memory of a rank that is not mapped where the step is done."""
+    """Check that all ranks run the same schedule, before anything is allocated. Collective.
+
+    Raise, on every rank, `DisagreementError` if the schedules differ, or `ScheduleError` if a step needs memory of a rank that is
+    not mapped where the step runs.
+    """
     mine = (schedule.name, fingerprint(schedule))
     found = domain.all_gather((mine, _not_mapped(schedule, domain)), what="schedules to run")
     for rank, (theirs, _) in enumerate(found):
         if theirs != mine:
             raise DisagreementError(
-                f"rank {domain.rank} runs schedule {mine[0]} ({mine[1][:8]}) and rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
-                f"call with the same shapes, dtypes and schedule on every rank"
+                f"rank {domain.rank} runs schedule {mine[0]} ({mine[1][:8]}), but rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
+                f"pass the same shapes, dtypes and schedule on every rank"
             )
     if faults := [fault for _, fault in found if fault]:
         raise ScheduleError(f"schedule {schedule.name}, {faults[0]}")
 
 
 def _not_mapped(schedule: Schedule, domain: Domain) -> str:
-    """The first step of this rank that needs memory which is not mapped here, if there is one."""
+    """Return a description of the first step of this rank that needs memory which is not mapped here; "" if there is none."""
     if all(domain.mapped):
         return ""
     for lane in schedule.of_rank(domain.rank):
@@ -74,7 +77,8 @@ def _not_mapped(schedule: Schedule, domain: Domain) -> str:
 
 
 def _touched(step: Step) -> set[int]:
-    """Ranks whose memory a step in numbers reads, writes or sets signals in. A collective reaches them by itself."""
+    """Return the ranks whose memory a step of fixed sizes reads, writes or sets signals in. Collectives reach peers by
+    themselves."""
     parts = step.inner if isinstance(step, Tiles) else () if step.meets else (step,)
     places = [access.region.at for part in parts for access in part.accesses()]
     if isinstance(step, Tiles):

@@ -1,8 +1,8 @@
 """The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on the caller's stream or
 thread.
 
-Nothing is kept or prepared for it on the device, and no symmetric memory: a call costs what the library's calls cost. Steps
-become calls when this is made, and a step makes the buffer that it writes. On CPU ranks meet before every collective
+Nothing is kept or prepared for it on the device, and it needs no symmetric memory: a call costs what the torch calls cost. Steps
+become calls when an `Unfused` is made, and a step allocates the buffer that it writes. On CPU, ranks meet before every collective
 (`weft.runtime.in_turn`).
 """
 
@@ -37,12 +37,14 @@ from weft.schedule.spans import span_name
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = Callable[[Tensors, "Turn | None", dist.ProcessGroup], None]
 STRAIGHT = Turn(None, None)
-"""To torch, with no deadline and no timeline: for a spec that is given no turn."""
+"""A turn that calls torch directly, without deadline and timeline: for callers without a turn."""
 
 
 class Unfused:
-    """`schedule`, which has one lane, on `rank`; also on inputs with other numbers of rows, if those are the same on all ranks.
-    `ScheduleError` for a step that has no entry in `bind`, or writes a part of a buffer."""
+    """`schedule`, which has one lane, on `rank`. Inputs may have other numbers of rows, if these are the same on all ranks.
+
+    The constructor raises `ScheduleError` for a step without an entry in `bind`, or one that writes a part of a buffer.
+    """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
@@ -61,7 +63,7 @@ class Unfused:
         return bool(self._plain)
 
     def run(self, inputs: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> Tensors:
-        """All buffers. turn: what collectives go through and steps are told to, if not straight to torch."""
+        """Run all steps. Return all buffers. turn: runs collectives and records steps; None: straight to torch."""
         tensors = dict(inputs)
         if turn is None and self._plain and group not in COALESCING:
             return self._run_plain(tensors, group)
@@ -106,11 +108,9 @@ class Unfused:
         return span_name(step, self.rank)
 
     def made(self, region: Region) -> str:
-        """The buffer that a step writes."""
+        """Return the name of the buffer that a step writes."""
         if not self.is_whole(region):
-            raise ScheduleError(
-                f"schedule {self.schedule.name}: without overlap whole buffers are written, not {region}"
-            )
+            raise ScheduleError(f"schedule {self.schedule.name}: unfused steps must write whole buffers, not {region}")
         return region.buffer
 
     def is_whole(self, region: Region) -> bool:
@@ -127,7 +127,7 @@ class Unfused:
         return lambda t: t[name].narrow(0, row, rows).narrow(1, col, cols)
 
     def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
-        """Of the region of this collective that `of` gives, on each rank."""
+        """Return, for each rank, the rows of the region that `of` takes from this collective."""
         world = range(self.schedule.world_size)
         of_ranks = [[s for s in self.schedule.of_rank(r)[0].steps if isinstance(s, Collective)] for r in world]
         number = of_ranks[self.rank].index(step)
@@ -156,9 +156,9 @@ def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], torch.
 
 @singledispatch
 def bind(step: Step, here: Unfused) -> Call:
-    """What a step of this kind does by torch."""
+    """Return the torch call for a step of this kind."""
     raise ScheduleError(
-        f"schedule {here.schedule.name}: steps of kind {step.kind!r} cannot be done by the library: {step}"
+        f"schedule {here.schedule.name}: steps of kind {step.kind!r} have no unfused torch call: {step}"
     )
 
 
@@ -166,7 +166,7 @@ def bind(step: Step, here: Unfused) -> Call:
 def _collective(step: Collective, here: Unfused) -> Call:
     if step.op not in _COLLECTIVES:
         raise ScheduleError(
-            f"schedule {here.schedule.name}: no way to do {step} by the library; it does {', '.join(_COLLECTIVES)}"
+            f"schedule {here.schedule.name}: {step} has no unfused torch call: use {', '.join(_COLLECTIVES)}"
         )
     src, dst, name, role = (
         here.view(step.src),
@@ -174,7 +174,7 @@ def _collective(step: Collective, here: Unfused) -> Call:
         here.name_of(step),
         here.buffers[step.dst.buffer].role,
     )
-    if here.schedule.world_size == 1:  # nobody to send to
+    if here.schedule.world_size == 1:  # no peers
 
         def alone(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
             t[dst] = src(t).clone() if role == "output" else src(t)
@@ -189,7 +189,7 @@ def _collective(step: Collective, here: Unfused) -> Call:
 
     def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
         x = src(t)
-        if simple and turn is None and x.itemsize > 1:  # in most calls on GPUs
+        if simple and turn is None and x.itemsize > 1:  # most calls on GPUs
             t[dst] = gathered = x.new_empty(world * x.shape[0], x.shape[1])
             all_gather_single(gathered, x, group=group)
         else:
@@ -225,7 +225,9 @@ def _compute(step: Compute, here: Unfused) -> Call:
 
         return scaled
     if step.op not in _ELEMENTWISE or step.accumulate:
-        raise ScheduleError(f"schedule {here.schedule.name}: no way to do {step} by the library")
+        raise ScheduleError(
+            f"schedule {here.schedule.name}: {step} has no unfused torch call: use matmul, addmm or {', '.join(_ELEMENTWISE)}"
+        )
     op = _ELEMENTWISE[step.op]
     return lambda t, turn, group: done(t, turn, op(*(x(t) for x in inputs)))
 
@@ -268,13 +270,13 @@ _ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
 }  # fmt: skip
 
 
-# --- collectives: of this rank's matrix `x`; rows: of all ranks ---
+# --- collectives of this rank's matrix `x`; rows: of all ranks ---
 
 
 def all_gather(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> torch.Tensor:
-    """[sum(rows), columns]: those of all ranks, below each other."""
+    """Return the rows of all ranks below each other, [sum(rows), columns]."""
     gathered, even = x.new_empty(sum(rows), x.shape[1]), rows.count(rows[0]) == len(rows)
     whole, part = sendable(gathered), sendable(x)
     if turn is None and even:
@@ -297,12 +299,12 @@ def all_gather(
 def reduce_scatter(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> torch.Tensor:
-    """[rows[rank], columns]: this rank's rows of the sum over all ranks."""
+    """Return this rank's rows of the sum over all ranks, [rows[rank], columns]."""
     turn = turn or STRAIGHT
     if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
-    else:  # which not every library has for parts of other sizes, or for the CPU
+    else:  # not every backend has it for unequal parts, or on CPU
         total = x.clone()
         turn.run(name, all_reduce_single, total, group=group)
         mine = total.split(rows)[rank].clone()
@@ -312,14 +314,14 @@ def reduce_scatter(
 def all_reduce(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> torch.Tensor:
-    """The sum over all ranks."""
+    """Return the sum over all ranks."""
     return all_reduce_(x.clone(memory_format=torch.contiguous_format), rows, rank, group, turn, name)
 
 
 def all_reduce_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> torch.Tensor:
-    """The same in the place of `x`, whose elements are in one piece."""
+    """Reduce in place. The elements of `x` must be contiguous."""
     turn = turn or STRAIGHT
     turn.run(name, all_reduce_single, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))
