@@ -43,11 +43,10 @@ T = TypeVar("T")
 
 
 class Topic:
-    """The call that a rank is about to make, to be compared with its peers. text: for people, cut if it is too long. details: compared as
-    well.
+    """The call that a rank is about to make, which is compared with its peers' calls.
 
-    difference: collective, on ranks whose texts are alike; returns how their details differ. hint: further help if only sizes
-    differ.
+    text: for people; cut if it is too long. details: compared as well. difference: collective, on ranks whose texts are alike;
+    returns how their details differ. hint: further help if only sizes differ.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What a program holds of symmetric memory: tensors that every rank sees (`SymmetricBuffer`) and counters (`Signal`).
+"""A program's handles on symmetric memory: tensors that every rank sees (`SymmetricBuffer`) and counters (`Signal`).
 
-Both belong to an explicit process group, exist on each of its ranks, and are made and freed by hand: making one is
+Both belong to an explicit process group and exist on each of its ranks. The program makes and frees them: making one is
 collective, closing one is not. See `csrc/signal.hpp` for how a signal orders the writes around it.
 """
 
@@ -14,14 +14,14 @@ from weft.symm.domain import Domain, domain
 
 
 class SymmetricBuffer:
-    """A tensor of the same shape and dtype on every rank of `group`, each of them readable and writable by all.
+    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write all of them.
 
-    Zero at first. Plain loads and stores: it takes a `Signal` (or another synchronisation) to know when a peer's write
-    is there. `local` is this rank's, `peer(rank)` any rank's (group ranks). After `close()` these raise, while tensors
-    taken before stay valid; memory goes back to the system when the last rank lets go of it.
+    Zero at first. Reads and writes are plain loads and stores: a `Signal` (or another synchronisation) must tell when a peer's
+    write has arrived. `local` is this rank's tensor, `peer(rank)` any rank's (group ranks). After `close()` both raise, while
+    tensors taken before stay valid. The system gets the memory back when the last rank drops it.
 
-    Raises `DisagreementError` if ranks ask for different shapes or dtypes, `OutOfSharedMemoryError` if there is no
-    room, on every rank alike; and what `weft.symm.domain.domain` raises.
+    Raises `DisagreementError` if ranks ask for different shapes or dtypes, or `OutOfSharedMemoryError` if there is no room, on
+    every rank; and the errors of `weft.symm.domain.domain`.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class SymmetricBuffer:
 
 
 class Signal:
-    """`count` 64-bit counters on every rank of `group` that any rank can raise and their owner can wait for.
+    """`count` 64-bit counters on every rank of `group`. Any rank can raise them, and their owner can wait for them.
 
-    Order: `set` and `add` release, `wait` and `read` acquire. What a rank wrote to symmetric memory before it raised a
-    signal is visible to the rank that has waited for the raised value. Counters start at 0 and should only grow (an
-    epoch per use): nobody can know when it is safe to reset one that a peer may still be looking at.
+    Order: `set` and `add` release, `wait` and `read` acquire. Writes of a rank to symmetric memory before it raises a signal are
+    visible to the rank that has waited for the raised value. Counters start at 0 and should only grow (an epoch per use): no rank
+    can know when it is safe to reset a counter that a peer may still read.
     """
 
     def __init__(self, count: int = 1, *, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
@@ -79,25 +79,25 @@ class Signal:
         self._region = self.domain.allocate(count * _core.COUNTER_BYTES, what=f"Signal(count={count})")
 
     def set(self, value: int, *, peer: int, index: int = 0) -> None:
-        """Make counter `index` of rank `peer` equal to `value` and wake who waits for it."""
+        """Set counter `index` of rank `peer` to `value` and wake its waiters."""
         self.domain.check()
         _core.signal_set(self._address(peer, index), value)
 
     def add(self, amount: int, *, peer: int, index: int = 0) -> None:
-        """Add `amount` to counter `index` of rank `peer`, atomically, and wake who waits for it."""
+        """Add `amount` to counter `index` of rank `peer`, atomically, and wake its waiters."""
         self.domain.check()
         _core.signal_add(self._address(peer, index), amount)
 
     def read(self, index: int = 0) -> int:
-        """The value of this rank's counter `index` now."""
+        """Return the current value of this rank's counter `index`."""
         return _core.signal_read(self._address(self.domain.rank, index))
 
     def wait(self, value: int, *, index: int = 0, peer: int | None = None, deadline_s: float | None = None) -> int:
-        """Wait until this rank's counter `index` is at least `value`; returns what it is then.
+        """Wait until this rank's counter `index` is at least `value`. Return its value then.
 
-        `peer`, if given, is the rank that will raise it: if that rank leaves, the wait ends at once. Raises
-        `DeadlineError` with rank, signal, wanted, found after `deadline_s` seconds (default `WEFT_DEADLINE_S`), and
-        `PeerLostError` or `PoisonedGroupError` when the group fails meanwhile. Each of these ends the group's life.
+        peer: the rank that will raise the counter; if that rank leaves, the wait ends at once. Raises `DeadlineError` with rank,
+        signal, wanted and found values after `deadline_s` seconds (default `WEFT_DEADLINE_S`), and `PeerLostError` or
+        `PoisonedGroupError` if the group fails meanwhile. After any of these errors the group is unusable.
         """
         address = self._address(self.domain.rank, index)
         return self.domain.wait(address, value, name=f"signal {index}", peer=peer, deadline_s=deadline_s)

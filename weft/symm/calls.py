@@ -1,18 +1,19 @@
-"""Calls of a group by their number: one thread at a time makes them; and on GPUs, where hosts do not meet, peers hear which call a
-rank refuses, and compare what they have called.
+"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not meet, peers hear of refusals and
+compare calls.
 
-A refusal is told to the peers, and each answers. One that has not come to this call yet refuses it too, and the group lives on; so
-it does if the peer has refused it by itself. One that has made it has sent what the refusing rank will never answer: that ends the
-group. Until all have answered, the rank that refused makes no other call: that one would pair with what they have made.
+A rank that refuses a call notifies its peers, and each peer answers. A peer that has not come to this call yet refuses it too,
+and the group lives on. It also lives on if the peer has refused the call by itself. A peer that has made the call has sent what
+the refusing rank will never answer: that ends the group. Until all have answered, the rank that refused makes no other call,
+since that call would pair with the one that its peers have made.
 
-Each rank keeps a digest of what its calls were, up to each of them. The watchdog thread tells the newest one to the peers, a few
-times a second, and each peer compares it with its own digest up to the same call. A difference ends the group: ranks have made
-calls of other sizes, dtypes or options, and their results are wrong. This costs a call less than a microsecond. It is found after
-the fact: up to a quarter of a second of calls has been made by then.
+Each rank keeps a digest of its calls up to each call. The watchdog thread sends the newest digest to the peers, a few times a
+second, and each peer compares it with its own digest up to the same call. A difference ends the group: ranks have made calls of
+other sizes, dtypes or options, and their results are wrong. This costs a call less than a microsecond. A difference is found
+after the fact, by when ranks have made up to a quarter of a second of calls.
 
-`WEFT_CHECK_CALLS=1` is a mode for finding ranks that make different calls: each rank tells its peers the number and the place of
-every call (operator, file and line). A peer's watchdog thread compares that with its own call of this number, off the critical
-path, and ends the group where they differ: by then a few more calls may have been enqueued. It costs each call a message to every
+`WEFT_CHECK_CALLS=1` is a mode for finding ranks that make different calls. Each rank sends its peers the number and the place of
+every call (operator, file and line). A peer's watchdog thread compares it with its own call of this number, off the critical
+path, and ends the group if they differ. By then a few more calls may have been enqueued. This costs each call a message to every
 peer, some microseconds of the host.
 """
 
@@ -28,30 +29,29 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
 _NUMBER = struct.Struct("<q")
-_DIGEST = struct.Struct("<qQ")  # a call's number, and the digest up to it
-_KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's news is on its way
+_DIGEST = struct.Struct("<qQ")  # a call's number, and the digest up to this call
+_KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message is on its way
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class GroupCalls:
-    """How many calls this rank has begun and ended on a group, whichever operator, what they were, and which of them somebody
-    refuses."""
+    """The calls of this rank on a group, of any operator: how many it has begun and ended, their digest, and refusals."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
         self.running = threading.RLock()
-        """Held during a call. A call within a call, of a layer say, takes it again."""
-        self.misused = ""  # how, before there was a domain to tell the peers by
+        """Held during a call. A nested call, such as one in a layer, takes it again."""
+        self.misused = ""  # the misuse, found before a domain could notify the peers
         self.made = MadeCalls()
         self._here: set[int] = set()
         self._there: dict[int, str] = {}
         self._refused_last = 0
-        self._answers: dict[int, int] = {}  # to calls that this rank has not refused, or not yet
-        self.unanswered = 0  # peers that have not said yet what they did with the call that this rank refused last
+        self._answers: dict[int, int] = {}  # to calls that this rank has not refused (yet)
+        self.unanswered = 0  # peers that have not answered this rank's last refusal
         self._lock = threading.Lock()
 
     def begin(self) -> str:
-        """The next call; why a peer has refused it, or ''."""
+        """Begin the next call. Return why a peer has refused it, or ''."""
         self.begun += 1
         return self.refused() if self._there else ""
 
@@ -61,17 +61,17 @@ class GroupCalls:
         return bool(self._there)
 
     def refused(self) -> str:
-        """Why a peer has refused the call that was begun last, or ''."""
+        """Return why a peer has refused the last call that was begun, or ''."""
         return self._there.get(self.begun, "")
 
     def end(self) -> str:
-        """The call is made; why a peer has refused it meanwhile, or ''."""
+        """End the call. Return why a peer has refused it meanwhile, or ''."""
         self.ended = self.begun
         self.made.end(self.begun)
         return self.refused() if self._there else ""
 
     def refuse(self, text: str, peers: int = 0) -> bytes:
-        """This rank refuses the call that was begun last: the message to every peer, of whom there are so many."""
+        """Refuse the last call that was begun. Return the message to every peer. peers: how many there are."""
         with self._lock:
             self.ended = self.begun
             self._here.add(self.begun)
@@ -80,8 +80,10 @@ class GroupCalls:
         return _NUMBER.pack(self.begun) + text.encode()
 
     def heard(self, message: bytes) -> str:
-        """A peer refuses a call, which is its answer where this rank refuses it too. What ends the group, if this rank has made
-        that call; or ''."""
+        """Handle a peer's refusal of a call. Return the error that ends the group, if this rank has made that call; or ''.
+
+        If this rank refuses the call too, the message is the peer's answer.
+        """
         number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
         with self._lock:
             self._count(number)
@@ -91,14 +93,16 @@ class GroupCalls:
             return text if self.ended >= number else ""
 
     def answer(self, message: bytes) -> bytes | None:
-        """To a refusal that was heard: that this rank will not make the call. None while it is at it: either it refuses it as well,
-        and says so, or makes it, which ends the group."""
+        """Return the answer to a peer's refusal: this rank will not make the call.
+
+        None during that call: this rank then either refuses it as well and says so, or makes it, which ends the group.
+        """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]
             return None if number in self._here or self.begun >= number else _NUMBER.pack(number)
 
     def answered(self, message: bytes) -> None:
-        """A peer's answer."""
+        """Count a peer's answer."""
         with self._lock:
             self._count(_NUMBER.unpack_from(message)[0])
 
@@ -109,11 +113,11 @@ class GroupCalls:
             self._answers[number] = self._answers.get(number, 0) + 1
 
 
-_of_group: dict[int, GroupCalls] = {}  # by identity of the group while it lives: every call looks here
+_of_group: dict[int, GroupCalls] = {}  # by the group's id while it lives: every call looks here
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """check: what to call with a group that is new here, or that torch does not know any more."""
+    """Return the calls of `group`. check: called with a group that is new here, or that torch no longer knows."""
     calls = _of_group.get(id(group))
     if check is not None and (calls is None or group not in _pg_map):
         check(group)
@@ -124,7 +128,7 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 
 
 class MadeCalls:
-    """What this rank has called, as a digest up to each call, and whether peers have called the same."""
+    """A digest up to each call of this rank, and whether peers have made the same calls."""
 
     def __init__(self) -> None:
         self._digest, self._what = 0, ""
@@ -133,7 +137,7 @@ class MadeCalls:
         self._early: dict[int, bytes] = {}  # by rank: news of a call that this rank has not made yet
 
     def note(self, fingerprint: int, what: str) -> None:
-        """Add a call, or a part of a call: its fingerprint, which is equal on all ranks that call the same."""
+        """Add a call, or a part of a call. fingerprint: equal on all ranks that call the same."""
         self._digest, self._what = (self._digest * _FACTOR + fingerprint) & _MASK, what
 
     def end(self, number: int) -> None:
@@ -141,7 +145,7 @@ class MadeCalls:
         self._last = number
 
     def news(self) -> bytes:
-        """Return the message to every peer about the newest call, empty if they know."""
+        """Return the message to every peer about the newest call; empty if the peers know it."""
         number = self._last
         if number == self._told or not self._digest:
             return b""
@@ -154,7 +158,7 @@ class MadeCalls:
         if number > self._last:
             self._early[rank] = message
             return ""
-        if number <= self._last - _KEPT // 2:  # about to be forgotten; newer news will be compared
+        if number <= self._last - _KEPT // 2:  # about to be overwritten; newer news will be compared
             return ""
         if self._digests[number % _KEPT] == digest:
             self._agreed = max(self._agreed, number)
@@ -167,7 +171,7 @@ class MadeCalls:
         )
 
     def heard_early(self) -> str:
-        """Compare news that came before this rank had made the call."""
+        """Compare news that arrived before this rank had made the call."""
         for rank, message in [*self._early.items()]:
             if _DIGEST.unpack_from(message)[0] <= self._last:
                 del self._early[rank]
@@ -177,16 +181,16 @@ class MadeCalls:
 
 
 class CallLog:
-    """This rank's calls that not every peer has told yet, and those of peers that this rank has not come to yet."""
+    """Calls of this rank that not every peer has reported yet, and reported calls of peers that this rank has not made yet."""
 
     def __init__(self, rank: int, world_size: int, differ: Callable[[str], None]) -> None:
         self._rank, self._peers, self._differ = rank, world_size - 1, differ
-        self._mine: dict[int, tuple[bytes, int]] = {}  # by number: what, and how many peers have told theirs
+        self._mine: dict[int, tuple[bytes, int]] = {}  # by number: the call, and how many peers have reported theirs
         self._theirs: dict[int, list[tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
 
     def note(self, number: int, what: str) -> bytes:
-        """This rank makes a call: the message to every peer."""
+        """Note that this rank makes a call. Return the message to every peer."""
         mine = what.encode()
         with self._lock:
             early = self._theirs.pop(number, [])

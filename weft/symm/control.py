@@ -1,19 +1,19 @@
-"""The control plane of a group: news that a rank has failed or left, and small messages while things are set up.
+"""The control plane of a group: news that a rank has failed or left, and small messages during set-up.
 
-A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.mesh`), so that news arrives while this rank
-computes or waits:
+A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.mesh`), so that news arrives while this rank computes or
+waits:
 
 - *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
-- *goodbye*: the peer left in order, and why. No failure, until somebody waits for something only it could do;
-- *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are;
-- *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause;
-- *call*: what a peer calls, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: which call
-  it does not make, and *answer*, that this rank will not make it either (`weft.symm.calls`);
+- *goodbye*: the peer left in order, and why. This is no failure, until a rank waits for something only that peer could do;
+- *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on their position;
+- *lost*: a peer saw another rank die. Every rank sees that by itself too; the message makes all ranks name the same cause;
+- *call*: a peer's call, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: a call that it
+  does not make, and *answer*: it will not make a call that this rank refused (`weft.symm.calls`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
 
-A failure is final: the watchdog sets the *failed word* (a private int64 that native waits look at), runs the
-`on_failure` callbacks, and every later use raises. Nothing in shared memory is written to signal it, so a rank that
-dies half-way through a write can leave nothing behind that others would misread.
+A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
+and every later use raises. Nothing in shared memory signals a failure, so a rank that dies half-way through a write leaves
+nothing behind that its peers would misread.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ from weft.symm.failures import logged
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
 _PART_BYTES = mesh.MAX_PACKET - 1
-_CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
-_LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read what has come
+_CALL_S = 1.0  # how long a peer's full buffer may delay a message about a call
+_LAST_LOOK_S = 0.2  # after a deadline, how long the watchdog may read what has arrived
 CALLBACK_S = (
     2.0  # how long a callback of `on_failure` may hold up the end of a group, or of the process with all groups
 )
 EXITING = "the process is exiting"
-_TICK_S = 0.25  # how often the watchdog looks when nothing comes
-_STALE_S = 1.0  # since its last look: this process has been stopped, and news may lie unread
+_TICK_S = 0.25  # how often the watchdog looks if nothing arrives
+_STALE_S = 1.0  # since the last look: this process was stopped, and messages may be unread
 
 
 class Control:
-    """Rank `rank` of `world_size`, connected to `peers`, whose sockets it takes over. `failed` is told of a failure at once, in
-    the thread that notices, and `afterwards` on the watchdog's when all callbacks have run.
+    """The control plane of rank `rank` of `world_size`. It takes over the sockets of `peers`.
 
-    Where there is no descriptor or no thread for a watchdog, the peers are told why before the error is raised."""
+    failed: called with a failure at once, in the thread that notices it. afterwards: called on the watchdog's thread when all
+    callbacks have run. If there is no descriptor or no thread for a watchdog, the peers are notified before the error is raised.
+    """
 
     def __init__(
         self, rank: int, world_size: int, peers: list[mesh.Peer], calls: GroupCalls, failed: Callable[[WeftError], None],
         afterwards: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         self.rank, self.world_size = rank, world_size
-        self.gone: dict[int, str] = {}  # who said goodbye, and why
-        self.ended: dict[int, str] = {}  # whose process has, and how
-        self.closed = ""  # why, once it is
+        self.gone: dict[int, str] = {}  # by rank that said goodbye: why
+        self.ended: dict[int, str] = {}  # by rank whose process has ended: how
+        self.closed = ""  # the reason, once it is closed
         self.failure: tuple[type[WeftError], str] | None = None
         self._lost: int | None = None
         self._tell_owner, self._afterwards = failed, afterwards
@@ -71,11 +72,11 @@ class Control:
         self._word = ctypes.c_int64(0)
         self._peers = {peer.rank: peer for peer in peers}
         self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
-        self._begun = {peer.rank: b"" for peer in peers}  # what came of a message whose end is still to come
+        self._begun = {peer.rank: b"" for peer in peers}  # beginnings of messages whose end has not arrived
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._calls, self._log = calls, CallLog(rank, world_size, self.poison)
-        # Guards everything above and the life of descriptors. Entered by itself: an interrupt may strike inside of a Condition's
-        # own way in, which is Python, and would leave the lock taken for ever.
+        # Guards everything above and the life of descriptors. Reentrant: an interrupt may strike inside a Condition's own
+        # __enter__, which is Python, and would leave the lock taken forever.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
@@ -119,7 +120,8 @@ class Control:
         return not self._word.value and time.monotonic() - self._looked_at <= _STALE_S
 
     def _let_watchdog_look(self) -> None:
-        """After a stop of the process this thread may go on before the watchdog has read what came meanwhile."""
+        """Let the watchdog read. After a stop of the process, this thread may run before the watchdog has read what arrived
+        meanwhile."""
         before, until = self._looked_at, time.monotonic() + _STALE_S
         self._rouse()
         while (
@@ -128,7 +130,7 @@ class Control:
             time.sleep(0.0005)
 
     def error(self, context: str = "") -> Exception:
-        """What to raise now that the failed word is set. Only the first report of a dead peer is a `PeerLostError`."""
+        """Return the error to raise after the failed word is set. Only the first report of a dead peer is a `PeerLostError`."""
         with self._lock:
             if self.failure is None:
                 return ValueError(f"this domain (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
@@ -149,7 +151,7 @@ class Control:
         self._tell(_REFUSAL + self._calls.refuse(text, len(self._peers))[: _PART_BYTES - 1])
 
     def await_answers(self, deadline_s: float) -> None:
-        """Return when all peers have answered this rank's last refusal, or raise what befell the group."""
+        """Return when all peers have answered this rank's last refusal, or raise the group's error."""
         until = time.monotonic() + deadline_s
         with self._lock:
             while self._calls.unanswered > 0 and not self._word.value and (remaining := until - time.monotonic()) > 0:
@@ -165,7 +167,7 @@ class Control:
             self._send(rank, message, until=time.monotonic() + _CALL_S)
 
     def lose(self, rank: int | None, text: str) -> None:
-        """rank: which one; None: all others."""
+        """Fail the group because `rank` was lost; None: all other ranks."""
         self._fail(PeerLostError, text, _LOST + f"{'' if rank is None else rank} {text}".encode(), rank)
 
     def lose_who_left(self, ranks: list[int]) -> None:
@@ -202,7 +204,7 @@ class Control:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, file: int | None, what: str, deadline_s: float) -> list[tuple[Any, int | None]]:
-        """Every rank's `obj` and file descriptor, by rank; see `Domain.all_gather`."""
+        """Return every rank's `obj` and file descriptor, by rank; see `Domain.all_gather`."""
         self.check()
         until = time.monotonic() + deadline_s
         taken: list[tuple[Any, int | None]] = [(obj, file)] * self.world_size
@@ -232,15 +234,16 @@ class Control:
 
     @contextlib.contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """All of it or nothing more: who has sent a message, or taken some and not all, would be out of step for ever."""
+        """Fail the group if a collective does not complete. A rank that has sent or taken only a part would be out of step
+        forever."""
         try:
             yield
-        except BaseException as error:  # Ctrl-C, say. Without effect if the group has failed before
+        except BaseException as error:  # Ctrl-C, say. No effect if the group has failed before
             self.poison(f"rank {self.rank}: {what}: {error!r}")
             raise
 
     def _take_all(self, what: str, until: float, deadline_s: float) -> dict[int, tuple[bytes, list[int]]]:
-        """Every peer's message, when all are here."""
+        """Return every peer's message once all have arrived."""
         has_looked_again = False
         with self._lock:
             while missing := [rank for rank in self._peers if not self._inbox[rank]]:
@@ -270,8 +273,10 @@ class Control:
     # -- the end
 
     def close(self, why: str, until: float | None = None) -> bool:
-        """Say goodbye and stop; False if that was done before. until: how long to wait for callbacks that still run, by
-        `time.monotonic`; by default `CALLBACK_S` from now."""
+        """Say goodbye and stop; return False if it was closed before.
+
+        until: how long to wait for callbacks that still run, by `time.monotonic`; by default `CALLBACK_S` from now.
+        """
         with self._lock:
             if self.closed:
                 return False
@@ -288,7 +293,7 @@ class Control:
         return True
 
     def forked(self) -> None:
-        """In a forked child: `mesh` closes the sockets there; locks may be held by threads that no longer exist."""
+        """Reset in a forked child. `mesh` closes the sockets there; threads that no longer exist may hold locks."""
         self._lock, self._collective = threading.RLock(), threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.closed = forks.MAKE_ANOTHER
@@ -324,7 +329,7 @@ class Control:
         self._release()
 
     def _compare_calls(self) -> None:
-        """Tell peers what this rank has called, and compare what they have told."""
+        """Send the peers a digest of this rank's calls, and compare their digests."""
         made = self._calls.made
         if self._word.value or self._looked_at < self._compared_at + _TICK_S:  # news may have woken this thread
             return
@@ -336,7 +341,7 @@ class Control:
                 self._send(rank, _MADE + news)
 
     def _release(self) -> None:
-        with self._lock:  # so that no other thread is about to use a descriptor that is being closed
+        with self._lock:  # no other thread may be about to use a descriptor that is being closed
             for peer in self._peers.values():
                 peer.socket.close()
             for inbox in self._inbox.values():
@@ -358,7 +363,7 @@ class Control:
         self._afterwards()
 
     def _read(self, rank: int) -> bool:
-        """Take in what `rank` has sent; False at the end of its stream."""
+        """Read the messages of `rank`; return False at the end of its stream."""
         sock = self._peers[rank].socket
         while True:
             try:
@@ -366,7 +371,7 @@ class Control:
                 data, files, _, _ = socket.recv_fds(sock, mesh.MAX_PACKET, 1, flags)
             except BlockingIOError:
                 return True
-            except ConnectionResetError:  # it left without reading all of ours; its own last words come next
+            except ConnectionResetError:  # it left without reading all of ours; its last messages come next
                 continue
             if not data:
                 if rank not in self.gone:
@@ -388,7 +393,7 @@ class Control:
                         self.ended[rank] = f"{self.name(rank)} has left: {EXITING}"
                     self._changed.notify_all()
             elif kind == _POISON:
-                self._fail(PoisonedGroupError, body.decode(errors="replace"))  # its sender has told everybody
+                self._fail(PoisonedGroupError, body.decode(errors="replace"))  # its sender has notified everybody
             elif kind == _LOST:
                 lost, _, text = body.decode().partition(" ")
                 self.lose(int(lost) if lost else None, text)
@@ -407,10 +412,10 @@ class Control:
                 elif (answer := self._calls.answer(body)) is not None:
                     self._send(rank, _ANSWER + answer, until=time.monotonic() + _CALL_S)
                 with self._lock:
-                    self._changed.notify_all()  # a wait in this very call is over
+                    self._changed.notify_all()  # ends a wait in this very call
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
-        """Send at once, or by `until` if the peer's buffer is full. That a peer is dead is the watchdog's to notice."""
+        """Send at once, or by `until` if the peer's buffer is full. Ignore a dead peer: the watchdog notices it."""
         sock = self._peers[rank].socket
         files = [] if file is None else [file]
         while True:

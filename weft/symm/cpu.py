@@ -1,9 +1,8 @@
-"""Symmetric memory between CPU processes: anonymous files (memfd) passed over the domain's sockets and mapped by all.
+"""Symmetric memory between CPU processes: anonymous files (memfd), passed over the domain's sockets and mapped by all ranks.
 
-Nothing has a name: a memfd exists as long as something maps it, and its descriptors are closed as soon as everyone has
-mapped it, so that whatever way the ranks end, the kernel has the pages back when the last of them is gone. Pages are
-reserved up front and the files sealed against shrinking, so that lack of memory is an error here and not a bus fault
-in the middle of a kernel.
+The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all ranks have
+mapped it. So the kernel gets the pages back when the last rank is gone, however the ranks end. Pages are reserved up front and
+the files sealed against shrinking, so that a lack of memory is an error here and not a bus fault in the middle of a kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weft.symm.memory import Ranks, lent
 from weft.words import counted
 
 _CPU = torch.device("cpu")
-_KEEP_FREE = 0.05  # of what is free: a machine without any is no better off than one that was refused
+_KEEP_FREE = 0.05  # share of free memory: a machine without any is no better off than a refused request
 
 
 class CpuRegion:
@@ -65,10 +64,10 @@ class CpuRegion:
 
 
 def allocate(domain: Ranks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve and exchange; see `Domain.allocate`. Three rounds, after each of which all ranks know the same."""
+    """Reserve memory and exchange it; see `Domain.allocate`. After each of three rounds all ranks know the same."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # 1. Is there room for all? Asked before anybody takes any: reserving more than there is wakes the kernel's
-    # out-of-memory killer rather than failing.
+    # 1. Check that there is room for all ranks before any rank takes memory: reserving more than there is wakes the kernel's
+    # out-of-memory killer instead of failing.
     rooms = domain.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])
@@ -78,14 +77,14 @@ def allocate(domain: Ranks, nbytes: int, what: str) -> CpuRegion:
             f"{what}: wanted {total / 2**20:.1f} MiB ({counted(domain.world_size, 'rank')} x {size / 2**20:.1f}), free "
             f"{free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} stay untouched: use smaller batches or fewer ranks"
         )
-    # 2. Everybody makes its own and hands it to the others.
+    # 2. Each rank makes its own memory and sends it to its peers.
     descriptor, error = _reserve(size)
     files: list[int | None] = []
     try:
         made = domain.all_gather_files(error, descriptor, what=what)
         files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
         _agree(what, size, free, [text for text, _ in made])
-        # 3. Everybody maps all of them.
+        # 3. Each rank maps the memory of all ranks.
         mappings: list[_core.Mapping] = []
         try:
             for rank, (_, file) in enumerate(made):
@@ -103,7 +102,7 @@ def allocate(domain: Ranks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """What is free, or what went wrong."""
+    """Return the free bytes, and the error of asking for them or ""."""
     try:
         return available_bytes(), ""
     except OSError as trouble:  # no descriptor to read it with
@@ -111,7 +110,7 @@ def _room() -> tuple[int, str]:
 
 
 def _reserve(size: int) -> tuple[int | None, str]:
-    """A sealed memfd of `size` bytes with its pages in place, or what went wrong."""
+    """Return a sealed memfd of `size` bytes with its pages in place, and the error or ""."""
     descriptor = None
     try:
         descriptor = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -135,7 +134,7 @@ def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
 
 
 def available_bytes() -> int:
-    """What could be reserved now without swapping: the host's, or less if this control group (v2) has a limit."""
+    """Return how many bytes could be reserved now without swapping, on the host and within the limits of control groups (v2)."""
     free = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()

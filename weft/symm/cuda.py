@@ -1,9 +1,9 @@
-"""Symmetric memory on GPUs: slabs of device memory that every rank maps, carved.
+"""Symmetric memory on GPUs: slabs of device memory that every rank maps, from which regions are cut.
 
 A slab is one allocation of each rank (`weft.symm.cuda_driver`), mapped by every rank of the group over NVLink or PCIe peer
-access. It lives as long as its domain and the tensors over it. Regions are cut from slabs, and may be given back to them. All
-ranks cut alike: `allocate` is collective, takes the same size everywhere, and places it where every rank has room. Every wait is
-one of the domain's, with its deadline.
+access. It lives as long as its domain and the tensors over it. Regions are cut from slabs and may be given back to them. All
+ranks cut alike: `allocate` is collective, takes the same size everywhere, and places the region where every rank has room. Every
+wait is one of the domain's, with its deadline.
 
 A group of one rank needs no peer: its slab is ordinary memory.
 """
@@ -23,12 +23,12 @@ from weft.symm.cuda_driver import DriverError, Memory, fill, make, rounded, take
 from weft.symm.lasting import lasting
 from weft.symm.memory import Ranks, lent
 
-_ALIGNMENT = 512  # what a cudaMalloc guarantees at least; keeps vector accesses and copy engines happy
+_ALIGNMENT = 512  # the least that cudaMalloc guarantees; suits vector accesses and copy engines
 _SLAB_BYTES = 8 << 20  # the smallest slab: signals and small buffers share one
 
 
 class CudaRegion:
-    """`nbytes` on every rank of the domain's group, zero at first; `address(rank)` is valid on this rank's device."""
+    """`nbytes` on every rank of the domain's group, zero at first. `address(rank)` is valid on this rank's device."""
 
     def __init__(self, slab: _Slab, offset: int, nbytes: int) -> None:
         self._slab: _Slab | None = slab
@@ -44,7 +44,7 @@ class CudaRegion:
         return self._open().addresses[rank] + self._offset
 
     def tensor(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """A view [shape] of `rank`'s memory that starts `offset_bytes` into the region and keeps the slab mapped."""
+        """Return a view [shape] of `rank`'s memory that starts `offset_bytes` into the region and keeps the slab mapped."""
         elements = 1
         for extent in shape:
             elements *= extent
@@ -58,8 +58,10 @@ class CudaRegion:
         return self._open().buffers[rank]
 
     def give_back(self) -> None:
-        """Close it, and let later allocations have the memory once every rank has given it back. No kernel of any rank, no
-        captured graph and no tensor may use it any more."""
+        """Close the region. Later allocations may use the memory once every rank has given it back.
+
+        No kernel of any rank, no captured graph and no tensor may use it any more.
+        """
         if self._slab is not None:
             self._slab.free = merged([*self._slab.free, (self._offset, self._offset + _rounded(self.nbytes))])
         self.close()
@@ -69,12 +71,12 @@ class CudaRegion:
 
 
 class _Slab:
-    """One allocation: `buffers[rank]` is rank's memory as uint8 [nbytes], `addresses[rank]` where this device sees it."""
+    """One allocation: `buffers[rank]` is the rank's memory as uint8 [nbytes], `addresses[rank]` its address on this device."""
 
     def __init__(self, domain: Ranks, nbytes: int) -> None:
         self.nbytes = nbytes
         self.free: list[Interval] = [(0, nbytes)]
-        self.zero_from = 0  # from here on nothing has been handed out yet
+        self.zero_from = 0  # bytes from here on have not been handed out yet
         if domain.world_size == 1:
             device = domain.device
             self.buffers = [lasting(device, lambda: torch.zeros(nbytes, dtype=torch.uint8, device=device))]
@@ -85,8 +87,8 @@ class _Slab:
 
 
 def _shared(domain: Ranks, nbytes: int) -> list[torch.Tensor]:
-    """uint8 [nbytes] of each rank, this rank's cleared before anybody has it. Two rounds, after each of which all ranks know the
-    same."""
+    """Return each rank's memory, uint8 [nbytes], this rank's cleared before its peers get it. After each of two rounds all ranks
+    know the same."""
     device, what = domain.device, f"{nbytes} bytes of symmetric memory on GPUs"
     memory, descriptor, error = None, None, ""
     try:
@@ -124,7 +126,7 @@ def _made(nbytes: int, device: torch.device) -> tuple[Memory, int]:
     except DriverError as error:
         if not error.out_of_memory:
             raise
-        torch.cuda.empty_cache()  # what torch keeps for later
+        torch.cuda.empty_cache()  # drop what torch caches
         return make(nbytes, device)
 
 
@@ -137,19 +139,20 @@ _slabs: weakref.WeakKeyDictionary[Ranks, list[_Slab]] = weakref.WeakKeyDictionar
 
 
 def allocate(domain: Ranks, nbytes: int, what: str) -> CudaRegion:
-    """Collective: the same `nbytes` on every rank. Synchronises the device when a new slab, or a region again, is needed."""
+    """Allocate the same `nbytes` on every rank. Collective. Synchronises the device for a new slab, and for memory that is
+    reused."""
     slabs = _slabs.setdefault(domain, [])
     asked = domain.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
     sizes = [size for size, _ in asked]
     if len(set(sizes)) > 1:
         raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
     wanted = _rounded(nbytes)
-    # Small regions keep out of what is left of large slabs, which they would hold when all else there has gone.
+    # Small regions avoid the rest of large slabs: they would keep such a slab when all else in it has gone.
     small = wanted <= _SLAB_BYTES // 8
     kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
     place = smallest_place([[() if k else f for f, k in zip(free, kept, strict=True)] for _, free in asked], wanted)
     if place is None:
-        # Slabs that are free on all ranks go back to the device: this region finds no room in them.
+        # Slabs that are free on all ranks go back to the device: this region does not fit in them.
         idle = [n for n, slab in enumerate(slabs) if all(free[n] == [(0, slab.nbytes)] for _, free in asked)]
         for number in reversed(idle):
             del slabs[number]
@@ -160,7 +163,7 @@ def allocate(domain: Ranks, nbytes: int, what: str) -> CudaRegion:
         slab, offset = slabs[place[0]], place[1]
     slab.free = without(slab.free, (offset, offset + wanted))
     if offset < slab.zero_from:
-        # Others may have had it: what they enqueued is waited for everywhere before it is cleared, and then for that.
+        # The memory may have been used before. Wait for the work enqueued on all ranks, then clear it, and wait for that too.
         _synchronize(domain.device)
         domain.all_gather(None, what=f"{what}, again")
         slab.buffers[domain.rank][offset : offset + wanted].zero_()
@@ -184,7 +187,7 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same bytes in as few intervals as possible, rising."""
+    """Return the same bytes in as few intervals as possible, ascending."""
     result: list[Interval] = []
     for first, end in sorted(intervals):
         if result and first <= result[-1][1]:
@@ -201,7 +204,8 @@ def without(intervals: Sequence[Interval], taken: Interval) -> list[Interval]:
 
 
 def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) -> tuple[int, int] | None:
-    """(slab, offset) of the smallest interval that has room for so many bytes on every rank. free: by rank and slab."""
+    """Return (slab, offset) of the smallest interval that has room for `wanted` bytes on every rank; None if none has. free: by
+    rank and slab."""
     found = []
     for number, of_ranks in enumerate(zip(*free, strict=True)):
         common = [(a, b) for a, b in of_ranks[0]]
@@ -212,5 +216,5 @@ def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) ->
 
 
 def slab_bytes(domain: Ranks) -> int:
-    """Bytes of device memory that the slabs of this rank hold."""
+    """Return the bytes of device memory that the slabs of this rank hold."""
     return sum(slab.nbytes for slab in _slabs.get(domain, []))

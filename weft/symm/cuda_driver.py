@@ -1,10 +1,10 @@
 """Device memory that other processes can map, from CUDA's driver: made, sent as a file descriptor, mapped, cleared.
 
-torch's symmetric memory does the same, but waits for peers inside, without a deadline and with the interpreter's lock held: a
-peer that dies or stops meanwhile holds up every thread of the process. Here nothing waits; descriptors travel over a domain's
-sockets (`weft.symm.cuda`), which have deadlines and notice a death.
+torch's symmetric memory does the same, but waits for peers inside, without a deadline and holding the interpreter's lock. A peer
+that dies or stops meanwhile blocks every thread of the process. Nothing here waits. Descriptors travel over a domain's sockets
+(`weft.symm.cuda`), which have deadlines and notice a death.
 
-The driver library is what the GPU's driver brings, and is loaded at the first use.
+The driver library comes with the GPU's driver, and is loaded at the first use.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-_PINNED, _POSIX_FD, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1  # CUDA's names for them: CU_MEM_...
+_PINNED, _POSIX_FD, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1  # values of CU_MEM_... constants
 _OUT_OF_MEMORY = 2
 
 
 class DriverError(RuntimeError):
-    """`code` as CUDA's driver numbers them."""
+    """An error code of CUDA's driver."""
 
     def __init__(self, function: str, code: int) -> None:
         name = ctypes.c_char_p()
@@ -75,7 +75,7 @@ def _properties(device: torch.device) -> _Properties:
 
 
 def rounded(nbytes: int, device: torch.device) -> int:
-    """The size that an allocation for so many bytes has."""
+    """Return the size of an allocation for `nbytes` bytes."""
     torch.cuda.init()
     with torch.cuda.device(device):
         granule = ctypes.c_size_t()
@@ -84,7 +84,8 @@ def rounded(nbytes: int, device: torch.device) -> int:
 
 
 def make(nbytes: int, device: torch.device) -> tuple[Memory, int]:
-    """`nbytes` (as `rounded` gives them) of this process, mapped here, and a file descriptor for others; the caller closes that.
+    """Allocate `nbytes` (from `rounded`) and map them here. Return the mapping and a file descriptor for peers, which the caller
+    closes.
 
     Raises `DriverError`.
     """
@@ -109,7 +110,7 @@ def make(nbytes: int, device: torch.device) -> tuple[Memory, int]:
 
 
 def take(descriptor: int, nbytes: int, device: torch.device) -> Memory:
-    """A peer's memory, mapped here. The descriptor is still the caller's."""
+    """Map a peer's memory here. The caller still owns the descriptor."""
     with torch.cuda.device(device):
         handle = ctypes.c_ulonglong()
         _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_FD)
@@ -137,14 +138,15 @@ def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Me
 
 
 class Memory:
-    """A mapping of device memory here; it ends when nobody holds this object, and the memory with its last mapping anywhere."""
+    """A mapping of device memory. It ends with the last reference to this object, and the memory ends with its last mapping
+    anywhere."""
 
     def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
         self.address, self.nbytes, self.device = address, nbytes, device
 
     def __del__(self) -> None:
-        # What was enqueued may still use it. Where that cannot be waited for (a capture, a broken device, the end of the
-        # interpreter) it stays mapped until the process ends.
+        # Enqueued work may still use the mapping. If that cannot be waited for (a capture, a broken device, the end of the
+        # interpreter), the memory stays mapped until the process ends.
         with contextlib.suppress(Exception):
             torch.cuda.synchronize(self.device)
             with torch.cuda.device(self.device):
@@ -154,7 +156,7 @@ class Memory:
 
 
 def fill(address: int, nbytes: int, byte: int, stream: torch.cuda.Stream) -> None:
-    """Every byte, in order of the stream. Loads no kernel, and so may be called while other streams wait."""
+    """Set every byte, in stream order. Loads no kernel, so it may be called while other streams wait."""
     _call(
         "cuMemsetD8Async", ctypes.c_ulonglong(address), ctypes.c_ubyte(byte), ctypes.c_size_t(nbytes),
         ctypes.c_void_p(stream.cuda_stream),

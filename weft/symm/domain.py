@@ -1,8 +1,8 @@
-"""What the ranks of one process group share on one type of device: memory that all can address, waits that cannot hang.
+"""The shared state of one process group on one type of device: memory that all ranks can address, and waits that cannot hang.
 
-A `Domain` is made once per (group, device type) and cached until it is closed, its process group is destroyed, or the
-process exits. It connects the ranks (`weft.symm.mesh`), watches for failures (`weft.symm.control`) and hands out
-symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at once, for groups that overlap or not.
+A `Domain` is made once per (group, device type) and cached until it is closed, its process group is destroyed, or the process
+exits. It connects the ranks (`weft.symm.mesh`), watches for failures (`weft.symm.control`) and allocates symmetric memory
+(`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at once, for groups that overlap or not.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from weft.symm.memory import Region
 from weft.symm.mesh import NO_TRANSPORT
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
-_LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
+_LOOK_S = 0.1  # how long a native wait may last before Python checks for Ctrl-C and goodbyes
 _COME_OUT_S = 1.0  # how long the exit of the process waits for threads
-_LET_GO_S = 0.1  # and then, while they live, for what they do on their way out
+_LET_GO_S = 0.1  # and then, while they live, for their clean-up
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @contextlib.contextmanager
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
-    """Set-up waits of this thread in here have this deadline, if it is not None and they are given no other: it is a caller's, or
-    the one for calls where ranks compile or measure between what they set up together."""
+    """Give set-up waits of this thread this deadline, unless it is None or a wait has its own.
+
+    It is a caller's deadline, or the deadline of calls in which ranks compile or measure between set-up steps.
+    """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
     try:
@@ -60,15 +62,15 @@ def _nothing() -> None: ...
 
 
 class Domain:
-    """The ranks of a process group as seen from this one. Made by `domain()`; a context manager that closes itself."""
+    """The ranks of a process group as seen from this rank. Made by `domain()`. A context manager that closes itself."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: list[mesh.Peer]):
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = device
-        reached = {self.rank, *(peer.rank for peer in peers)}  # by sockets, which hand over what is mapped
+        reached = {self.rank, *(peer.rank for peer in peers)}  # by sockets, over which mapped memory is exchanged
         self.mapped = tuple(rank in reached for rank in range(self.world_size))
-        """By rank, whether its memory can be addressed here. Of every rank, as long as a group is on one host."""
+        """By rank: True if its memory can be addressed here. True for every rank of a group on one host."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
         self._looks: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -91,12 +93,12 @@ class Domain:
 
     @property
     def failed(self) -> bool:
-        """Whether the group has failed, or this domain is closed. Does not raise."""
+        """True if the group has failed, or this domain is closed. Does not raise."""
         return self._control.failed
 
     @property
     def failed_address(self) -> int:
-        """Address of a private int64: 0 while all is well, 1 once the group has failed or this domain is closed."""
+        """The address of a private int64: 0 while all is well, 1 once the group has failed or this domain is closed."""
         return self._control.failed_address
 
     def __repr__(self) -> str:
@@ -115,7 +117,7 @@ class Domain:
     def check(self) -> None:
         """Raise if the domain is closed (`ValueError`) or the group has failed.
 
-        The first report of a dead peer is a `PeerLostError`; from then on, and for every other failure, it is a
+        The first report of a dead peer is a `PeerLostError`. Later reports, and reports of any other failure, are a
         `PoisonedGroupError` that repeats the cause.
         """
         for look in tuple(self._looks):
@@ -127,8 +129,10 @@ class Domain:
         return not self._looks and self._control.is_well()
 
     def before_check(self, look: Callable[[], None]) -> None:
-        """Have every `check()` call `look`, a method, as long as there is what it is a method of: for who may know of a failure
-        before the group does, and then poisons it."""
+        """Have every `check()` call the method `look`, as long as its object exists.
+
+        It is for objects that may know of a failure before the group does, and then poison the group.
+        """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
     def poison(self, text: str) -> None:
@@ -136,15 +140,15 @@ class Domain:
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Declare this group unusable here, because of `text`, which every peer finds out and declares for itself."""
+        """Declare this group unusable here, because of `text`. Every peer finds the same and declares it for itself."""
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
-        """On GPUs: this rank does not make the call that it has begun; see `weft.symm.calls`."""
+        """Notify peers that this rank refuses the call that it has begun; see `weft.symm.calls`. For GPUs."""
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def await_answers(self) -> None:
-        """On GPUs, after a refusal: return when no peer can make that call any more, or raise what befell the group."""
+        """Return when no peer can make the refused call any more, or raise the group's error. For GPUs, after a refusal."""
         self._control.await_answers(_setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:
@@ -154,7 +158,7 @@ class Domain:
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have the watchdog thread run `callback()` once if the group fails; at once, here, if it already has.
 
-        Returns a function that takes the registration back.
+        Returns a function that removes the callback.
         """
         return self._control.on_failure(callback)
 
@@ -175,17 +179,17 @@ class Domain:
     ) -> int:
         """Wait until the counter at `address` is at least `wanted` (acquire order) and return its value.
 
-        `peer` is the rank expected to raise it (None: anybody). Raises `DeadlineError` with rank, signal, wanted and
-        found after `deadline_s` seconds (default `WEFT_DEADLINE_S`), which also poisons the group; `PeerLostError` if
-        that peer has left or died; `PoisonedGroupError` if the group failed otherwise.
+        peer: the rank expected to raise it (None: any rank). Raises `DeadlineError` with rank, signal, wanted and found values
+        after `deadline_s` seconds (default `WEFT_DEADLINE_S`), which also poisons the group; `PeerLostError` if that peer has
+        left or died; `PoisonedGroupError` if the group failed otherwise.
         """
         control = self._control
         control.check()
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         while True:
-            # Asked before the counter is read: who has said goodbye has by then written all it ever will, and a process that
-            # was stopped past its deadline may find that the counter has been raised meanwhile.
+            # Checked before the counter is read: a peer that has said goodbye has by then written all it ever will. And a process
+            # that was stopped past its deadline may find that the counter has been raised meanwhile.
             left, remaining = self._who_left(peer), until - time.monotonic()
             patience_s = 0.0 if left else max(0.0, min(remaining, _LOOK_S))
             outcome, found = _core.signal_wait(address, wanted, patience_s, control.failed_address)
@@ -203,7 +207,7 @@ class Domain:
                 raise DeadlineError(text)
 
     def _who_left(self, peer: int | None) -> list[int]:
-        """Those that are to blame if nobody is left that could raise the signal which we wait for."""
+        """Return the ranks to blame if no rank is left that could raise the awaited signal; else []."""
         gone = self._control.gone
         if peer is not None:
             return [peer] if peer in gone else []
@@ -212,28 +216,27 @@ class Domain:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:
-        """Every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms a rank.
+        """Return every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms a rank.
 
-        All ranks must make the same calls in the same order; `what` says which this is, and ranks that meet with
-        different ones raise `DisagreementError`. Deadline (default: that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S`) and
-        failures as in `wait`.
+        All ranks must make the same calls in the same order. `what` names the call; ranks that meet with different names raise
+        `DisagreementError`. Deadline (default: that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S`) and failures as in `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 
     def all_gather_files(
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
-        """`all_gather` in which each rank may hand over a file descriptor too; the receiver closes what peers sent."""
+        """Run `all_gather`, in which each rank may also send a file descriptor. The receiver closes descriptors of peers."""
         deadline_s = _setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
 
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
-        """`nbytes` of zeroed symmetric memory on every rank. Collective: every rank asks for the same.
+        """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective: every rank asks for the same.
 
-        Raises `RefusedError` where a rank's memory cannot be mapped (`mapped`), `OutOfSharedMemoryError` on every rank if any
-        cannot reserve it (nothing stays reserved then, and the group stays usable), `DisagreementError` if sizes (or `what`, the
-        description) differ. Deadline and failures as in `all_gather`; any other error of this rank alone ends the group, and the
-        others hear of it.
+        Raises `RefusedError` if a rank's memory cannot be mapped (`mapped`); `OutOfSharedMemoryError` on every rank if any rank
+        cannot reserve it (nothing stays reserved then, and the group stays usable); `DisagreementError` if sizes (or `what`, the
+        description) differ. Deadline and failures as in `all_gather`. Any other error on this rank alone ends the group and
+        notifies the peers.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
@@ -263,7 +266,7 @@ class Domain:
     # -- the end
 
     def close(self) -> None:
-        """Leave in order: peers learn of it, which is no failure unless one still waits for this rank. Idempotent.
+        """Leave in order. Peers are notified, which is no failure unless a peer still waits for this rank. Idempotent.
 
         Memory that peers have mapped, and tensors that this process still holds, stay valid.
         """
@@ -291,17 +294,17 @@ _exit_hook_of = 0  # pid
 
 
 def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: float | None = None) -> Domain:
-    """The domain of `group` on this type of device: the open one if there is one, else a new one.
+    """Return the domain of `group` on this type of device: the open domain if there is one, else a new one.
 
-    Making it is collective over the ranks of the group and takes milliseconds; `deadline_s` (default
-    `WEFT_SETUP_DEADLINE_S`, 20) bounds the wait for the others. It stays until `close()`, until the process group is destroyed,
-    or until the interpreter exits; each of these is an orderly goodbye.
+    Making one is collective over the ranks of the group and takes milliseconds; `deadline_s` (default `WEFT_SETUP_DEADLINE_S`,
+    20) bounds the wait for the other ranks. It stays until `close()`, until the process group is destroyed, or until the
+    interpreter exits; each of these is an orderly goodbye.
 
-    Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this
-    rank, or if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank
-    does not come, be it late or dead; `PeerLostError` if one has an error or dies once it has come, or is known to have ended
-    from another group, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or thread
-    for it.
+    Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this rank;
+    `RefusedError` if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a
+    rank does not come, late or dead; `PeerLostError` if a rank fails or dies after it has come, or is known to have ended from
+    another group, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or thread for
+    it.
     """
     if not isinstance(device, torch.device):
         device = torch.device(device)
@@ -322,12 +325,12 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
         try:
             calls = calls_of(group).begun
             peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
-        except DisagreementError as error:  # all ranks have found it out
+        except DisagreementError as error:  # all ranks have found it
             failures.remember(group, error)
             failures.tell(group, group.rank())
             raise
         made = Domain(group, device, peers)
-        if misused := calls_of(group).misused:  # while there was nobody yet to tell
+        if misused := calls_of(group).misused:  # misuse from before there was a domain to notify
             made.poison(misused)
         with _cache_lock:
             _cache.append(made)
@@ -336,7 +339,7 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
 
 
 def _known(group: dist.ProcessGroup, device: torch.device) -> Domain | None:
-    """The open one."""
+    """Return the open domain; None if there is none."""
     for known in list(_cache):
         if known._group() is group and (known.device == device or known.device.type == device.type):
             known.check()
@@ -349,12 +352,12 @@ def _known(group: dist.ProcessGroup, device: torch.device) -> Domain | None:
 
 
 def open_domain(group: dist.ProcessGroup, device_type: str) -> Domain | None:
-    """The one that has been made, if it is still there."""
+    """Return the domain that has been made, if it is still open."""
     return next((one for one in list(_cache) if one.is_of(group) and one.device.type == device_type), None)
 
 
 def _ended(group: dist.ProcessGroup, rank: int) -> str:
-    """What another group of this process knows of a rank of `group` whose process has ended, else ''."""
+    """Return what another group of this process knows of a rank of `group` whose process has ended; else ''."""
     wanted = dist.get_global_rank(group, rank)
     for known in list(_cache):
         other = known._group()
@@ -367,29 +370,33 @@ def _ended(group: dist.ProcessGroup, rank: int) -> str:
 
 
 def close_all() -> None:
-    """Close every domain of this process, as happens at interpreter exit."""
+    """Close every domain of this process, as at interpreter exit."""
     until = time.monotonic() + CALLBACK_S
     for open_domain in list(_cache):
         open_domain._close(EXITING, until)
 
 
 def _leave_all() -> None:
-    """At interpreter exit. Daemon threads that wait in native code hear of the end of their domain, and get some time to come out:
-    one that did so when the interpreter is already ending would abort the process. So would one that lets go of tensors then, as
-    it does with the traceback that it leaves with: `_LET_GO_S` is for that."""
+    """Close all domains at interpreter exit, and give daemon threads time to leave native code.
+
+    Threads that wait in native code are notified of the end of their domain. A thread that returned from native code while the
+    interpreter ends would abort the process. So would a thread that drops tensors then, as it does with the traceback that it
+    leaves with: `_LET_GO_S` is for that.
+    """
     came_out = _threads_inside()
     close_all()
     until = time.monotonic() + _COME_OUT_S
     while (inside := _threads_inside()) and time.monotonic() < until:
         came_out |= inside
-        time.sleep(0.001)  # in which they get the interpreter's lock
+        time.sleep(0.001)  # lets them get the interpreter's lock
     until = time.monotonic() + _LET_GO_S
     while came_out & sys._current_frames().keys() and time.monotonic() < until:
         time.sleep(0.001)
 
 
 def _threads_inside() -> set[int]:
-    """Other threads in code of weft, or in what that calls natively. Those that watch call nothing that could abort."""
+    """Return other threads in code of weft, or in native calls from there. weft's watching threads call nothing that
+    could abort."""
     watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith("weft-")}
     return {
         thread
@@ -407,7 +414,7 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _close_at_exit() -> None:
-    # Through multiprocessing, because its child processes end without running `atexit`'s functions.
+    # Uses multiprocessing, because its child processes end without running `atexit`'s functions.
     global _exit_hook_of
     if _exit_hook_of != os.getpid():
         _exit_hook_of = os.getpid()

@@ -1,9 +1,9 @@
-"""A small all-gather through shared memory: how the ranks of a CPU call agree on it in microseconds, with no socket.
+"""A small all-gather through shared memory: the ranks of a CPU call agree on it in microseconds, without sockets.
 
-Every rank publishes its payload in its own memory, raises its own counter to the epoch, and reads everyone else's as
-their counters get there. Two slots, used by epochs in turn, are enough: a rank that publishes epoch e + 1 has finished
-reading epoch e from everybody. So when this rank publishes e + 2 over its payload of epoch e, it has seen every
-counter at e + 1, hence everybody is done with e; and a peer can be at most one epoch ahead of what is being read.
+Every rank publishes its payload in its own memory, raises its own counter to the epoch, and reads each peer's payload when the
+peer's counter reaches the epoch. Two slots, used by alternate epochs, are enough: a rank that publishes epoch e + 1 has finished
+reading epoch e from all ranks. So when this rank publishes e + 2 over its payload of epoch e, it has seen every counter at e + 1,
+hence all ranks are done with e. A peer can be at most one epoch ahead of what is being read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LENGTH_BYTES = 8
 
 
 class Exchange:
-    """All-gather of up to `nbytes` bytes per rank. Making one is collective; `domain` must be on CPU.
+    """An all-gather of up to `nbytes` bytes per rank. The constructor is collective; `domain` must be on CPU.
 
     Every rank makes the same calls; one thread at a time.
     """
@@ -42,10 +42,10 @@ class Exchange:
         domain._holders.add(self)  # the views keep the memory mapped
 
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
-        """Every rank's payload of this round, by rank.
+        """Return every rank's payload of this round, by rank.
 
-        Raises `ValueError` if the payload is longer than `nbytes` (nothing is published then: this rank may call again
-        with a shorter one), and what `Domain.wait` raises, where `name` says what the ranks were agreeing on.
+        Raises `ValueError` if the payload is longer than `nbytes` (nothing is published then: this rank may call again with a
+        shorter payload), and the errors of `Domain.wait`, in which `name` says what the ranks were agreeing on.
         """
         if len(payload) > self.nbytes:
             raise ValueError(
@@ -65,12 +65,12 @@ class Exchange:
         result = []
         try:
             for rank, (view, counter) in enumerate(zip(self._views, self._counters, strict=True)):
-                if _core.signal_read(counter) < epoch:  # a look is much cheaper than a wait
+                if _core.signal_read(counter) < epoch:  # a read is much cheaper than a wait
                     domain.wait(counter, epoch, name=name, peer=rank, deadline_s=deadline_s)
                 end = start + int.from_bytes(view[at:start], "little")
                 result.append(bytes(view[start:end]))
         except KeyboardInterrupt:
-            domain.poison(f"interrupted in {name}")  # its slots may no longer be written in turn
+            domain.poison(f"interrupted in {name}")  # its slots may no longer alternate
             raise
         return result
 

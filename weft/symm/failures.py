@@ -1,6 +1,7 @@
-"""What became of process groups: why one cannot be used any more, and who wants to be told.
+"""Failures of process groups, and the callbacks that want to hear of them.
 
-By group and not by domain: one that has failed on a type of device has failed, and stays so when its domains are closed.
+Failures belong to groups and not to domains: a group that has failed on a type of device stays failed when its domains are
+closed.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ _log = logging.getLogger("weft")
 def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], None]:
     """Have `callback(error)` called when `group` fails: a rank died, was late, left too early, or met an error in a call.
 
-    For launchers that go on with the ranks that are left. `error` says what happened: a `PeerLostError`, whose `rank` is the one
-    that is lost, or a `PoisonedGroupError`. Every rank that lives is told, whether it computes, waits or sleeps.
+    For launchers that continue with the remaining ranks. `error` says what happened: a `PeerLostError`, whose `rank` is the lost
+    rank, or a `PoisonedGroupError`. Every living rank is notified, whether it computes, waits or sleeps.
 
-    Once at most, on weft's thread that watches the group, right after what waits for a peer has been released; at once, on this
-    thread, if the group has failed already. Be short there, and call no collective: note the error, set an event, end the
-    process. A callback that still runs when the group is closed or the process exits is waited for, for 2 seconds at most. What
-    the callback raises is logged. A group that ends in order (it is destroyed, the process exits) has not failed.
+    The callback runs at most once, on weft's thread that watches the group, right after waits for peers have been released. If
+    the group has failed already, it runs at once, on this thread. Keep it short, and call no collective in it: note the error,
+    set an event, end the process. If the group is closed or the process exits while a callback runs, weft waits for it, at most 2
+    seconds. Exceptions of the callback are logged. A group that ends in order (it is destroyed, the process exits) has not
+    failed.
 
-    Not collective. weft watches a group from the first call of weft on it; a group that no call was made on does not fail.
+    Not collective. weft watches a group from the first call of weft on it; a group without calls does not fail.
 
-    Returns a function that takes the registration back. Raises `ValueError` if this rank cannot make calls on `group`.
+    Returns a function that removes the callback. Raises `ValueError` if this rank cannot make calls on `group`.
     """
     require_member(group)
     mine: dict[object, Callback] = _callbacks.setdefault(group, {})
     key = object()
     mine[key] = callback
-    if group in _failures and mine.pop(key, None) is not None:  # else the watchdog has taken it
+    if group in _failures and mine.pop(key, None) is not None:  # otherwise the watchdog has taken it
         callback(_failures[group])
 
     def take_back() -> None:
@@ -52,17 +54,17 @@ def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], Non
 
 
 def of(group: dist.ProcessGroup) -> WeftError | None:
-    """The failure of this group, if it has failed."""
+    """Return the failure of this group; None if it has not failed."""
     return _failures.get(group)
 
 
 def remember(group: dist.ProcessGroup, error: WeftError) -> None:
-    """The first one counts."""
+    """Record the failure of a group. The first one counts."""
     _failures.setdefault(group, error)
 
 
 def tell(group: dist.ProcessGroup, rank: int) -> None:
-    """Call what waits for the failure that is remembered. Each is taken before it is called, so that it is called once."""
+    """Call the callbacks with the recorded failure. Each is removed before it is called, so that it is called once."""
     waiting = _callbacks.get(group, {})
     for key in list(waiting):
         callback = waiting.pop(key, None)
@@ -73,7 +75,7 @@ def tell(group: dist.ProcessGroup, rank: int) -> None:
 
 @contextlib.contextmanager
 def logged(rank: int) -> Iterator[None]:
-    """Around what is told of a failure: its own may not keep others from hearing."""
+    """Log an exception of a callback: it may not keep other callbacks from running."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Process groups as torch keeps them: whether this rank can make calls on one, and the store that its ranks share."""
+"""Process groups as torch keeps them: whether this rank can make calls on a group, and the store that its ranks share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NO_GROUP = (
 
 
 def require_member(group: Any) -> None:
-    """`ValueError` if this rank cannot make calls on `group`."""
+    """Raise `ValueError` if this rank cannot make calls on `group`."""
     store_of(group)
 
 
 def store_of(group: Any) -> dist.Store:
-    """The group's key-value store; raises if this rank cannot use the group."""
+    """Return the group's key-value store. Raise `ValueError` if this rank cannot use the group."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: call dist.init_process_group first")
     if group is None:

@@ -1,8 +1,8 @@
 """Device memory that is kept from call to call.
 
-A call may be made where torch gives memory from a pool that is not for keeping: `torch.compile(mode="reduce-overhead")` has first
-calls allocate from the pool of the CUDA graphs that it is about to capture, and these write over whatever lies there. Such a pool
-holds for a thread, so what lasts is allocated on another one.
+A call may run while torch allocates from a temporary pool: `torch.compile(mode="reduce-overhead")` has first calls allocate from
+the pool of the CUDA graphs that it is about to capture, and these graphs overwrite whatever lies there. Such a pool applies to
+one thread, so lasting memory is allocated on another thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """What `make` returns, with the tensors that it allocates on `device`, in order on this thread's stream."""
+    """Return what `make` returns, with the tensors that it allocates on `device`, in order on this thread's stream."""
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)

@@ -1,6 +1,6 @@
-"""What symmetric memory is on any type of device, and what those who make it need of the ranks that share it.
+"""The interface of symmetric memory on any type of device, and what allocators need of the ranks that share it.
 
-`weft.symm.cpu` and `weft.symm.cuda` make it for a domain, which is above them.
+`weft.symm.cpu` and `weft.symm.cuda` allocate it for a domain, which is above them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEVICES = {"cpu": 1, "cuda": 2}
 
 
 def lent(address: int, shape: list[int], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
-    """A tensor over memory that `owner` keeps; the tensor and all its views keep `owner`."""
+    """Return a tensor over memory that `owner` keeps. The tensor and all its views keep `owner` alive."""
     capsule = _core.lease(address, shape, *_DTYPES[dtype], *_code_of(device), owner)
     tensor: torch.Tensor = from_dlpack(capsule)
     return tensor
@@ -35,23 +35,23 @@ class Region(Protocol):
     nbytes: int
 
     def address(self, rank: int) -> int:
-        """Where this process sees `rank`'s memory. `ValueError` once the region is closed."""
+        """Return the address of `rank`'s memory in this process. Raise `ValueError` once the region is closed."""
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """A view of `rank`'s memory; it stays valid after `close`, for as long as it is held."""
+        """Return a view of `rank`'s memory. It stays valid after `close`, for as long as it is held."""
 
     def owner(self, rank: int) -> Any:
-        """What keeps `rank`'s memory mapped here, as a view does, for as long as it is held."""
+        """Return an object that keeps `rank`'s memory mapped here while it is held, as a view does."""
 
     def close(self) -> None:
-        """Give the memory up. It is unmapped when the last view goes; other ranks keep what they have mapped."""
+        """Give up the memory. It is unmapped when the last view goes. Other ranks keep what they have mapped."""
 
     def give_back(self) -> None:
-        """`close`, and later regions may have this memory: nothing on any rank may use it any more, views included."""
+        """Close the region, and let later regions use its memory. Nothing on any rank may use it any more, views included."""
 
 
 class Ranks(Protocol):
-    """The ranks that share memory, as seen from this one: what a `Domain` is to those who allocate for it."""
+    """The ranks that share memory, as seen from this rank: the part of a `Domain` that allocators use."""
 
     rank: int
     world_size: int

@@ -1,24 +1,24 @@
-"""How the ranks of a group on one host find each other: a full mesh of connected Unix sockets.
+"""The bootstrap of a group on one host: a full mesh of connected Unix sockets.
 
-Protocol. Each rank listens on a socket in the abstract namespace under a random 128-bit name and publishes the name
-and a random token through the process group's store. A rank connects to every lower rank and accepts from every higher
-one; the one packet sent on that connection says who it is, shows the token of whom it meant to reach, and hands over
-one end of a fresh socket pair, which alone is used from there on (an accepted socket would go on bearing the listener's
-name). When a rank has all its sockets it sends "ready" with the other's token down each of them and waits for the same
-from all. Then the listener is closed and the published entry wiped: nothing has a name, and only the pairs remain.
-Entries say which kernel and network namespace a rank is in, since no such socket leads elsewhere: all refuse a group on several.
-A rank that fails half-way leaves the reason in its entry and hangs up. It is for those whose entries that rank had seen; and an
-error of its own, no missed deadline, is for every other rank once, also for one that comes later.
+Protocol. Each rank listens on a socket in the abstract namespace under a random 128-bit name, and publishes the name and a random
+token through the process group's store. A rank connects to every lower rank and accepts from every higher one. It sends one
+packet on that connection, which says who it is, shows the token of the rank that it meant to reach, and passes one end of a fresh
+socket pair. Only the pair is used from there on (an accepted socket would keep the listener's name). When a rank has all its
+sockets, it sends "ready" with the peer's token on each of them, and waits for the same from all. Then it closes the listener and
+wipes its published entry: nothing has a name, and only the pairs remain.
 
-Who has died is not waited for: an entry says the pid, and `ended` what is known otherwise.
+Entries say which kernel and network namespace a rank is in, since no such socket leads elsewhere: all ranks refuse a group on
+several hosts. A rank that fails half-way leaves the reason in its entry and hangs up. The reason is for ranks whose entries it
+had seen. If it is an error of its own and not a missed deadline, it is also for every other rank once, even one that comes later.
 
-Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. Who connects and
-has not yet said who it is holds up nobody: the listener is polled together with all such sockets.
-Entries of an earlier attempt that failed may still be in the store: a refused connection is tried again with a fresh
-look at the entry, until the deadline.
+Ranks do not wait for a dead peer: an entry contains the pid, and `ended` tells what is known otherwise.
 
-Sequential-packet sockets: one send is one message, file descriptors travel with it, and end-of-file without a goodbye
-means that the process on the other end is gone.
+Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. A connection that
+has not identified itself delays nobody: the listener is polled together with all such sockets. Entries of an earlier attempt that
+failed may still be in the store: after a refused connection, a rank reads the entry again and retries until the deadline.
+
+The sockets are of the sequential-packet type: one send is one message, file descriptors travel with it, and end-of-file without a
+goodbye means that the process on the other end is gone.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from weft.reading import parse_json
 from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
-_LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
-_REASON_S = 1.0  # how long a rank that has hung up may take to say why: it does so before, but the store may be slow
+_LOOK_S = 0.1  # how long a wait for peers lasts before it checks that they are alive
+_REASON_S = 1.0  # how long a rank that hung up may take to say why: it does so before, but the store may be slow
 NO_TRANSPORT = "a transport between hosts is missing: make one group per host (and container)"
-_MOST_UNKNOWN = 64  # connections that have said nothing yet: of more the oldest is closed
+_MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the oldest is closed
 MAX_PACKET = 64 * 1024  # far below every default socket buffer (208 KiB), so that a send of one message never stalls
 
 
@@ -62,7 +62,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank publishes about itself."""
+    """The entry that a rank publishes about itself."""
 
     rank: int
     name: str
@@ -70,8 +70,8 @@ class _Entry:
     host: str
     kernel: str  # boot id and network namespace: abstract sockets reach no further
     pid: int
-    pids: str  # the namespace in which it has that pid
-    calls: int  # that it has begun on this group
+    pids: str  # the namespace of that pid
+    calls: int  # the number of calls that it has begun on this group
 
     @staticmethod
     def of_this_process(rank: int, name: str, calls: int) -> _Entry:
@@ -81,7 +81,7 @@ class _Entry:
         return _Entry(rank, name, token, socket.gethostname(), kernel, os.getpid(), pids, calls)
 
 
-# Sockets are inherited by a forked child, and one that outlives us there would hide our death from the peers.
+# A forked child inherits sockets. A socket that outlives us there would hide our death from the peers.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -107,15 +107,15 @@ def connect(
     ended: Callable[[int], str] = lambda rank: "",
     calls: int = 0,
 ) -> list[Peer]:
-    """A connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
+    """Return a connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
 
-    Raises `RefusedError` if the ranks are not all on this host, `DeadlineError` naming who has not come within
-    `deadline_s` seconds, `PeerLostError` if another rank died or gave up in the middle, with its reason, or the store is gone
-    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError` for what this rank
-    met (no descriptor is left, say). In all cases nothing stays open, and the others are told.
+    Raises `RefusedError` if the ranks are not all on this host; `DeadlineError` naming the ranks that have not come within
+    `deadline_s` seconds; `PeerLostError` if another rank died or gave up in the middle, with its reason, or if the store is gone
+    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError` for an error of
+    this rank (no descriptor is left, say). After any error nothing stays open, and the peers are notified.
 
-    ended: what is known of a rank whose process has ended, from elsewhere, else "". Of one that died before it came here nothing
-    else is known, not even its pid, so the others wait for it until the deadline.
+    ended: returns what is known from elsewhere of a rank whose process has ended, else "". Of a rank that died before it came
+    here nothing else is known, not even its pid, so the others wait for it until the deadline.
     """
     if world_size == 1:
         return []
@@ -132,7 +132,7 @@ def _connect(setup: _Setup) -> list[Peer]:
         setup.run()
     except BaseException as error:
         words = json.dumps(setup.last_words(error))
-        said = setup.say(words)  # before it hangs up, so that who sees that finds the reason
+        said = setup.say(words)  # before it hangs up: a peer that sees that looks for the reason
         setup.close(*setup.peers.values())
         if not said:
             _say_at_any_price(setup, words)
@@ -150,7 +150,8 @@ def _connect(setup: _Setup) -> list[Peer]:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """The store had no descriptor to say it with. The sockets are closed now; if there were none yet, the spare one helps."""
+    """Publish the last words although no descriptor was left. The sockets are closed now; if there were none yet, the spare one
+    helps."""
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
         setup.say(words)
@@ -173,19 +174,22 @@ class _Setup:
         self.cause = ""  # the attempt whose error has ended this one, by its name
         self.peers: dict[int, Peer] = {}
         self.listener: socket.socket | None = None
-        self.unknown: list[socket.socket] = []  # who has connected and not yet said who it is: a rank or a stranger
+        self.unknown: list[socket.socket] = []  # connected, but not yet identified: a rank or a stranger
 
     def say(self, text: str) -> bool:
-        """Whether the store has taken this rank's entry; it may have gone with the rank that kept it."""
+        """Return True if the store has taken this rank's entry. The store may have gone with the rank that kept it."""
         try:
-            # Last words replace an entry: without one, a peer that has just found it there would wait for it to come back.
+            # Last words replace an entry: a peer that has just found an entry there would wait for it to come back.
             self.store.set(str(self.rank), text)
         except RuntimeError:
             return False
         return True
 
     def last_words(self, error: BaseException) -> dict[str, Any]:
-        """`cause` makes it an answer to every other rank, come or not; who was late or lost a peer may come back."""
+        """Return the entry that explains why this rank gave up.
+
+        `cause` makes it an answer to every other rank, now or later. A rank that was late or lost a peer may come back.
+        """
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
         _heard.add((self.rank, cause))  # others will repeat it
         met = [entry.name for entry in self.entries.values()]
@@ -212,7 +216,7 @@ class _Setup:
             self._reach(other)
         while len(self.peers) < self.world_size - 1:
             self._accept()
-        # Everyone must have met the same attempt of everyone: a rank that failed and came back has a new name.
+        # All ranks must have met the same attempt of each rank: a rank that failed and came back has a new name.
         names = [self.entries[r].name for r in range(self.world_size)]
         attempt = hashlib.sha256(" ".join(names).encode()).hexdigest()
         for peer in self.peers.values():
@@ -232,7 +236,7 @@ class _Setup:
     def _read_entries(self) -> None:
         missing = others = [r for r in range(self.world_size) if r != self.rank]
         while True:
-            # Who has given up without having met this rank may have heard of one that had, and that was looked up before.
+            # A rank that gave up without having met this rank may have heard of a rank that had, which was looked up before.
             for r in others if any(r in self.gave_up for r in missing) else missing:
                 self._look_up(r)
             missing = [r for r in missing if r not in self.entries]
@@ -260,18 +264,18 @@ class _Setup:
         if (cause and (self.rank, cause) not in _heard) or self.name in entry["met"]:
             _heard.add((self.rank, cause))
             self.cause = cause
-            if entry["refused"]:  # which this rank would find as well, had it seen all entries
+            if entry["refused"]:  # this rank would find the same, had it seen all entries
                 raise RefusedError(entry["gave_up"])
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}")
 
     def _reach(self, other: int) -> None:
         while True:
             sock = _socket()
-            sock.setblocking(False)  # a listener whose queue is full would have us wait without end
+            sock.setblocking(False)  # a listener whose queue is full would block us without end
             try:
                 sock.connect("\0" + self.entries[other].name)
                 break
-            except OSError:  # an entry of an earlier attempt, whose listener is gone; or that full queue
+            except OSError:  # an entry of an earlier attempt, whose listener is gone; or the full queue
                 sock.close()
                 self._pause([other])
                 self._look_up(other)
@@ -300,14 +304,15 @@ class _Setup:
         self._still_wait_for(missing)
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
-        """Return the listener if somebody connects, and those who say who they are; raise if a peer that we have met hangs up."""
+        """Return the sockets that can be read: the listener for a new connection, and unidentified ones. Raise if a known peer
+        hangs up."""
         assert self.listener is not None
         listening = [self.listener, *self.unknown]
         poll = select.poll()
         for sock in listening:
             poll.register(sock, select.POLLIN)
         for peer in self.peers.values():
-            poll.register(peer.socket, 0)  # hang-ups only: what they send is read later
+            poll.register(peer.socket, 0)  # hang-ups only: their messages are read later
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
             if peer.socket.fileno() in ready:
@@ -315,15 +320,15 @@ class _Setup:
         return [sock for sock in listening if sock.fileno() in ready]
 
     def _let_in(self, listener: socket.socket) -> None:
-        """Accept a connection, whose first packet is not waited for: it may be a stranger's, who sends none."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # it has hung up again
+        """Accept a connection without waiting for its first packet: a stranger may send none."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
             self.unknown.append(listener.accept()[0])
             _sockets.add(self.unknown[-1])
         if len(self.unknown) > _MOST_UNKNOWN:
             self.unknown.pop(0).close()
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Take in who has said who it is, or turn it away: it may be a stranger, or a rank that has just died."""
+        """Accept a peer that has identified itself, or close the connection: it may be a stranger, or a rank that has just died."""
         files: list[int] = []
         with sock:
             try:
@@ -364,10 +369,11 @@ class _Setup:
             raise self._lost(rank, str(error)) from error
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
-        """A rank that we have met has hung up: why, if it says so, or has ended, either of which may take it a moment."""
+        """Return the error for a known rank that has hung up, with its reason or the news of its death. Either may take it a
+        moment."""
         until = time.monotonic() + _REASON_S
         self.gave_up.pop(rank, None)
-        # It may have hung up on a rank whose entry it had not read yet: what it says now is the reason all the same.
+        # It may have hung up on a rank whose entry it had not read yet: its words are the reason all the same.
         while rank not in self.gave_up and time.monotonic() < until:
             self._look_up(rank)
             self._raise_if_ended(rank)
@@ -375,18 +381,18 @@ class _Setup:
         return PeerLostError(f"rank {rank} gave up while this group was being set up: {self.gave_up.get(rank, text)}")
 
     def _pause(self, missing: list[int]) -> None:
-        """Wait a moment for `missing` ranks, or raise if the deadline has passed or somebody has given up."""
+        """Wait a moment for `missing` ranks. Raise if the deadline has passed or a rank has given up."""
         self._ready(0.0)
         self._still_wait_for(missing)
         time.sleep(0.002)
 
     def _still_wait_for(self, missing: list[int]) -> None:
-        """Raise if there is no time left, or if one of these will never come."""
+        """Raise if no time is left, or if one of these ranks will never come."""
         for rank in missing:
             self._raise_if_ended(rank)
         if self.has_looked_again:
             raise self._too_late(missing)
-        # This process may have been stopped, and they have come meanwhile.
+        # This process may have been stopped, and the ranks may have come meanwhile.
         self.has_looked_again = time.monotonic() >= self.until
 
     def _raise_if_ended(self, rank: int) -> None:
@@ -406,7 +412,7 @@ class _Setup:
 
 
 def _has_ended(pid: int) -> bool:
-    """Also if its parent has not yet asked how."""
+    """Return True if the process has ended, even if its parent has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -422,7 +428,7 @@ def _socket() -> socket.socket:
 
 
 def _same_user(sock: socket.socket) -> int:
-    """The pid on the other end, which must run under our user."""
+    """Return the pid of the other end. Raise `PermissionError` unless it runs under our user."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.geteuid():
         raise PermissionError(f"the process on the other end of a weft socket runs under uid {uid}, not {os.geteuid()}")

@@ -1,7 +1,7 @@
-"""A process group's store, asked on a thread of its own.
+"""A process group's store, queried on a thread of its own.
 
-A store may be kept by another process: rank 0, unless a launcher keeps it. torch waits for its answer without end, whatever the
-store's own timeout: if that process is stopped, whoever asks stands still in native code, where no deadline and no Ctrl-C reach.
+Another process may keep the store: rank 0, unless a launcher keeps it. torch waits for its answer without end, whatever the
+store's own timeout. If that process is stopped, the caller hangs in native code, which no deadline and no Ctrl-C can interrupt.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import torch.distributed as dist
 
 from weft.errors import DeadlineError
 
-_GRACE_S = 0.5  # for what is asked when the deadline has passed, or something before was not answered
+_GRACE_S = 0.5  # for queries after the deadline, or after an unanswered query
 
 
 class PatientStore:
-    """`store`, which has until `until` (`time.monotonic`) to answer, for rank `rank`. Raises what it raises, or `DeadlineError`."""
+    """`store` for rank `rank`, with a deadline: it has until `until` (`time.monotonic`) to answer. Raises its errors, or
+    `DeadlineError`."""
 
     def __init__(self, store: dist.Store, rank: int, until: float) -> None:
         self._store, self._rank, self._until = store, rank, until
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], queue.SimpleQueue] | None] = queue.SimpleQueue()
-        self._is_stuck = False  # a question was left without an answer: by the deadline, or by Ctrl-C
-        # Where there is no thread left it asks on the caller's: to be able to say so counts for more.
+        self._is_stuck = False  # a query was left without an answer: by the deadline, or by Ctrl-C
+        # If no thread can be started, queries run on the caller's thread: to be able to report that matters more.
         self._thread: threading.Thread | None = threading.Thread(
             target=self._answer, name=f"weft-store-{rank}", daemon=True
         )
@@ -44,7 +45,7 @@ class PatientStore:
         self._ask("set", key, value)
 
     def close(self) -> None:
-        """The thread ends, when the store has answered what it was asked last."""
+        """End the thread, once the store has answered the last query."""
         self._asked.put(None)
 
     def _ask(self, method: str, *given: Any) -> Any:
