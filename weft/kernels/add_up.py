@@ -1,19 +1,19 @@
-"""Sums of what several ranks have computed, in one pass: every part is read once, the sum is rounded once and written once.
+"""The reduction of several ranks' results in one pass: every part is read once, and the sum is rounded once and written once.
 
     out = part 0 + part 1 + ..., in fp32 and in this order
 
-The library would add two at a time and go through memory for each. With `NORM` whoever has added up a row goes on to
+torch would add two parts at a time, through memory each time. With `NORM`, the program that has reduced a row goes on to
 
     normed = out / sqrt(mean of out's squares + EPS) * weight
 
-of what it has rounded: the root mean square layer norm that follows in a transformer, without a pass of its own.
+of the rounded row: the RMS norm that follows in a transformer, without a pass of its own.
 
-A part is an address, and items from row to row: 0 if one row is added to all. Up to four are arguments. More are described by a
-table [PARTS, 3]: which of the arguments or 0, an address or bytes from there, items from row to row; arguments are then those that
-lie elsewhere in each launch. Parts lie in memory of this device or of peers.
+A part is an address and a row pitch in items; a pitch of 0 adds one row to all rows. Up to four parts are arguments. More are
+described by a table [PARTS, 3]: the number of an argument or 0, an address or bytes from that argument, and the pitch. The
+arguments are then the parts whose addresses change from launch to launch. Parts lie in memory of this device or of peers.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter, whose
-received parts are added up at once) and 7.6 (following operators).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter,
+which reduces received parts at once) and 7.6 (following operators).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Where a row begins; the compiler is told that it is a multiple of ALIGN items, so that it moves 16 bytes at a time."""
+    """Return a pointer to the row. The compiler is told that it is a multiple of ALIGN items, so that it moves 16 bytes at a
+    time."""
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
 
@@ -39,7 +40,7 @@ def _total(
     table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all parts there, in fp32."""
+    """Return the sum of all parts at these places, in fp32."""
     if PARTS <= 4:
         total = _part(part1, pitch1, row, columns, inside, DTYPE, ALIGN)
         if PARTS > 1:
@@ -77,12 +78,12 @@ def add_up_kernel(
     PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """See the top of this file. One program for each BLOCK of columns of each row; with NORM one for each row.
+    """Reduce, as the top of this file describes. One program per BLOCK of columns of each row; with NORM one per row.
 
     out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE; they and the addresses are multiples of
-    ALIGN items. Without ADD there is one part, which is `out` itself, and stays as it is.
+    ALIGN items. Without ADD there is one part, which is `out` itself and stays unchanged.
     """
-    cols = cols // ALIGN * ALIGN  # no change, but now the compiler knows it
+    cols = cols // ALIGN * ALIGN  # no change, but it tells the compiler
     within = tl.arange(0, BLOCK)
     if NORM:
         program = tl.program_id(0).to(tl.int64)
@@ -96,7 +97,7 @@ def add_up_kernel(
             ).to(DTYPE)  # fmt: skip
             if ADD:
                 tl.store(to + columns, rounded, mask=inside)
-            squares += rounded.to(tl.float32) * rounded.to(tl.float32)  # 0 where nothing is
+            squares += rounded.to(tl.float32) * rounded.to(tl.float32)  # 0 outside the row
         scale = tl.rsqrt(tl.sum(squares, 0) / cols.to(tl.float32) + EPS)
         tl.debug_barrier()  # all lanes have stored
         result, factors = (
@@ -110,7 +111,7 @@ def add_up_kernel(
             factor = tl.load(factors + columns, mask=inside, other=0).to(tl.float32)
             tl.store(result + columns, (x * scale * factor).to(DTYPE), mask=inside)
     else:
-        per_row = tl.cdiv(cols, BLOCK).to(tl.int32)  # dividing 64 bits takes longer than all else of a small sum
+        per_row = tl.cdiv(cols, BLOCK).to(tl.int32)  # a 64-bit division takes longer than the rest of a small sum
         row = (tl.program_id(0) // per_row).to(tl.int64)
         columns = (tl.program_id(0) % per_row).to(tl.int64) * BLOCK + within
         inside = columns < cols

@@ -1,7 +1,7 @@
-"""Counts that ranks told each other, compared (`weft.schedule.steps.Agree`): a program for each rank that rows came from.
+"""The comparison of counts that ranks sent each other (`weft.schedule.steps.Agree`): one program for each source rank of rows.
 
-A program whose two rows of counts are the same does nothing else. One whose rows differ makes what came from its rank NaN, in bytes
-0xFF, and says in host memory which rank that is.
+A program does nothing if its two rows of counts are equal. If they differ, it fills the rows of its rank with NaN (bytes 0xFF),
+and writes the number of the rank to host memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ def agree_kernel(
     expected, sent, differs, out: tl.int64, out_rows: tl.int64, width: tl.int64, counts: tl.int32, row: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """expected: int64 [W, counts]. sent: int64 [W * W, counts]. differs: int32 [1], of the host: 1 + a rank whose rows differ. out:
-    address of out_rows x width items of type ITEM, below each other. row: of each table in `sent`."""
+    """Compare counts, and spoil the rows of ranks whose counts differ.
+
+    expected: int64 [W, counts]. sent: int64 [W * W, counts]. differs: int32 [1] in host memory, gets 1 + a rank whose counts
+    differ. out: the address of out_rows x width items of type ITEM, contiguous. row: the row of each rank's table in `sent`.
+    """
     rank, ranks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     within = tl.arange(0, BLOCK)
     before, mine, wrong = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)

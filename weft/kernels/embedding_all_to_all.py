@@ -1,36 +1,35 @@
 """Embedding pooling fused with the all-to-all: one persistent kernel for all tables of a rank.
 
-Problem. A rank owns some tables and pools their rows for the whole global batch; each pooled vector belongs to the rank
-that owns its sample. Pooling first and calling an all-to-all afterwards exposes the whole all-to-all, needs a send and a
-receive buffer, and an unpack pass. Here each vector goes to its place in the consumer's output as soon as it is pooled:
+Problem. A rank owns some tables and pools their rows for the whole global batch. Each pooled vector belongs to the rank that owns
+its sample. Pooling first and calling an all-to-all afterwards exposes the whole all-to-all, and needs a send buffer, a receive
+buffer and an unpack pass. Here each vector goes to its place in the consumer's output as soon as it is pooled:
 
     out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
 
 Transports. `direct`: the pooled vector is stored into the peer's memory ("Accelerating Multi-GPU Embedding Retrieval with
-PGAS-Style Communication for Deep Learning Recommendation Systems", III-B; "GPU-initiated Fine-grained Overlap of
-Collective Communication with Computation", 3.3). `put` (STAGED): the vectors of one slice are pooled into a staging area
-of the program (it stays in the L2 cache), leave as one contiguous copy, then a fence and the slice's flag (the latter
-paper, 3.2). A slice never leaves its program, so "the last item of the slice" is known from the loop and needs no
-bitmask; a slice's fence and flag come when the program's next slice is pooled, by which time the copy has arrived.
+PGAS-Style Communication for Deep Learning Recommendation Systems", III-B; "GPU-initiated Fine-grained Overlap of Collective
+Communication with Computation", 3.3). `put` (STAGED): the vectors of one slice are pooled into a staging area of the program (it
+stays in the L2 cache), leave as one contiguous copy, and are followed by a fence and the slice's flag (the latter paper, 3.2). A
+slice never leaves its program, so "the last item of the slice" is known from the loop and needs no bitmask. A slice's fence and
+flag come when the program's next slice is pooled, by which time the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
-  1. The first program tells every peer "my output `slot` is free, and this is the fingerprint of my call": fingerprint,
-     then, with release, ready = epoch * 256 + slot. Nobody stores into a peer before it has acquired that word: whoever
-     reads the old contents of the slot does so earlier in the peer's stream.
-  2. Units (slices) are grabbed from a counter in the order remote samples first (rotated by rank), local ones last.
-  3. direct: the last program to finish tells every peer done = epoch with release. Its arrival counter is acquire-release
-     at system scope, so that release covers the stores of all programs. Then it waits for done = epoch from every peer.
+  1. The first program notifies every peer: "my output `slot` is free, and this is the fingerprint of my call". It stores the
+     fingerprint, then, with release, ready = epoch * 256 + slot. No rank stores into a peer before it has acquired that word:
+     readers of the old contents of the slot come earlier in the peer's stream.
+  2. Programs take units (slices) from a counter: remote samples first (rotated by rank), local samples last.
+  3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
+     system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer.
      put: each program waits for its own part of the flags of slices from peers.
-  4. The last program clears the local counters and stores the new epoch. What runs after the kernel in the stream may read
-     the output.
-Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch; both leave a record in
-pinned host memory. A program that saw either stores nothing.
+  4. The last program clears the local counters and stores the new epoch. Work after the kernel in the stream may read the output.
+Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. Both leave a record in pinned
+host memory. A program that saw either stores nothing.
 
-Speed. Memory answers after a microsecond when all programs ask, so what counts is rows in flight and short chains of
-dependent loads. A bag is three (offsets, ids, rows), so one-warp programs work on three bags: while rows of one arrive,
-the ids of the next and the offsets of the one after it are on their way. Ids are read one per lane and handed to the
-lanes that load the row by a gather, and what can be read again is not kept: both leave registers for ROWS rows in flight.
-Units are grabbed, not dealt: bags differ in length, and dealt ones leave a tail of 5-25%.
+Speed. Memory latency is a microsecond when all programs access it, so rows in flight and short chains of dependent loads matter.
+A bag is a chain of three (offsets, ids, rows), so one-warp programs work on three bags: while rows of one bag arrive, the ids of
+the next and the offsets of the one after it are being loaded. Ids are read one per lane, and a gather hands them to the lanes
+that load the row. Values that can be read again are not kept. Both leave registers for ROWS rows in flight. Programs take units
+dynamically: bags differ in length, and a static distribution leaves a tail of 5-25%.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ import triton.language as tl
 
 from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wait_at_least, words
 
-# The slot table (int64): address, rows, stride, block of offsets, first output column, width, whether pooling is a mean,
-# whether it is the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
+# The slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 if pooling is a mean, 1 if it is
+# the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
 SLOT_FIELDS = 8
-# The unit table (int64): first slot and end of one unit of work of a sample, first output column and width that it covers.
+# The unit table (int64): first slot and end of a sample's unit of work, its first output column and its width.
 UNIT_FIELDS = 4
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
@@ -51,14 +50,14 @@ EPOCH, GRABBED, ARRIVED, FAILED, BAD_INDICES, BAD_POSITION, BAD_OFFSETS, COPIES,
 # Words of the record in pinned host memory (int64).
 RECORD_WORDS = 16
 R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND, R_BAD_INDICES, R_BAD_POSITION, R_BAD_OFFSETS = range(8)
-# What R_STATUS says.
+# Values of R_STATUS.
 WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = 1, 2, 3, 4
 # Words of the signal area of a rank: for each peer (fingerprint, ready), then done.
 SLOT_BITS = 8
 NO_POSITION = (1 << 62) - 1
-# Ids of a bag are read this many at a time, one per lane.
+# Ids of a bag that are read at a time, one per lane.
 IDS = 32
-# How many of the kernel's arguments are pointers; they come first.
+# The number of the kernel's pointer arguments, which come first.
 POINTERS = 15
 
 _EPOCH = tl.constexpr(EPOCH)
@@ -93,7 +92,7 @@ _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
 
 @triton.jit
 def _report(record, status, epoch, peer, wanted, found):
-    """Leave the first failure of a call in host memory; programs that fail together write the same thing."""
+    """Record the first failure of a call in host memory. Programs that fail together write the same values."""
     tl.store(record + _R_EPOCH, epoch)
     tl.store(record + _R_PEER, peer)
     tl.store(record + _R_WANTED, wanted)
@@ -103,7 +102,7 @@ def _report(record, status, epoch, peer, wanted, found):
 
 @triton.jit
 def _row_of(id, rows, HASH: tl.constexpr):
-    """The table row of an id: the id itself, or splitmix64's finalizer of its 64 bits modulo the rows."""
+    """Return the table row of an id: the id itself, or splitmix64's finalizer of its 64 bits modulo the rows."""
     if HASH:
         z = id.to(tl.int64).to(tl.uint64, bitcast=True)
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -115,7 +114,7 @@ def _row_of(id, rows, HASH: tl.constexpr):
 
 @triton.jit
 def _unit_at(unit, n_units, units, units_per_sample, order):
-    """(sample, first slot, end slot) of a unit; past the last unit the first one again, which nobody then uses."""
+    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first one, which is then unused."""
     u = tl.where(unit < n_units, unit, 0)
     position = u // units_per_sample
     entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
@@ -124,7 +123,7 @@ def _unit_at(unit, n_units, units, units_per_sample, order):
 
 @triton.jit
 def _bag(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Start and end of a bag, kept inside `values` whatever the offsets say, and `cut` plus one if they had to be."""
+    """Return start and end of a bag, clamped to `values` whatever the offsets say, and `cut`, plus one if they were clamped."""
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
     first = tl.load(at, mask=valid, other=0).to(tl.int64)
@@ -154,12 +153,14 @@ def _fill_with_nan(out, items, DTYPE: tl.constexpr):
 def _rows_of(
     ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Row numbers of a block of ids, -1 for lanes past the end of the bag and for ids out of range; each lane counts its
-    bad ids and keeps the position of its first."""
+    """Return row numbers of a block of ids: -1 for lanes past the end of the bag and for ids out of range.
+
+    Each lane counts its bad ids and keeps the position of its first.
+    """
     inside = at < end
     row = _row_of(ids, rows_in_table, HASH)
     if CHECK:
-        # As unsigned numbers negative ids are large: one comparison finds both kinds of bad ones.
+        # As unsigned numbers, negative ids are large: one comparison finds both kinds of bad ids.
         wrong = inside & (row.to(tl.uint64, bitcast=True) >= rows_in_table.to(tl.uint64))
         inside = inside & (wrong == 0)
         bad_at = tl.where(wrong & (bad == 0), at, bad_at)
@@ -172,7 +173,7 @@ def _load_rows(
     weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
     WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Table rows `rows[first : first + ROWS]` as float32 [ROWS, BLOCK_D], weighted; zeros where the number is -1."""
+    """Return table rows `rows[first : first + ROWS]` as float32 [ROWS, BLOCK_D], weighted; zeros where the number is -1."""
     row = tl.gather(rows, first + lanes, 0)
     real = row >= 0
     if UNIFORM:
@@ -187,8 +188,8 @@ def _load_rows(
 
 
 @triton.jit(
-    # One compiled kernel serves every call of an operator: Triton would specialise integers on 1 and on divisibility by
-    # 16, and a compile behind a stream that waits for a peer never returns.
+    # One compiled kernel serves every call of an operator. Triton would specialise integers on 1 and on divisibility by 16, and a
+    # compile behind a stream that waits for a peer never returns.
     do_not_specialize=[
         "batch",
         "n_units",
@@ -201,7 +202,7 @@ def _load_rows(
         "flags_before",
         "flags_total_per_sample",
     ],
-    # Nor on the alignment of the user's tensors; where it matters (rows, outputs) ALIGN says it.
+    # Nor on the alignment of the user's tensors; ALIGN states the alignment that matters (rows, outputs).
     do_not_specialize_on_alignment=[
         "slots",
         "units",
@@ -232,14 +233,13 @@ def embedding_all_to_all_kernel(
     HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """See the top of this file.
+    """Pool and exchange, as the top of this file describes.
 
-    slots [n, SLOT_FIELDS], values [n_values] and offsets [keys * batch + 1] (int32 or int64), timeline [n_units, 3]
-    (start ns, end ns, bytes that left), units [units_per_sample, UNIT_FIELDS], batch_starts [WORLD + 1], owners [batch]
-    (rank of each sample, int32), order [batch] (samples in the order of work, int32), out/signal/flag_addresses [WORLD]
-    (every rank's memory as mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS]
-    (pinned host). ENTER and EXIT are off inside a sequence of launches that together are one call; WAIT is off where one
-    process plays all ranks in turn.
+    slots [n, SLOT_FIELDS], values [n_values] and offsets [keys * batch + 1] (int32 or int64), timeline [n_units, 3] (start ns,
+    end ns, bytes that left), units [units_per_sample, UNIT_FIELDS], batch_starts [WORLD + 1], owners [batch] (rank of each
+    sample, int32), order [batch] (samples in the order of work, int32), out/signal/flag_addresses [WORLD] (every rank's memory as
+    mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned host). ENTER and EXIT are
+    off inside a sequence of launches that together are one call. WAIT is off if one process runs all ranks one after the other.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -250,7 +250,7 @@ def embedding_all_to_all_kernel(
     safe_rank = tl.where(is_rank, ranks, RANK)
     mine = tl.load(signal_addresses + RANK)
 
-    # 1. Say that our output slot is free; learn that the peers' are, and which.
+    # 1. Notify peers that our output slot is free; learn which slots of the peers are.
     if WORLD > 1:
         theirs = tl.load(signal_addresses + safe_rank)
         wanted = epoch << _SLOT_BITS
@@ -262,8 +262,8 @@ def embedding_all_to_all_kernel(
                 store_release(words(at), tl.full([WORLD_P2], 0, tl.int64) + (wanted + out_slot), PTX)
         ready_at = words(tl.where(peer, mine + 16 * ranks + 8, mine + 16 * RANK + 8))
         if WAIT:
-            # Our own word stands in for the lanes that are no peer: it is set like the peers' and so never holds us up
-            # for longer than it takes the first program to start.
+            # Lanes without a peer read our own word. It is set like the peers' words, so it never delays us longer than the start
+            # of the first program.
             found = wait_at_least(ready_at, wanted, deadline_ns, PTX)
             lowest = tl.min(found, 0)
             if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
@@ -280,7 +280,7 @@ def embedding_all_to_all_kernel(
                     tl.atomic_add(state + _FAILED, 1, sem="relaxed")
                     n_units = n_units * 0
 
-    # 2. Pool. Three bags are in work: rows of the current one, ids of the next, offsets of the one after that.
+    # 2. Pool. Three bags are in work: rows of the current bag, ids of the next, offsets of the one after that.
     cols = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, ROWS)
     id_lanes = tl.arange(0, _IDS)
@@ -337,8 +337,8 @@ def embedding_all_to_all_kernel(
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
         start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
-        # Where it goes: the row of the sample in its owner's output. Read from memory each time, since registers are for
-        # rows in flight; the peer's slot is what it said in its ready word.
+        # The target: the row of the sample in its owner's output. It is read from memory each time, since registers are for rows
+        # in flight. The ready word says the peer's slot.
         if WORLD > 1:
             owner = tl.load(owners + sample0)
             owner_start = tl.load(batch_starts + owner)
@@ -387,8 +387,8 @@ def embedding_all_to_all_kernel(
 
         target = out_row + column
         if STAGED:
-            # The columns of a slice are adjacent, so its vectors are staged one behind the other. Local slices need no
-            # copy: they are pooled in place.
+            # The columns of a slice are adjacent, so its vectors are staged contiguously. Local slices need no copy: they are
+            # pooled in place.
             stage = staging + program * STAGE_WIDTH
             place = tl.where(is_local, target.to(tl.int64), (stage + staged).to(tl.int64))
             target = tl.multiple_of(place.to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
@@ -401,9 +401,9 @@ def embedding_all_to_all_kernel(
         if STAGED:
             if slot0 + 1 >= stop0:
                 if is_local == 0:
-                    # Memory answers in a microsecond when all programs ask, so everything that the copy will need is
-                    # asked for before the first barrier. The flag raised here is that of the slice before: its copy
-                    # has had the time of a whole slice to arrive, so the release does not wait for it.
+                    # Memory latency is a microsecond when all programs access it, so everything that the copy will need is loaded
+                    # before the first barrier. The flag raised here is that of the previous slice: its copy has had the time of a
+                    # whole slice to arrive, so the release does not wait for it.
                     owner_batch = tl.load(batch_starts + owner + 1) - owner_start
                     flag = (
                         (sample0 - owner_start) * units_per_sample
@@ -459,8 +459,8 @@ def embedding_all_to_all_kernel(
             store_release(words(owed_flag), epoch, PTX)
             flags_raised += 1
 
-    # 3. Account for bad input, wait for what the peers send, and leave. What part 1 knew is read anew: in registers it
-    # would have cost part 2 rows in flight.
+    # 3. Count bad input, wait for the peers' vectors, and leave. Values of part 1 are read again: in registers they would have
+    # cost part 2 rows in flight.
     epoch = tl.load(state + _EPOCH, volatile=True) + 1
     mine = tl.load(signal_addresses + RANK, volatile=True)
     if CHECK:
@@ -475,7 +475,7 @@ def embedding_all_to_all_kernel(
         tl.atomic_add(state + _COPIES, copies, sem="relaxed")
         tl.atomic_add(state + _FLAGS, flags_raised, sem="relaxed")
     if STAGED and WAIT and EXIT and WORLD > 1:
-        # Flags lie source by source; those of our own block are never raised, since nobody waits for them.
+        # Flags lie source by source. Flags of our own block are never raised, since no rank waits for them.
         my_batch = tl.load(batch_starts + RANK + 1) - tl.load(batch_starts + RANK)
         own = my_batch * flags_before
         own_end = own + my_batch * units_per_sample
@@ -517,7 +517,7 @@ def embedding_all_to_all_kernel(
                         failed += 1
         if WORLD > 1:
             if failed != 0:
-                # Nobody may take what is there for a result.
+                # No rank may take the old contents for a result.
                 own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
                 items = (tl.load(batch_starts + RANK + 1) - tl.load(batch_starts + RANK)).to(tl.int64) * OUT_STRIDE
                 _fill_with_nan(own.to(tl.pointer_type(DTYPE)), items, DTYPE)
@@ -527,7 +527,7 @@ def embedding_all_to_all_kernel(
         n_bad = tl.load(state + _BAD_INDICES, volatile=True)
         n_bad_offsets = tl.load(state + _BAD_OFFSETS, volatile=True)
         if (n_bad > 0) | (n_bad_offsets > 0):
-            # The host clears these words when it has told the user; until then the first call with bad input stands.
+            # The host clears these words after it has told the user. Until then the position of the first bad call stays.
             earlier = tl.load(record + _R_BAD_INDICES, volatile=True)
             if earlier == 0:
                 tl.store(record + _R_BAD_POSITION, tl.load(state + _BAD_POSITION, volatile=True))

@@ -1,37 +1,36 @@
 """Grouped matrix multiplication over rows that lie where an exchange left them: the experts of a mixture, one launch.
 
-Problem. After the exchange of tokens that are sorted by expert, a rank holds one block of rows per source rank, each sorted
-by local expert; how many rows, `counts[source, expert]`, is known on the device only. A grouped matmul of the library kind
-wants the rows of an expert together, so the blocks would be copied once more, the own one included. Here each
-(source, expert) is a segment of its own, read in place:
+Problem. After the exchange of tokens that are sorted by expert, a rank holds one block of rows per source rank, each sorted by
+local expert. The numbers of rows, `counts[source, expert]`, are known on the device only. torch's grouped matmul needs the rows
+of an expert together, so the blocks would be copied once more, the rank's own block included. Here each (source, expert) is a
+segment of its own, read in place:
 
     y[y0(s, e) : y0(s, e) + counts[s, e]] = x_s[x0(s, e) : x0(s, e) + counts[s, e]] @ w[e]
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
-x_s is the inbox, with the block of the source that comes n-th after this rank at row (n - 1) * slot_rows, or for the own
-rank the tokens themselves, whose block begins at sum(splits[: rank * experts]).
+x_s is the inbox, in which the block of the n-th source after this rank begins at row (n - 1) * slot_rows. For the rank itself x_s
+is its tokens, whose block begins at sum(splits[: rank * experts]).
 
-The way back (BACK) is the same with x and y exchanged: rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`,
-here an outbox, or for the own rank of `own`, its result. Rows that do not fit into their slot are left out.
+The way back (BACK) is the same with x and y exchanged. Rows are read at y0(s, e) of `whole` and stored at x0(s, e) of `slots`,
+here an outbox, or for the rank itself of `own`, its result. Rows that do not fit into their slot are dropped.
 
-By columns of x and rows of w, y is a sum over launches (ADDS): each takes its views of x_s and w, and all but the first start from
-the tile of y that is there, in fp32, and round it again. The way back never adds.
+By columns of x and rows of w, y is a sum over launches (ADDS). Each launch takes its views of x_s and w. All but the first start
+from the stored tile of y, in fp32, and round it again. The way back never adds.
 
-A launch computes some of the sources and
-experts ("own rows only", "peers only"), so that a step of the exchange can be multiplied while the next one travels. It
-waits for nothing: what it reads is there when its stream gets to it, because a wait inside the loop would break the
-compiler's pipelining.
+A launch computes some of the sources and experts ("own rows only", "peers only"), so that a step of the exchange can be
+multiplied while the next one travels. It waits for nothing: its operands are there when its stream gets to it. A wait inside the
+loop would break the compiler's pipelining.
 
-Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N. Their order: expert by expert, inside an expert the row tiles of
-all sources of the launch in groups of GROUP, and inside a group column by column, so that a column of the weights is read
-from memory once per group. For a tile number, tile // columns is a row tile of the same expert, because every expert has
-the same number of columns: so the expert is found by comparing with one vector of running sums that stays in registers, and
-what else a tile needs is worked out again only when the expert changes.
+Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N in this order: expert by expert; inside an expert the row tiles of all
+sources of the launch in groups of GROUP; inside a group column by column, so that a column of the weights is read from memory
+once per group. Every expert has the same number of columns, so tile // columns is a row tile of the same expert. The expert is
+found by comparing with one vector of running sums that stays in registers, and other values of a tile are computed again only
+when the expert changes.
 
-With TMA the operands come through tensor maps that the host makes: they clear what lies beyond K and N. Rows of x beyond
-their segment are read (they are other rows, or zero beyond the tensor) and not stored: the map of y is a ragged one, which
-has the hardware mask the rows that do not belong to the segment. Without TMA, masked loads and stores do the same.
+With TMA, operands come through tensor maps that the host makes; they return zeros beyond K and N. Rows of x beyond their segment
+are read (they are other rows, or zeros beyond the tensor) and not stored: the map of y is ragged, so that the hardware masks rows
+that do not belong to the segment. Without TMA, masked loads and stores do the same.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One way to run the kernel. `parts`: pieces in which a tile is stored, which saves shared memory for stages."""
+    """One way to run the kernel. parts: pieces in which a tile is stored, which saves shared memory for stages."""
 
     block_m: int
     block_n: int
@@ -54,11 +53,11 @@ class Config:
     warps: int
     stages: int
     parts: int = 1
-    per_sm: int = 1  # resident programs of a multiprocessor
+    per_sm: int = 1  # resident programs per multiprocessor
 
 
 LARGE = Config(128, 256, 64, 8, 8, 3)
-# What a benchmark tries for 16-bit types, from many rows per segment to few.
+# Configurations that a benchmark tries for 16-bit types, from many rows per segment to few.
 CONFIGS = (
     LARGE,
     Config(128, 256, 64, 16, 8, 4, parts=2),
@@ -68,16 +67,16 @@ CONFIGS = (
     Config(64, 128, 64, 16, 4, 4, per_sm=2),
 )
 _MEDIUM, _SMALL, _NARROW = CONFIGS[3], CONFIGS[4], CONFIGS[5]
-# Where there are no tensor maps, addresses and masks take the registers that larger tiles need.
+# Without tensor maps, addresses and masks take the registers that larger tiles need.
 PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
 
 
 def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Config:
-    """A configuration for elements of `itemsize` bytes and, on average, so many rows of a (source, expert).
+    """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
-    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles a
-    segment, tiles of 64 rows lose less. A short K leaves little to overlap a tile's store with: two programs then share
-    a multiprocessor.
+    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
+    segment, tiles of 64 rows lose less. With a short K, little is left to overlap a tile's store with: two programs then share a
+    multiprocessor.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
@@ -90,7 +89,7 @@ def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Con
 
 @triton.jit
 def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
-    """int32 [W_P2, E_P2]: counts, each kept in 0 .. most whatever the table says; zeros where there is none."""
+    """Return counts as int32 [W_P2, E_P2], each clamped to 0 .. most; zeros beyond the table."""
     source = tl.arange(0, W_P2)[:, None]
     expert = tl.arange(0, E_P2)[None, :]
     rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
@@ -116,7 +115,7 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pick(here, of_segment):
-    """The entry of a vector where `here` is set, which is at one place."""
+    """Return the entry of a vector at the one place where `here` is set."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
 
 
@@ -125,7 +124,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """fp32: the first `left` rows of a tile of y as launches before this one have left it, and zeros."""
+    """Return the first `left` rows of a tile of y as earlier launches have left it, in fp32; zeros below."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -146,7 +145,7 @@ def _store_tile(
     y, y_row, left, column, acc,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """By a ragged tensor map, the first `left` rows."""
+    """Store the first `left` rows of a tile through a ragged tensor map."""
     if PARTS == 2:
         halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
         left_half, right_half = tl.split(halves)
@@ -157,8 +156,8 @@ def _store_tile(
 
 
 @triton.jit(
-    # What may differ from call to call must not lead to another compiled kernel: its load could come behind a stream
-    # that waits for a peer, and would never return.
+    # Arguments that differ from call to call must not lead to another compiled kernel. Loading that kernel could come behind a
+    # stream that waits for a peer, and would never return.
     do_not_specialize=[
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
         "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address",
@@ -176,17 +175,17 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     BACK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """See the top of this file.
+    """Multiply, as the top of this file describes.
 
     own [own_rows, K] (tokens), slots [slots_rows, K] (inbox), w [E, K, N] (W_TRANSPOSED: [E, N, K]) and whole [whole_rows, N] (y)
-    of type DTYPE, with unit stride in the last dimension; BACK: own and slots (y, outbox) have N columns and whole (h) has K. With
-    TMA they are tensor maps: of what is read with boxes [BLOCK_M, BLOCK_K], of w [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N, BLOCK_K]),
-    of what is written ragged ones, [BLOCK_M, BLOCK_N // PARTS]; otherwise pointers, with strides in elements that are multiples of
-    ALIGN.
-    counts [W, E], rows counts_stride apart, and splits [W * E] int64. y_address: where whole begins, or BACK own.
-    ADDS, and not BACK: products are added to what is in y.
-    Counts below zero are what is left of a group that has failed: y is NaN then.
-    Sources (rank + i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
+    of type DTYPE, with unit stride in the last dimension. BACK: own and slots (y, outbox) have N columns and whole (h) has K.
+    With TMA they are tensor maps: for operands with boxes [BLOCK_M, BLOCK_K], for w [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N,
+    BLOCK_K]), for results ragged ones, [BLOCK_M, BLOCK_N // PARTS]. Without TMA they are pointers, with strides in elements that
+    are multiples of ALIGN.
+
+    counts [W, E], rows counts_stride apart, and splits [W * E], int64. y_address: the address of whole, or with BACK of own.
+    ADDS, without BACK: products are added to y. Negative counts remain of a group that has failed: y becomes NaN. Sources (rank +
+    i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
     """
     tl.static_assert(not (BACK and ADDS), "the way back adds to nothing")
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -201,7 +200,7 @@ def grouped_matmul_kernel(
             _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), own_rows, own_stride, N, DTYPE)
         else:
             _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), whole_rows, whole_stride, N, DTYPE)
-    # Row tiles up to and including each expert; experts before the first have none.
+    # Row tiles up to and including each expert; experts before the first of the launch have none.
     table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
     ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
@@ -213,8 +212,8 @@ def grouped_matmul_kernel(
     expert = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)  # row tiles of the launch before this expert, and including it
     end = tl.full([], 0, tl.int32)
-    # Per source, of this expert: first row tile and end, and what a tile's first row adds to: its row among those of its source, in
-    # `whole`, and minus rows left.
+    # Per source, for this expert: the first row tile and the end, and the numbers to which a tile's first row is added to get its
+    # row among the rows of its source, its row in `whole`, and minus the rows left.
     segment_first = tl.zeros([W_P2], tl.int32)
     segment_end = tl.zeros([W_P2], tl.int32)
     by_source = tl.zeros([W_P2], tl.int32)
@@ -253,7 +252,7 @@ def grouped_matmul_kernel(
             x_row = _pick(here, by_source) + row_tile * BLOCK_M
             y_row = _pick(here, in_whole) + row_tile * BLOCK_M
             y_end = whole_rows
-        # Rows of y that are not there are the caller's to report; sums of absurd counts may have wrapped.
+        # Reporting rows beyond y is up to the caller; sums of absurd counts may have wrapped.
         left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
         left = tl.where(y_row < 0, 0, tl.maximum(left, 0))
 
@@ -301,7 +300,7 @@ def grouped_matmul_kernel(
             ks = tl.arange(0, BLOCK_K)
             columns = column + tl.arange(0, BLOCK_N)
             is_column = columns < N
-            # No change to the strides, but now the compiler knows that they are multiples, and moves 16 bytes at a time.
+            # No change to the strides, but it tells the compiler that they are multiples, so that it moves 16 bytes at a time.
             x_at += from_row.to(tl.int64)[:, None] * (x_step // ALIGN * ALIGN) + ks[None, :]
             w_at = w + expert.to(tl.int64) * (w_stride // ALIGN * ALIGN)
             w_step = w_row_stride // ALIGN * ALIGN

@@ -1,17 +1,18 @@
 """A copy by the compute units, with signals before it, waits, signals after it and waits after these, in one launch.
 
-    put tokens into the words of `opens`; wait for one in every word of `waits`; copy to one or more places; when all programs
-    are done take the tokens of `waits` away, put tokens into the words of `sets`, wait for `answers` and take those
+    raise the flags of `opens`; wait for the flags of `waits`; copy to one or more places; when all programs are done clear the
+    flags of `waits`, raise the flags of `sets`, wait for the flags of `answers` and clear them
 
-That is a small all-gather whole: I have room, so have the peers, my shard goes to them and to my own place, it is there,
-theirs are here. For who watches, plain numbers are noted in memory: when it begins (`begins`), when it has passed `waits`
-(`passes`), when it ends (`ends`).
+One launch can be a whole small all-gather: I have room, the peers have room, my shard goes to them and to my own place, it has
+arrived, theirs have arrived. For the watchdog, plain numbers are stored in memory: when the launch begins (`begins`), when it has
+passed `waits` (`passes`), when it ends (`ends`).
 
-Copies by kernel are for what copy engines do badly: small ones (an engine takes about ten microseconds to start) and those
-within a device.
+Copies by kernel are for copies at which copy engines are slow: small copies (an engine takes about ten microseconds to start) and
+copies within a device.
 
-Order: see `weft.kernels.signals` and `weft.runtime.cuda.tokens`. The last program to finish puts and takes tokens; its
-arrival is acquire-release at system scope, so they cover the stores of all programs, and all have seen the tokens of `waits`.
+Order: see `weft.kernels.signals` and `weft.runtime.cuda.tokens`. The last program to finish raises and clears flags. Its arrival
+is acquire-release at system scope, so the flags cover the stores of all programs, and all programs have seen the flags of
+`waits`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import triton.language as tl
 
 from weft.kernels.signals import await_tokens, now_ns, words, write_token
 
-# The kernel's arguments that are pointers (to int64), for who compiles it ahead.
+# The kernel's arguments that are pointers (to int64), for compiling it ahead of time.
 TABLES = ("targets", "opens", "waits", "sets", "answers", "begins", "passes", "ends", "arrivals")
 
 
 @triton.jit
 def _note(table, count, PTX: tl.constexpr):
-    """Store the numbers of a table (address, number)."""
+    """Store the numbers of a table of (address, number)."""
     for i in range(count):
         write_token(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
 
@@ -60,14 +61,14 @@ def move_kernel(
     arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """See the top of this file.
+    """Copy and signal, as the top of this file describes.
 
-    source, target: addresses of the first rows; targets [n_targets]: further places for the same rows. rows, width and
-    pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). opens, waits, sets, answers:
-    addresses of words. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches. sizes: 0, or where
-    three int64 say at which row of the source to begin, at which of the target, and how many rows to copy: none beyond the
-    `source_rows` and, of the target, `rows` that there are. early: the source is no peer's to write, and reading begins before
-    the waits. ADD: items, floating-point numbers, are added to what is there, one by one and for all devices to see.
+    source, target: addresses of the first rows. targets [n_targets]: further places for the same rows. rows, width and pitches
+    count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). opens, waits, sets, answers: addresses
+    of words. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches. sizes: 0, or the address of three
+    int64: the first row of the source, the first row of the target, and the number of rows to copy. It is limited to the
+    `source_rows` and, in the target, `rows` that exist. early: no peer writes the source, so reading begins before the waits.
+    ADD: items, floating-point numbers, are added to the target, one by one and visible to all devices.
     """
     if tl.program_id(0) == 0:
         _write_tokens(opens, n_opens, 1, PTX)
@@ -79,10 +80,10 @@ def move_kernel(
         rows = tl.where(fits, tl.minimum(tl.minimum(tl.load(words(sizes) + 2), rows - to), source_rows - first), 0)
         source += first * source_pitch * (ITEM.primitive_bitwidth // 8)
         target += to * target_pitch * (ITEM.primitive_bitwidth // 8)
-        if (source_pitch == width) & (target_pitch == width):  # whole rows are one long one
+        if (source_pitch == width) & (target_pitch == width):  # contiguous rows are one long row
             width = width * rows
             rows = tl.minimum(rows, 1)
-    width = width // ALIGN * ALIGN  # no change, but now the compiler knows it, and moves 16 bytes at a time
+    width = width // ALIGN * ALIGN  # no change, but it tells the compiler, which moves 16 bytes at a time
     per_row = tl.maximum((width + BLOCK - 1) // BLOCK, 1)
     blocks = per_row * rows
     block = program.to(tl.int64)
@@ -91,7 +92,7 @@ def move_kernel(
     place = source.to(tl.pointer_type(ITEM)) + block // per_row * source_pitch
     place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
     loaded = tl.load(place + column, mask=begun, other=0)
-    # The words are read by every lane, so no lane's other loads or stores go ahead of what it waited for.
+    # Every lane reads the words, so no lane's other loads or stores go ahead of its waits.
     alive = await_tokens(waits, n_waits, PTX)
     while block < blocks:
         row = block // per_row
@@ -103,7 +104,7 @@ def move_kernel(
         if ADD:
             items = tl.where(alive, items, float("nan"))
         else:
-            items = tl.where(alive, items, -1)  # of a group that has failed: NaN, as a number of any type
+            items = tl.where(alive, items, -1)  # the group has failed: NaN in any floating-point type
         place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
         place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
         _put(place + column, items, inside, ADD)
@@ -123,12 +124,12 @@ def move_kernel(
             _note(passes, n_passes, PTX)
             if alive:
                 await_tokens(answers, n_answers, PTX)
-            tl.debug_barrier()  # all lanes have seen the tokens (they need not agree on who is alive)
+            tl.debug_barrier()  # all lanes have seen the flags (they need not agree on `alive`)
             _write_tokens(answers, n_answers, 0, PTX)
             _note(ends, n_ends, PTX)
 
 
 @triton.jit(do_not_specialize=["index"])
 def stamp_kernel(stamps, index, PTX: tl.constexpr):
-    """stamps[index] = the device's clock in nanoseconds, which the devices of one host share."""
+    """Set stamps[index] to the device's clock in nanoseconds, which the devices of one host share."""
     tl.store(stamps + index, now_ns(PTX))

@@ -1,14 +1,14 @@
 """Signals between GPUs, as device code: 64-bit words in symmetric memory that only grow, set with release, read with acquire.
 
-Order. Whatever the lanes of a program stored before a barrier and `store_release` is visible to whoever has read the new
-value with `load_acquire`, on this GPU or another (system scope). On NVIDIA these are the PTX instructions of that name;
-elsewhere, and under Triton's interpreter, atomics that are stronger than needed. `PTX` says which.
+Order. Stores of a program's lanes before a barrier and `store_release` are visible to a reader of the new value with
+`load_acquire`, on this GPU or another (system scope). On NVIDIA these are the PTX instructions of that name. Elsewhere, and under
+Triton's interpreter, they are atomics that are stronger than needed. `PTX` chooses.
 
-Waiting. `wait_at_least` looks until all words of a vector are there or a deadline passes. Where there is no PTX there is no
-clock either, and the deadline is the watchdog's: it writes POISON, larger than any value that is waited for, over the words
-of a rank whose group has failed, so that its kernels return.
+Waiting. `wait_at_least` polls until all words of a vector have the wanted value or a deadline passes. Without PTX there is no
+clock, and only the watchdog ends a wait: it writes POISON, larger than any awaited value, over the words of a rank whose group
+has failed, so that its kernels return.
 
-Schedules that streams run use words differently, as tokens (`weft.runtime.cuda.tokens`): `await_tokens`, `write_token`.
+Schedules that streams run use words differently, as flags (`weft.runtime.cuda.tokens`): `await_tokens`, `write_token`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 POISON = 1 << 62
 TOKEN = 1
 POISONED = 1 << 40
-"""Of a word that holds tokens: the bit of a token, and the one by which the watchdog ends all waits."""
+"""Bits of a word that holds a flag: the flag itself, and the bit by which the watchdog ends all waits."""
 _TOKEN = tl.constexpr(TOKEN)
 _STORE_RELEASE, _STORE_RELAXED = (
     tl.constexpr(
@@ -32,13 +32,13 @@ _STORE_RELEASE, _STORE_RELAXED = (
 
 @triton.jit
 def words(address):
-    """An address, or a vector of them, as a pointer to 64-bit words."""
+    """Return an address, or a vector of addresses, as a pointer to 64-bit words."""
     return address.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def now_ns(PTX: tl.constexpr):
-    """The device's clock in nanoseconds; 0 where there is no PTX (then deadlines are the watchdog's alone)."""
+    """Return the device's clock in nanoseconds; 0 without PTX (then only the watchdog keeps deadlines)."""
     if PTX:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     return tl.full([], 0, tl.int64)
@@ -46,7 +46,7 @@ def now_ns(PTX: tl.constexpr):
 
 @triton.jit
 def load_acquire(pointer, PTX: tl.constexpr):
-    """The word, or vector of words, now; what was stored before it was set is visible afterwards."""
+    """Return the current value of a word or a vector of words. Stores before it was set are visible afterwards."""
     if PTX:
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
@@ -56,7 +56,7 @@ def load_acquire(pointer, PTX: tl.constexpr):
 
 @triton.jit
 def store_release(pointer, value, PTX: tl.constexpr):
-    """Store `value` to a word, or a vector of words, after all that this program's lanes stored before the last barrier."""
+    """Store `value` to a word, or a vector of words, after all stores of this program's lanes before the last barrier."""
     if PTX:
         tl.inline_asm_elementwise(
             "st.release.sys.global.b64 [$1], $2; mov.u64 $0, $2;",
@@ -72,7 +72,7 @@ def store_release(pointer, value, PTX: tl.constexpr):
 
 @triton.jit
 def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
-    """Poll a vector of words until all are at least `wanted`, or the deadline passes: the words last found."""
+    """Poll a vector of words until all are at least `wanted`, or the deadline passes. Return the last values."""
     found = load_acquire(pointer, PTX)
     if tl.min(found, 0) < wanted:
         start = now_ns(PTX)
@@ -83,7 +83,7 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
 
 @triton.jit
 def await_tokens(table, count, PTX: tl.constexpr):
-    """Poll until every word of a table of addresses has a token or is poisoned; whether none is poisoned."""
+    """Poll until every word of a table of addresses has its flag raised or is poisoned. Return True if no word is poisoned."""
     alive = count >= 0
     for i in range(count):
         word = words(tl.load(table + i))
@@ -96,8 +96,10 @@ def await_tokens(table, count, PTX: tl.constexpr):
 
 @triton.jit
 def write_token(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
-    """Store 32 bits at an address, exactly once: a second store might put back a token that has been taken already. With
-    RELEASE after all that this program's lanes stored before the last barrier."""
+    """Store 32 bits at an address, exactly once: a second store could raise a flag that has been cleared already.
+
+    With RELEASE, after all stores of this program's lanes before the last barrier.
+    """
     if PTX:
         tl.inline_asm_elementwise(
             _STORE_RELEASE if RELEASE else _STORE_RELAXED,

@@ -1,8 +1,8 @@
-"""Sizes that only the device knows: sums over parts of what a buffer holds, one launch for all numbers that a lane needs.
+"""Sizes that only the device knows: sums over parts of a buffer's contents, one launch for all numbers that a lane needs.
 
     numbers[i] = constants[i] + sum over terms j of (held[first] + held[first + step] + ...), `count` elements each
 
-The terms are made once per schedule (`weft.schedule.expr.Total`); copies by kernel find their places and sizes in `numbers`.
+The terms are made once per schedule (`weft.schedule.expr.Total`). Copies by kernel find their places and sizes in `numbers`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["n_terms"], do_not_specialize_on_alignment=["held", "terms", "constants", "numbers"])
 def totals_kernel(held, terms, constants, numbers, n_terms: tl.int32, BLOCK: tl.constexpr):
-    """A program for each number. held: int64. terms [numbers, n_terms, 3]: first, count, step. constants, numbers [numbers]."""
+    """Compute one number per program. held: int64. terms [numbers, n_terms, 3]: first, count, step. constants, numbers
+    [numbers]."""
     number = tl.program_id(0).to(tl.int64)
     found = tl.load(constants + number)
     within = tl.arange(0, BLOCK)

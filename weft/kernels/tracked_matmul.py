@@ -1,30 +1,31 @@
-"""Matrix multiplication whose progress is tracked: tiles in a stated order, stored where a table says, and signals that are set as
-soon as their tiles are stored.
+"""Matrix multiplication whose progress is tracked: tiles in a stated order, stored where a table says, with signals set as soon
+as their tiles are stored.
 
-After T3's tracker, which counts beside the memory controller: at the end of a tile a program adds one to a counter in this
-device's memory, and whoever adds the last one of a counter sets its signals. (T3's also counts updates by peers and DMA.) A stream
-that waits for a signal copies what is there while the kernel goes on: the GEMM is one launch, and copies by engine take no compute
-unit from it.
+It follows T3's tracker, which counts beside the memory controller. At the end of a tile, a program adds one to a counter in this
+device's memory, and the program that adds the last one sets the counter's signals. (T3's tracker also counts updates by peers and
+DMA.) A stream that waits for a signal copies finished tiles while the kernel continues: the GEMM is one launch, and copies by
+engine take no compute units from it.
 
-    table [tiles, columns]      of a tile: its first row of a, how many rows, its first column, how many columns, where its first
-                                element is stored, the distance of rows there; then the numbers of its counters, and if something
-                                is added to the product (ADDS), where that begins, and the distance of rows there
-    counters [n, 4]             of a counter: tiles that have come (zero between launches), how many come in all, where its words
-                                begin in `sets`, and where they end
-    sets                        addresses of words for tokens (`weft.kernels.signals`), a peer's among them
+    table [tiles, columns]      for each tile: its first row of a, its number of rows, its first column, its number of columns,
+                                where its first element is stored, the row pitch there; then the numbers of its counters; and if
+                                something is added to the product (ADDS), where that begins, and the row pitch there
+    counters [n, 4]             for each counter: tiles that have arrived (zero between launches), tiles in all, the first of its
+                                words in `sets`, and their end
+    sets                        addresses of flag words (`weft.kernels.signals`), peers' words among them
 
-Split along K (SPLITS > 1): so many programs multiply parts of one tile, and each leaves its fp32 sum in `partials`. Whoever comes
-last adds them up, in the order of the parts whatever the order in which they came: bits repeat. It stores the tile, and counts it.
+Split along K (SPLITS > 1): that many programs multiply parts of one tile, and each leaves its fp32 sum in `partials`. The last
+program to arrive reduces them in the order of the parts, whatever the order of arrival, so results are bitwise reproducible. It
+stores the tile, and counts it.
 
-A tile is stored at an address of this device or of a peer; if its row distance is negative, in bytes from `y`, the caller's tensor.
-What is added (a GEMM's C) is read at an address of this device or of a peer, once for each element, when the product is there, and
-added in fp32: so a partial sum crosses a link while other tiles compute, and nobody has copied it.
+A tile is stored at an address of this device or of a peer; if its row pitch is negative, at bytes from `y`, the caller's tensor.
+The addend (a GEMM's C) is read at an address of this device or of a peer, once for each element, when the product is done, and
+added in fp32. So a partial sum crosses a link while other tiles compute, without a copy of its own.
 
-Order: a tile's stores, a barrier, the addition with acquire and release at system scope; the last one has seen all others, and its
-tokens are stored with release. A wait inside the loop would break the compiler's pipelining; there is none.
+Order: a tile's stores, a barrier, the increment with acquire and release at system scope. The program with the last increment has
+seen all others, and stores the flags with release. A wait inside the loop would break the compiler's pipelining; there is none.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software, and 7.7
-(GEMMs that are split along K).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software, and
+7.7 (GEMMs that are split along K).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _store_and_count(
     to = tl.where(pitch < 0, y + place, place).to(tl.pointer_type(DTYPE))
     step = tl.where(pitch < 0, -pitch, pitch) // ALIGN * ALIGN
     to = tl.multiple_of(to, ALIGN * DTYPE.primitive_bitwidth // 8)
-    columns = columns // ALIGN * ALIGN  # no change, but now the compiler stores 16 bytes at a time
+    columns = columns // ALIGN * ALIGN  # no change, but the compiler now stores 16 bytes at a time
     at = to + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :]
     mask = (in_tile < rows)[:, None] & (in_columns < columns)[None, :]
     if ADDS:
@@ -80,12 +81,12 @@ def tracked_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, ADDS: tl.constexpr,
     SPLITS: tl.constexpr, PART_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """See the top of this file.
+    """Multiply and signal, as the top of this file describes.
 
-    a [a_rows, K] and w [K, N] (W_TRANSPOSED: [N, K]) of type DTYPE with unit stride in the last dimension: with TMA tensor maps
-    with boxes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] (or [BLOCK_N, BLOCK_K]); otherwise pointers, with strides in elements that
-    are multiples of ALIGN. y: the address of the caller's tensor. partials: room for [tiles, SPLITS, BLOCK_M, BLOCK_N] in fp32;
-    arrived [tiles]: zero between launches. Of K, PART_K for each of the SPLITS.
+    a [a_rows, K] and w [K, N] (W_TRANSPOSED: [N, K]) of type DTYPE with unit stride in the last dimension. With TMA they are
+    tensor maps with boxes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] (or [BLOCK_N, BLOCK_K]); otherwise pointers, with strides in
+    elements that are multiples of ALIGN. y: the address of the caller's tensor. partials: room for [tiles, SPLITS, BLOCK_M,
+    BLOCK_N] in fp32. arrived [tiles]: zero between launches. PART_K: the extent in K of each of the SPLITS.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     for unit in range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0)):
