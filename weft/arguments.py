@@ -1,8 +1,8 @@
-"""What may be passed at all: the checks that all operators have in common, whatever they compute.
+"""Checks of arguments that all operators share, whatever they compute.
 
-They come first in every call, also of known shapes, so the good case is told by a few comparisons. What is wrong is said with
-the argument's name, its value and what to pass instead. Arguments that mean the same are brought into one form, so that ranks
-which write them differently make the same call.
+They come first in every call, also for known shapes, so a valid call passes after a few comparisons. Errors name the argument,
+its value and what to pass instead. Equivalent arguments are normalised, so that ranks which write them differently make the same
+call.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 MOST_ROWS = 1 << 40
-"""Of a matrix: their bytes fit 64 bits, whatever the columns."""
+"""The most rows of a matrix: their bytes fit 64 bits, whatever the columns."""
 _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """That `x` is a tensor in ordinary memory; `ValueError` if it is none."""
+    """Raise `ValueError` unless `x` is a tensor in ordinary memory."""
     if not _is_plain(x):
         _look_at(name, x)
 
 
 def check_tensors(name: str, xs: Sequence[Any]) -> None:
-    """The same for each of a list."""
+    """Run `check_tensor` on each tensor of a list."""
     for x in xs:
         if not _is_plain(x):
             _look_at(next(f"{name}[{i}]" for i, other in enumerate(xs) if other is x), x)
 
 
 def _is_plain(x: Any) -> bool:
-    # Of gradients that pass a compiled autograd Function, torch lets nobody ask for the layout.
+    # torch does not allow asking for the layout of gradients that pass a compiled autograd Function.
     return type(x) in _PLAIN and not x.is_nested and (torch.compiler.is_compiling() or x.layout is torch.strided)
 
 
@@ -55,14 +55,14 @@ def _look_at(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a nested tensor: pass a dense one, such as its to_padded_tensor(0)")
     if x.layout is not torch.strided:
         raise ValueError(f"{name} is {x.layout}: pass a dense one (to_dense())")
-    # Others whose memory is elsewhere; those that torch makes while it traces a call are no concern of ours.
+    # Other classes may keep their memory elsewhere. Those that torch makes while it traces a call are allowed.
     inside = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if inside and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
         raise ValueError(f"{name} is {kind(x)}, which keeps its values elsewhere: pass the torch.Tensor that has them")
 
 
 def listed(name: str, given: Any) -> Sequence[Any]:
-    """What is given for each of several, as a list or tuple."""
+    """Return a list or tuple argument, or another iterable as a list. Raise `ValueError` for anything else."""
     if isinstance(given, list | tuple):
         return given
     if isinstance(given, torch.Tensor):
@@ -81,7 +81,7 @@ def check_flag(name: str, given: Any) -> None:
 def checked_dimension(
     A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim"), last: bool = False
 ) -> int:
-    """`dim` from 0 on, if A is [..., dim, ..., K], or, where `last`, [..., K]. names: of A and of dim."""
+    """Return `dim` as a non-negative dimension of A [..., dim, ..., K], or, with `last`, of [..., K]. names: of A and of dim."""
     if type(dim) is int and 0 <= dim < A.dim() - 1:
         return dim
     what, name = names
@@ -101,7 +101,7 @@ def checked_dimension(
 
 
 def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """Sizes of all ranks' shards in `gather_dim`; None if they are the same."""
+    """Return the sizes of all ranks' shards in `gather_dim`; None if they are equal."""
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise ValueError(f"rows={rows!r} is {kind(rows)}: pass a list with a number for each rank")
     sizes = tuple(_whole(f"rows[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(rows))
@@ -115,7 +115,7 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
 
 
 def check_count(name: str, count: Any) -> None:
-    """Refuse anything but None and a number of rows."""
+    """Raise `ValueError` unless `count` is None or a number of rows."""
     is_whole = isinstance(count, int | torch.SymInt) and not isinstance(count, bool)
     if count is not None and not (is_whole and 0 <= count <= MOST_ROWS):
         raise ValueError(f"{name}={_shown(count)} must be a whole number from 0 to 2**40: it is a number of rows")
@@ -126,7 +126,7 @@ def checked_shape(name: str, given: Any) -> tuple[int, ...]:
 
 
 def checked_deadline(deadline_s: Any) -> float | None:
-    """Seconds, or None for the usual ones."""
+    """Return the deadline in seconds; None for the default."""
     if deadline_s is None:
         return None
     is_number = isinstance(deadline_s, numbers.Real) and not isinstance(deadline_s, bool)
@@ -138,7 +138,7 @@ def checked_deadline(deadline_s: Any) -> float | None:
 
 
 def _whole(name: str, given: Any, fix: str) -> Any:
-    """A whole number: an int, or what stands for one (numpy's, and torch's while it traces)."""
+    """Return a whole number: an int, or an equivalent (numpy's, and torch's while it traces)."""
     if type(given) is int or isinstance(given, torch.SymInt):
         number = given
     else:
@@ -154,6 +154,6 @@ def _whole(name: str, given: Any, fix: str) -> Any:
 
 
 def _shown(number: Any) -> str:
-    """Return the digits, unless there are more than Python or a reader takes."""
+    """Return the digits, unless there are more than Python prints or a reader wants."""
     is_long = type(number) is int and number.bit_length() > 64
     return f"a number of {number.bit_length()} bits" if is_long else repr(number)

@@ -1,6 +1,6 @@
-"""Which process groups came into this process by a fork: they are the parent's, whose sockets a child may not talk on.
+"""Process groups that a fork has copied into this process. They are the parent's, and a child may not use their sockets.
 
-`import weft` is enough for a fork to be noticed, and costs nothing: torch is looked for among the modules that are there.
+`import weft` is enough to notice a fork, and costs nothing: torch is looked up among the loaded modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _parents: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_the_parents(group: Any) -> bool:
-    """Whether `group` was made before this process was forked."""
+    """True if `group` was made before this process was forked."""
     return group in _parents
 
 

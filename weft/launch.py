@@ -1,13 +1,13 @@
 """Several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for workers that stay up.
 
-Importing torch takes seconds, and eight fresh interpreters do it eight times. A fork server imports torch once and
-forks each rank from there in milliseconds; it has no threads and no CUDA context, so that forking it is safe, whatever
-the calling process has running. Ranks meet through a file in a private temporary directory: no port to collide on,
-and no rank whose death takes the meeting place with it.
+Importing torch takes seconds, and eight fresh interpreters do it eight times. A fork server imports torch once and forks each
+rank in milliseconds. It has no threads and no CUDA context, so forking it is safe, whatever the calling process has running.
+Ranks meet through a file in a private temporary directory: no port can collide, and the death of no rank removes the meeting
+place.
 
-What runs on the ranks must be importable by name (a top-level function), its arguments and results must be picklable;
-tensors travel by value. After a run in which any rank raised, died or outlasted the limit, all workers are killed and
-the next run starts new ones: no failure leaks into the next run.
+The function must be importable by name (a top-level function), and its arguments and results must be picklable; tensors travel by
+value. After a run in which any rank raised, died or exceeded the limit, all workers are killed and the next run starts new ones,
+so that no failure affects the next run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankDiedError(WeftError):
 
 
 class _RemoteTracebackError(Exception):
-    """Carries the text of a traceback from another process, as the cause of the error raised here."""
+    """The text of a traceback from another process, as the cause of the error raised here."""
 
 
 def run_ranks(
@@ -53,16 +53,17 @@ def run_ranks(
     timeout_s: float = 600.0,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on `world_size` fresh processes joined by torch.distributed.
+    """Run `function(rank, world_size, *args)` on `world_size` fresh processes joined by torch.distributed. Return the results by
+    rank.
 
-    The default process group (`dist.group.WORLD`) is initialised with `backend` before the call; with an NCCL backend
-    each rank's CUDA device is set to rank modulo the number of devices. More ranks than GPUs share them: everything
-    works (NCCL then sends through sockets) and no time that is measured means anything. Returns the results by rank.
+    The default process group (`dist.group.WORLD`) is initialised with `backend` before the call. With an NCCL backend each rank's
+    CUDA device is set to rank modulo the number of devices. If there are more ranks than GPUs, ranks share them: everything works
+    (NCCL then sends through sockets), but measured times mean nothing.
 
     Raises the error of the first rank that failed, with its traceback as the cause, and does not wait for the others;
-    `RankDiedError` if a process ended without a result; `TimeoutError` with the stack of every rank still running
-    after `timeout_s` seconds. `return_exceptions=True` waits for all and returns errors in the list instead. No
-    process is left in any of these cases.
+    `RankDiedError` if a process ended without a result; `TimeoutError` with the stack of every rank still running after
+    `timeout_s` seconds. `return_exceptions=True` waits for all and returns errors in the list instead. No process is left in any
+    of these cases.
     """
     with Pool(world_size, backend=backend) as pool:
         return pool._run(_with_rank, (function, *args), world_size, timeout_s, return_exceptions)
@@ -71,8 +72,8 @@ def run_ranks(
 class Pool:
     """`world_size` worker processes that stay up between calls, joined by torch.distributed. A context manager.
 
-    Workers start at the first `run`. Each uses one torch thread (`threads`) and ignores Ctrl-C, which is left to the
-    process that owns the pool; when that process dies in whatever way, the workers exit by themselves.
+    Workers start at the first `run`. Each uses `threads` torch threads and ignores Ctrl-C, which is left to the process that owns
+    the pool. If that process dies in whatever way, the workers exit by themselves.
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
@@ -82,7 +83,7 @@ class Pool:
         self.backend = backend
         self.threads = threads
         self._workers: list[tuple[process.BaseProcess, connection.Connection]] = []
-        self._world = 0  # counts the worlds that were made, so that each has a meeting place of its own
+        self._world = 0  # counts the worlds made, so that each has its own meeting place
         self._ranks_in_world = 0
         self._directory: tempfile.TemporaryDirectory | None = None
         self._finalizer: weakref.finalize | None = None
@@ -97,16 +98,16 @@ class Pool:
     ) -> list[Any]:
         """Run `function(group, *args)` on the first `ranks` workers (default all) and return the results by rank.
 
-        `group` is the default process group (`dist.group.WORLD`) and consists of exactly those workers; `group.rank()`
-        and `group.size()` tell a worker who it is. Consecutive runs with the same number of ranks share it and what is
-        cached for it; another number makes a new one (some ten milliseconds). Errors as in `run_ranks`.
+        `group` is the default process group (`dist.group.WORLD`) and consists of exactly those workers; `group.rank()` and
+        `group.size()` tell a worker its place. Consecutive runs with the same number of ranks share it and its caches; another
+        number makes a new group (some ten milliseconds). Errors as in `run_ranks`.
         """
         return self._run(function, args, self.world_size if ranks is None else ranks, timeout_s, return_exceptions)
 
     def close(self) -> None:
         """End the workers and remove their directory. The next `run` starts new ones."""
         for _, pipe in self._workers:
-            pipe.close()  # a worker that is waiting for work sees the end of it and exits in order
+            pipe.close()  # a worker that waits for work reads its end and exits in order
         until = time.monotonic() + 5
         for worker, _ in self._workers:
             worker.join(max(0.0, until - time.monotonic()))
@@ -120,7 +121,7 @@ class Pool:
         self.close()
 
     def pids(self) -> list[int]:
-        """Process ids of the workers by rank (starts them if none are up)."""
+        """Return the process ids of the workers by rank. Start the workers if none are up."""
         self._start()
         return [worker.pid or 0 for worker, _ in self._workers]
 
@@ -128,8 +129,8 @@ class Pool:
         if self._workers:
             return
         context = mp.get_context("forkserver")
-        # Every worker imports the main module again (pytest, say), so its package is worth having at hand as well.
-        # Without effect if the program has started a fork server before.
+        # Every worker imports the main module again (pytest, say), so its package is preloaded too. No effect if the program has
+        # started a fork server before.
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         context.set_forkserver_preload([*PRELOADED, *([spec.parent] if spec and spec.parent else [])])
         _start_fork_server()
@@ -185,10 +186,10 @@ class Pool:
         return results
 
     def _collect(self, results: list[Any], timeout_s: float, grace_s: float) -> list[BaseException]:
-        """Fill `results` with values or errors; returns the errors in order of arrival, the likely cause first.
+        """Fill `results` with values or errors. Return the errors in order of arrival, the likely cause first.
 
-        Once a rank has failed the others get `grace_s` more seconds: without it many would just sit in a collective
-        until its deadline.
+        Once a rank has failed, the others get `grace_s` more seconds: without this limit many would wait in a collective until
+        its deadline.
         """
         until = time.monotonic() + timeout_s
         failed: list[BaseException] = []
@@ -223,7 +224,7 @@ class Pool:
         return failed
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Where each of `ranks` is now, as faulthandler prints it."""
+        """Return where each of `ranks` is now, as faulthandler prints it."""
         assert self._directory is not None
         for rank in ranks:
             pid = self._workers[rank][0].pid
@@ -238,16 +239,17 @@ class Pool:
 
 
 def share_gpus(rank: int) -> None:
-    """Let this rank use a GPU that another rank of this host uses too; `run_ranks` and `Pool` do it where GPUs are too few. Under
-    torchrun, before `init_process_group`:
+    """Let this rank use a GPU that another rank of this host uses too. `run_ranks` and `Pool` do this if there are too few GPUs.
+
+    Under torchrun, before `init_process_group`:
 
         rank = int(os.environ["RANK"])
         torch.cuda.set_device(rank % torch.cuda.device_count())
         weft.launch.share_gpus(rank)
 
-    All works then, torch's collectives by NCCL and its symmetric memory too, and no time that is measured means anything. Sets
-    `NCCL_HOSTID` (NCCL refuses two ranks of one host on one GPU, so that each is told that it is on a host of its own),
-    `NCCL_SOCKET_IFNAME` and `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`.
+    Everything works then, including NCCL and torch's symmetric memory, but measured times mean nothing. Sets `NCCL_HOSTID` (NCCL
+    refuses two ranks of one host on one GPU, so each rank claims a host of its own), `NCCL_SOCKET_IFNAME` and
+    `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`.
     """
     os.environ["NCCL_HOSTID"] = f"rank-{rank}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -265,7 +267,7 @@ def _kill(workers: list[tuple[process.BaseProcess, connection.Connection]], dire
 
 
 def _start_fork_server() -> None:
-    """Start the fork server, unless it runs, with Ctrl-C blocked: one that struck while it imports would print a traceback."""
+    """Start the fork server, unless it runs, with Ctrl-C blocked: a Ctrl-C during its imports would print a traceback."""
     resource_tracker.ensure_running()  # first: it unblocks Ctrl-C when it has started its own process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -287,8 +289,8 @@ def _work(
     directory: str,
     environment: dict[str, str],
 ) -> None:
-    """What a worker process does: join the others, then run what comes through `pipe` until it closes."""
-    # All that the fork server has imported stays: looking through it for garbage takes 0.2 s and makes a copy of its memory.
+    """Run a worker process: join the others, then run the calls that come through `pipe` until it closes."""
+    # Everything that the fork server has imported stays: collecting garbage in it takes 0.2 s and makes a copy of its memory.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -303,7 +305,7 @@ def _work(
     os.environ.clear()  # the fork server's environment is that of its start, maybe long ago
     os.environ.update(environment)
     os.environ["LOCAL_RANK"] = str(rank)
-    # All ranks are here: the loopback interface always works, a host name may not resolve.
+    # All ranks are on this machine: the loopback interface always works, a host name may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     import torch
@@ -340,7 +342,7 @@ def _work(
 
 
 def _portable(error: Exception) -> bytes:
-    """The error and its traceback as bytes that can be read elsewhere; its text alone if it cannot travel itself."""
+    """Return the error and its traceback as bytes that can be unpickled elsewhere. If the error cannot be, return only its text."""
     text = traceback.format_exc()
     try:
         answer = pickle.dumps((False, error, text))
@@ -351,7 +353,7 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, directory: str) -> None:
-    """End this process at once when the one that started it is gone, which then cannot have cleaned up."""
+    """End this process at once if the process that started it ends, which then cannot have cleaned up."""
     connection.wait([sentinel])
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""What ran where and when, whoever ran it: every executor fills a `Timeline`, `weft.trace` draws it.
+"""The record of what ran where and when. Every executor fills a `Timeline`, and `weft.trace` draws it.
 
-A span is one piece of work (a slice pooled, a slice put, a wait) on one lane of one rank. Times are microseconds on a
-clock that all ranks of one timeline share; bytes are what crossed between ranks for the span, sent or fetched (0 for the rest).
+A span is one piece of work (a slice pooled, a slice put, a wait) on one lane of one rank. Times are microseconds on a clock that
+all ranks of one timeline share. Bytes crossed between ranks for the span, sent or fetched (0 for other spans).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What `lane` of `rank` did from `start_us` to `end_us`, in microseconds; `bytes` crossed between ranks for it."""
+    """One piece of work of `lane` on `rank` from `start_us` to `end_us`, in microseconds. `bytes` crossed between ranks for it."""
 
     rank: int
     lane: str
@@ -28,12 +28,12 @@ class Span:
 
 @dataclass
 class Timeline:
-    """Spans in the order in which they were added. Pass an empty one as `timeline=` to have it filled."""
+    """Spans in the order in which they were added. Pass an empty timeline as `timeline=` to have it filled."""
 
     spans: list[Span] = field(default_factory=list)
 
     def add(self, rank: int, lane: str, name: str, start_us: float, end_us: float, bytes: int = 0) -> None:
-        """`ValueError` for a span that ends before it starts."""
+        """Add a span. Raise `ValueError` if it ends before it starts."""
         if end_us < start_us:
             raise ValueError(f"span {name!r} of rank {rank} ends at {end_us} us, before it starts at {start_us} us")
         self.spans.append(Span(rank, lane, name, start_us, end_us, bytes))
@@ -45,11 +45,11 @@ class Timeline:
         return sorted({span.rank for span in self.spans})
 
     def lanes(self, rank: int) -> list[str]:
-        """The lanes of `rank` in the order in which they first appear."""
+        """Return the lanes of `rank` in the order in which they first appear."""
         return list(dict.fromkeys(span.lane for span in self.spans if span.rank == rank))
 
     def shifted(self, origin_us: float | None = None) -> Timeline:
-        """The same spans with `origin_us` (default: the earliest start) moved to zero."""
+        """Return the same spans with `origin_us` (default: the earliest start) moved to zero."""
         if not self.spans:
             return Timeline()
         origin = min(s.start_us for s in self.spans) if origin_us is None else origin_us

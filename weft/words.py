@@ -1,4 +1,4 @@
-"""Words in sentences: numbers of things, and what kind of thing something is."""
+"""Words for messages: numbers of things, lists, and types of things."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """ "1 rank", "2 ranks". plural: where it is not the noun and an "s"."""
+    """Return "1 rank" or "2 ranks". plural: if it is not the noun and an "s"."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def joined(*parts: str) -> str:
-    """Return those parts of a sentence that are not empty, with commas between."""
+    """Return the non-empty parts of a sentence, with commas between."""
     return ", ".join(part for part in parts if part)
 
 
 def by_rank(said: Iterable[tuple[int, str]]) -> str:
-    """What each rank says; what several say alike, once: "ranks 0, 2: this; rank 1: that"."""
+    """Return what each rank says, equal texts once: "ranks 0, 2: this; rank 1: that"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in said:
         ranks_of.setdefault(text, []).append(rank)
@@ -26,6 +26,6 @@ def by_rank(said: Iterable[tuple[int, str]]) -> str:
 
 
 def kind(thing: object) -> str:
-    """ "a list", "an int": of what type it is."""
+    """Return the type of a thing with its article: "a list", "an int"."""
     name = type(thing).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

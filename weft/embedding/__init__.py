@@ -1,4 +1,4 @@
-"""What embedding operators need: tables, their placement on ranks, sparse input, options, plans. No groups, no memory."""
+"""The description of embedding operators: tables, their placement on ranks, sparse input, options, plans. No groups, no memory."""
 
 from weft.embedding.hashing import hash_ids
 from weft.embedding.jagged import JaggedInput, JaggedTensor, KeyedJaggedTensor, KeyedTensor, as_jagged

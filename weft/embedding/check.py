@@ -1,8 +1,8 @@
-"""Is this input what the tables need? Host-side checks whose errors name table, feature, value and fix.
+"""Host-side checks that an input fits the tables. Errors name table, feature, value and fix.
 
-They run on every call before anything is written, so they cost microseconds: shapes, dtypes, devices and names.
-What takes a look at the numbers is apart: `check_offsets` reads every offset (CPU tensors only: on a GPU the kernel
-guards), and index bounds are the kernels' job; `first_bad_index` finds again what a kernel only counted.
+They run on every call before anything is written, so they cost microseconds: shapes, dtypes, devices and names. Checks of
+contents are separate. `check_offsets` reads every offset (CPU tensors only: on a GPU the kernel guards), index bounds are the
+kernels' job, and `first_bad_index` finds again the index that a kernel only counted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weft.embedding.tables import EmbeddingSharding, Slot
 from weft.words import counted
 
 DEVICE_TYPES = ("cpu", "cuda")
-_OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second reading of each offset comes from the cache
+_OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second read of each offset hits the cache
 
 
 class CheckedInput(NamedTuple):
-    """A rank's input, understood: local slot s reads bags `key_of_slot[s] * global_batch + sample`.
+    """A rank's checked input: local slot s reads bags `key_of_slot[s] * global_batch + sample`.
 
-    `batch_sizes[r]` samples of the global batch belong to rank r, in rank order. `tables`: where this rank's tables lie and how
-    (`weft.runtime.layouts`), where that was read.
+    `batch_sizes[r]` samples of the global batch belong to rank r, in rank order. tables: the layout and addresses of this rank's
+    tables (`weft.runtime.layouts`), if they were read.
     """
 
     key_of_slot: tuple[int, ...]
@@ -48,10 +48,10 @@ def check_jagged(
 ) -> CheckedInput:
     """Check one rank's input of the global batch, and its tables, without reading their contents.
 
-    `jagged` holds a block of offsets per key, or, without keys, one per local slot in column order; keys of other
-    ranks' tables are passed over. `weights` are this rank's tables in the order of `sharding.local_tables(rank)`, or
-    their device if they were checked before; `tables` is kept in what is returned. Without `batch_sizes` the global batch is
-    divided evenly, the first ranks get the odd samples. Raises `ValueError`.
+    jagged: a block of offsets per key, or, without keys, one per local slot in column order; keys of other ranks' tables are
+    skipped. weights: this rank's tables in the order of `sharding.local_tables(rank)`, or their device if they were checked
+    before. tables: kept in the result. Without batch_sizes the global batch is divided evenly, and the first ranks get the odd
+    samples. Raises `ValueError`.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)
@@ -74,7 +74,7 @@ def check_jagged(
 
 
 def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, rank: int) -> torch.device | None:
-    """Check this rank's tables against the sharding; the device that they share (None if the rank owns none)."""
+    """Check this rank's tables against the sharding. Return the device that they share; None if the rank owns none."""
     local = sharding.local_tables(rank)
     if len(weights) != len(local):
         names = ", ".join(sharding.tables[i].name for i in local) or "none"
@@ -123,7 +123,7 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
 
 
 def no_tables_on(device: torch.device) -> str:
-    """Say that tables on `device` cannot be pooled, and where they could."""
+    """Return the error text for tables on a `device` that cannot pool, with the devices that can."""
     if device.type == "meta":
         return (
             "the weight is on meta and holds no values: module.to_empty(device='cpu' or 'cuda'), then load its values"
@@ -132,7 +132,7 @@ def no_tables_on(device: torch.device) -> str:
 
 
 def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    """For each local slot of `rank` the index of its feature in `keys`; `ValueError` if a feature is missing."""
+    """Return, for each local slot of `rank`, the index of its feature in `keys`. Raise `ValueError` if a feature is missing."""
     block_of_key = {key: block for block, key in enumerate(keys)}
     slots: tuple[Slot, ...] = sharding.local_slots(rank)
     for slot in slots:
@@ -142,13 +142,13 @@ def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int)
 
 
 def missing_feature(slot: Slot, keys: Sequence[str], sharding: EmbeddingSharding) -> str:
-    """Say that the input lacks the feature of `slot`, and what it has."""
+    """Return the error text for an input that lacks the feature of `slot`."""
     table = sharding.tables[slot.table].name
     return f"table {table!r} needs feature {slot.feature!r}, which the input lacks: its keys are {_some(keys)}"
 
 
 def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> None:
-    """Read all offsets of a CPU input: from 0 or more, ascending, none beyond the values. Raises `ValueError`."""
+    """Check all offsets of a CPU input: from 0 or more, ascending, none beyond the values. Raises `ValueError`."""
     offsets, batch = jagged.offsets, checked.global_batch
     if offsets.numel() == 0:  # a rank without features
         return
@@ -182,8 +182,10 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
 def check_contents(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, options: EmbeddingOptions
 ) -> None:
-    """Look at the numbers, before anything is written: at all offsets of a CPU input, and at all ids if a bad one is to be refused,
-    which waits for a GPU. Raises `ValueError`."""
+    """Check the contents before anything is written: all offsets of a CPU input, and all ids if bad ids are refused.
+
+    The check of ids waits for a GPU. Raises `ValueError`.
+    """
     if jagged.values.device.type == "cpu":
         check_offsets(jagged, sharding, rank, checked)
     if options.refuses_bad_ids and (bad := first_bad_index(jagged, sharding, rank, checked)) is not None:
@@ -191,7 +193,7 @@ def check_contents(
 
 
 def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample: int, position: int, value: int) -> str:
-    """Say which id is out of range: `slot` counts the local slots of `rank`, `position` the ids of the bag."""
+    """Return the error text for an id out of range. slot: among the local slots of `rank`. position: among the ids of the bag."""
     where = sharding.local_slots(rank)[slot]
     table = sharding.tables[where.table]
     return (
@@ -204,7 +206,7 @@ def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample:
 def first_bad_index(
     jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, *, hash: bool = False
 ) -> str | None:
-    """The message for the first index out of its table's range (in slot, then sample order), or None.
+    """Return the message for the first index out of its table's range (in slot, then sample order), or None.
 
     Reads all values of this rank's features, wherever they are: for error paths, and as the reference in tests.
     """
@@ -227,7 +229,7 @@ def first_bad_index(
 
 
 def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
-    """That values, offsets and weights are tensors on `device` that go together. Raises `ValueError`."""
+    """Check that values, offsets and weights are tensors on `device` that fit together. Raises `ValueError`."""
     device_of_all = device or getattr(jagged.values, "device", None)
     for name, tensor, dtypes in (
         ("values", jagged.values, INDEX_DTYPES),
@@ -266,7 +268,7 @@ def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ..
 
 
 def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int, ...] | None) -> int:
-    """The global batch size that the offsets imply, given how many blocks of bags they hold."""
+    """Return the global batch size that the offsets imply, if they hold `blocks` blocks of bags."""
     bags = jagged.offsets.numel() - 1
     known = jagged.stride if sizes is None else sum(sizes)
     if blocks == 0:
@@ -289,7 +291,7 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
 
 @lru_cache(maxsize=256)
 def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    """`blocks_of_slots`; also a `ValueError` if a key is looked up in no table of any rank."""
+    """Run `blocks_of_slots`, and raise `ValueError` also for a key that no table of any rank uses."""
     blocks, used = blocks_of_slots(keys, sharding, rank), {slot.feature for slot in sharding.slots}
     if unknown := [key for key in keys if key not in used]:
         raise ValueError(
@@ -300,7 +302,7 @@ def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: i
 
 
 def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> str:
-    """Whose bags the block of offsets number `block` holds."""
+    """Return the table and feature whose bags are in the block of offsets number `block`."""
     for slot, own in zip(sharding.local_slots(rank), checked.key_of_slot, strict=True):
         if own == block:
             return f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}"
@@ -308,7 +310,7 @@ def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, ra
 
 
 def _some(names: Iterable[str]) -> str:
-    """At most 20 of the names, as text."""
+    """Return at most 20 of the names, as text."""
     listed = list(dict.fromkeys(names))
     rest = f", ... ({len(listed) - 20} more)" if len(listed) > 20 else ""
     return (", ".join(map(repr, listed[:20])) or "none") + rest

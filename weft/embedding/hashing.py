@@ -1,10 +1,10 @@
-"""From raw 64-bit ids to rows, without a dictionary: the reference of what the kernels compute for `hash=True`.
+"""Hashing of raw 64-bit ids to rows, without a dictionary: the reference for what the kernels compute with `hash=True`.
 
     row(id) = mix(uint64(id)) mod rows,   mix = the finalizer of splitmix64:
     z ^= z >> 30;  z *= 0xbf58476d1ce4e5b9;  z ^= z >> 27;  z *= 0x94d049bb133111eb;  z ^= z >> 31
 
-The mixer is a bijection of 64-bit words, so ids collide through the modulus alone. Negative ids (and hashes that a data
-loader put into an int64) are read as two's complement; int32 ids are sign-extended first.
+The mixer is a bijection of 64-bit words, so ids collide only through the modulus. Negative ids (and hashes that a data loader put
+into an int64) are read as two's complement; int32 ids are sign-extended first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # as si
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """The logical shift of an int64 tensor read as uint64 (torch's >> copies the sign in)."""
+    """Return the logical shift of an int64 tensor read as uint64 (torch's >> copies the sign in)."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def hash_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Rows in [0, rows) for int32 or int64 `ids` of any shape and device, as int64."""
+    """Return the rows in [0, rows), as int64, for int32 or int64 `ids` of any shape and device."""
     if not 1 <= rows < 2**62:
         raise ValueError(f"rows={rows} must be between 1 and 2**62 - 1")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -29,5 +29,5 @@ def hash_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
     z = (z ^ _shift_right(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift_right(z, 27)) * _MULTIPLIERS[1]
     z = z ^ _shift_right(z, 31)
-    # Unsigned remainder from signed ones: z = 2 * (z >> 1) + (z & 1), and neither term below leaves 63 bits.
+    # Unsigned remainder from signed ones: z = 2 * (z >> 1) + (z & 1), and neither term below exceeds 63 bits.
     return (_shift_right(z, 1) % rows * 2 + (z & 1)) % rows

@@ -1,8 +1,8 @@
-"""Sparse features and pooled vectors under their names: TorchRec's containers, as small classes of our own.
+"""Sparse features and pooled vectors by name: TorchRec's containers, as small classes of our own.
 
-Jagged means that the samples have different numbers of ids. With T keys and B samples, bag (t, b) holds
-`values[offsets[t * B + b] : offsets[t * B + b + 1]]`: all samples of the first key, then all of the second
-(feature-major). `as_jagged` reads ours, TorchRec's own objects, or a plain tuple of tensors.
+Jagged means that samples have different numbers of ids. With T keys and B samples, bag (t, b) holds `values[offsets[t * B + b] :
+offsets[t * B + b + 1]]`: all samples of the first key, then all of the second (feature-major). `as_jagged` reads ours, TorchRec's
+own objects, or a plain tuple of tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class JaggedInput(NamedTuple):
-    """What the kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys if named.
+    """The tensors that kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys if named.
 
-    `stride` is B where the container knows it (it must when T = 0), otherwise None. `whole`: the bags were told by lengths alone,
-    and so must hold all of `values`.
+    stride: B if the container knows it (it must if T = 0), otherwise None. whole: the bags were given by lengths alone, so they
+    must hold all of `values`.
     """
 
     keys: tuple[str, ...] | None
@@ -37,7 +37,7 @@ class JaggedInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Features that the caller could not read: `as_jagged` raises `error`, where the other ranks hear of it."""
+    """Features that the caller could not read. `as_jagged` raises `error`, where the other ranks are notified of it."""
 
     error: Exception
 
@@ -61,7 +61,7 @@ class JaggedTensor:
         return self._weights
 
     def to_dense(self) -> list[torch.Tensor]:
-        """The bags as B tensors (views)."""
+        """Return the bags as B tensors (views)."""
         ends = self._offsets.tolist()
         return [self._values[begin:end] for begin, end in pairwise(ends)]
 
@@ -69,18 +69,16 @@ class JaggedTensor:
 class KeyedJaggedTensor:
     """Bags of ids for T named features and B samples, feature-major; fields and methods as TorchRec's.
 
-    `values` [N] int32 or int64 ids, `weights` [N] float32 or None (one per id), and `lengths` [T * B] or `offsets`
-    [T * B + 1], int32 or int64 (one of them is enough). Bags by lengths begin at the first value; offsets may also begin
-    above 0 and end before N, as of a slice of a larger batch that shares its values. Where both are given they must
-    describe the same bags, and lengths alone all of `values`: who pools them refuses others on CPU; on GPUs, where a look
-    would be a wait, a local batch is refused if its sums differ, and else it is the caller's to have them right. `stride`
-    is B; it is derived, except
-    that without keys it has to be given. Every key has the same B: TorchRec's variable stride per key is not taken.
-    Nothing here copies, or waits for a GPU, but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and
-    `to_dict` (the first time).
+    `values` [N] int32 or int64 ids, `weights` [N] float32 or None (one per id), and `lengths` [T * B] or `offsets` [T * B + 1],
+    int32 or int64 (one of the two is enough). Bags by lengths begin at the first value. Offsets may also begin above 0 and end
+    before N, for a slice of a larger batch that shares its values. If both are given they must describe the same bags, and
+    lengths alone must cover all of `values`. On CPU, pooling refuses other input. On GPUs, where a check would wait, a local
+    batch is refused if its sums differ; otherwise the caller must have them right. `stride` is B; it is derived, but must be
+    given without keys. Every key has the same B: TorchRec's variable stride per key is not supported. Nothing here copies, or
+    waits for a GPU, except `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
 
-    Raises `ValueError` on a key named twice and on numbers of elements that do not fit together; `[key]` raises
-    `KeyError`. Dtypes and contents are looked at by who pools them.
+    Raises `ValueError` on a key named twice and on numbers of elements that do not fit together; `[key]` raises `KeyError`.
+    Pooling checks dtypes and contents.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """From lengths, with `offset_per_key` fetched to the host now."""
+        """Make one from lengths, and fetch `offset_per_key` to the host now."""
         return cls(keys, values, weights, lengths=lengths, stride=stride).sync()
 
     @classmethod
@@ -147,7 +145,7 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """From offsets, with `offset_per_key` fetched to the host now."""
+        """Make one from offsets, and fetch `offset_per_key` to the host now."""
         return cls(keys, values, weights, offsets=offsets, stride=stride).sync()
 
     def sync(self) -> KeyedJaggedTensor:
@@ -170,33 +168,33 @@ class KeyedJaggedTensor:
         return self._weights
 
     def lengths(self) -> torch.Tensor:
-        """[T * B], how many ids each bag holds."""
+        """Return how many ids each bag holds, [T * B]."""
         if self._lengths is None:
             assert self._offsets is not None
             self._lengths = self._offsets.diff()
         return self._lengths
 
     def offsets(self) -> torch.Tensor:
-        """[T * B + 1], where each bag begins in `values`."""
+        """Return where each bag begins in `values`, [T * B + 1]."""
         if self._offsets is None:
             assert self._lengths is not None
             self._offsets = offsets_of(self._lengths)
         return self._offsets
 
     def lengths_or_none(self) -> torch.Tensor | None:
-        """The lengths that this was made with: None if from offsets alone."""
+        """Return the lengths given to the constructor; None if it got offsets alone."""
         return self._given_lengths
 
     def offsets_or_none(self) -> torch.Tensor | None:
-        """The offsets that this was made with: None if from lengths alone, whose bags are all of `values`."""
+        """Return the offsets given to the constructor; None if it got lengths alone, whose bags are all of `values`."""
         return self._given_offsets
 
     def stride(self) -> int:
-        """B, the number of samples."""
+        """Return B, the number of samples."""
         return self._stride
 
     def offset_per_key(self) -> list[int]:
-        """T + 1 positions in `values`: where each key's ids begin, and where the last one's end."""
+        """Return T + 1 positions in `values`: where each key's ids begin, and where the last key's ids end."""
         if self._offset_per_key is None:
             bags = len(self._keys) * self._stride
             at = torch.arange(len(self._keys) + 1, device=self._values.device) * self._stride
@@ -204,11 +202,11 @@ class KeyedJaggedTensor:
         return self._offset_per_key
 
     def length_per_key(self) -> list[int]:
-        """T counts: how many ids each key has over all samples."""
+        """Return T counts: how many ids each key has over all samples."""
         return [end - begin for begin, end in pairwise(self.offset_per_key())]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
-        """The keys numbered `indices`, in that order (a copy of their bags)."""
+        """Return the keys numbered `indices`, in that order (a copy of their bags)."""
         begins = [max(0, begin) for begin in self.offset_per_key()]  # a slice from below 0 would count from the end
         lengths = self.lengths().view(len(self._keys), self._stride)[list(indices)]
 
@@ -234,7 +232,7 @@ class KeyedJaggedTensor:
         return {key: self[key] for key in self._keys}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """The same features with every tensor on `device`."""
+        """Return the same features with every tensor on `device`."""
 
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
@@ -258,10 +256,10 @@ class KeyedJaggedTensor:
 
 
 class KeyedTensor:
-    """Dense columns under names: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on.
+    """Dense columns by name: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on.
 
-    Nothing is copied: `[key]` and `to_dict` are views. Raises `ValueError` on columns that do not add up; `[key]` raises
-    `KeyError`.
+    Nothing is copied: `[key]` and `to_dict` are views. Raises `ValueError` if the lengths do not sum to the columns; `[key]`
+    raises `KeyError`.
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
@@ -282,15 +280,15 @@ class KeyedTensor:
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """T + 1 columns: where each key begins, and the number of all columns."""
+        """Return T + 1 columns: where each key begins, and the number of all columns."""
         return list(accumulate(self._length_per_key, initial=0))
 
     def key_dim(self) -> int:
-        """The dimension that the keys divide: always 1, as in TorchRec's default."""
+        """Return the dimension that the keys divide: always 1, as in TorchRec's default."""
         return 1
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """[B, length of `key`], a view."""
+        """Return the columns of `key`, [B, length of `key`], as a view."""
         index = _index_of(self._keys, key)
         return self._values.narrow(-1, sum(self._length_per_key[:index]), self._length_per_key[index])
 
@@ -303,7 +301,7 @@ class KeyedTensor:
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """[n] lengths to [n + 1] int64 offsets."""
+    """Return [n + 1] int64 offsets for [n] lengths."""
     offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
     return offsets
@@ -312,8 +310,8 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 def as_jagged(features: Any) -> JaggedInput:
     """Read a KeyedJaggedTensor (ours or TorchRec's), a `JaggedInput`, or `(values, offsets[, per_sample_weights])`.
 
-    Of TorchRec's, those with a variable stride per key or with inverse indices are refused with `ValueError`; anything
-    else is a `TypeError`.
+    Raises `ValueError` for a container of TorchRec's with a variable stride per key or with inverse indices, and `TypeError` for
+    any other object.
     """
     if isinstance(features, JaggedInput):
         return features
@@ -325,7 +323,7 @@ def as_jagged(features: Any) -> JaggedInput:
         values, offsets = features[:2]
         return JaggedInput(None, values, offsets, features[2] if len(features) == 3 else None)
     check_keyed(features)
-    # Asked before offsets are made of lengths. Who cannot say may have been given both.
+    # Asked before offsets are made of lengths. A container that cannot say may have been given both.
     whole = hasattr(features, "offsets_or_none") and features.offsets_or_none() is None
     return JaggedInput(
         tuple(features.keys()),
@@ -338,14 +336,14 @@ def as_jagged(features: Any) -> JaggedInput:
 
 
 def check_keyed(features: Any) -> None:
-    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys and one story of its bags."""
+    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys and consistent bags."""
     if type(features) is KeyedJaggedTensor:
         lengths = given_lengths = features.lengths_or_none()
         given_offsets = features.offsets_or_none()
     else:
         _check_container(features)
         given_lengths, given_offsets = _answer(features, "lengths_or_none"), _answer(features, "offsets_or_none")
-        # Where the container cannot say which were given, those that it has.
+        # If the container cannot say which of the two it was given, use its lengths.
         lengths = given_lengths if hasattr(features, "lengths_or_none") else features.lengths()
     if lengths is not None:
         _check_lengths(lengths, len(features.keys()), features.stride())
@@ -354,7 +352,7 @@ def check_keyed(features: Any) -> None:
 
 
 def _check_container(features: Any) -> None:
-    """Of a class that is not ours: that it has what is asked for, and nothing that is not taken."""
+    """Raise unless a container of another class has the needed methods and uses no unsupported feature."""
     wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
     if missing := [name for name in wanted if not hasattr(features, name)]:
         raise TypeError(
@@ -368,7 +366,7 @@ def _check_container(features: Any) -> None:
 
 
 def wrong_sum(total: int, count: int) -> str:
-    """Say that lengths do not describe bags of `count` values."""
+    """Return the error text for lengths that do not describe bags of `count` values."""
     return (
         f"lengths sum to {total} but there are {counted(count, 'value')}: the bags must hold all values, so correct the lengths, "
         f"or pass offsets to use a part of the values"
@@ -376,7 +374,7 @@ def wrong_sum(total: int, count: int) -> str:
 
 
 def _check_lengths(lengths: Any, keys: int, batch: int) -> None:
-    """Raise `ValueError` unless they are whole numbers, one for each bag."""
+    """Raise `ValueError` unless lengths are whole numbers, one for each bag."""
     check_tensor("lengths", lengths)
     if lengths.dtype not in INDEX_DTYPES:
         raise ValueError(f"lengths is {lengths.dtype}: pass {' or '.join(map(str, INDEX_DTYPES))}")
@@ -387,7 +385,7 @@ def _check_lengths(lengths: Any, keys: int, batch: int) -> None:
 
 
 def _check_bags(lengths: Any, offsets: Any) -> None:
-    """Raise `ValueError` if both are CPU tensors and do not describe the same bags."""
+    """Raise `ValueError` if lengths and offsets are CPU tensors and do not describe the same bags."""
     for given in (lengths, offsets):
         if not isinstance(given, torch.Tensor) or given.device.type != "cpu":
             return

@@ -1,4 +1,4 @@
-"""What a call of embedding_all_to_all may be told beside its tensors: one value, checked once, for function, module and plan."""
+"""The options of embedding_all_to_all beside its tensors: one value, checked once, for function, module and plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BoundsCheck: TypeAlias = Literal["fatal", "warning", "ignore"]
 
 @dataclass(frozen=True)
 class EmbeddingOptions:
-    """What each means says `weft.embedding_all_to_all`. Raises `ValueError` for one that is none."""
+    """The options that `weft.embedding_all_to_all` documents. Raises `ValueError` for an invalid value."""
 
     transport: Transport = "auto"
     order: Order = "remote_first"
@@ -43,5 +43,5 @@ class EmbeddingOptions:
 
     @property
     def refuses_bad_ids(self) -> bool:
-        """Whether all ids are looked at before anything is written: hashes are rows in any case."""
+        """True if all ids are checked before anything is written. With hashing no id is bad."""
         return self.bounds_check == "fatal" and not self.hash

@@ -1,11 +1,10 @@
-"""Which rank should own which table: equal work per rank, then long runs of adjacent output columns.
+"""Placement of tables on ranks: equal work per rank first, then long runs of adjacent output columns.
 
-The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a
-rank's tables. Longest-processing-time-first (each table, dearest first, to the least loaded rank) is within 4/3 of the
-optimum (Graham, "Bounds on Multiprocessing Timing Anomalies"); moves and swaps away from the most loaded rank improve
-it. A rank that owns adjacent tables writes adjacent columns, hence longer slices and fewer signals, so a contiguous
-split is taken where it costs next to nothing (`CONTIGUOUS_SLACK`), and elsewhere tables of equal cost are dealt out in
-order.
+The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a rank's tables.
+Longest-processing-time-first (each table, dearest first, to the least loaded rank) is within 4/3 of the optimum (Graham, "Bounds
+on Multiprocessing Timing Anomalies"); moves and swaps away from the most loaded rank improve it. A rank that owns adjacent tables
+writes adjacent columns, hence longer slices and fewer signals. So a contiguous split is used if it costs next to nothing
+(`CONTIGUOUS_SLACK`); otherwise tables of equal cost are dealt out in order.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ import numpy as np
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
 from weft.words import counted
 
-# A contiguous split may load its slowest rank this much more than the lower bound of any split (or as much as the best
-# split found). At hundreds of tables the granularity alone is finer; at a dozen lopsided ones it never applies.
+# A contiguous split may load its slowest rank this much more than the lower bound of any split (or as much as the best split
+# found). With hundreds of tables splits are more even than that; with a dozen lopsided tables a contiguous split is rarely good
+# enough.
 CONTIGUOUS_SLACK = 1.02
 
 T = TypeVar("T")
@@ -33,14 +33,14 @@ def place_tables(
     rows_read: Sequence[float] | Mapping[str, float] | None = None,
     placement: Mapping[str, int] | Sequence[int] | None = None,
 ) -> EmbeddingSharding:
-    """Say which of `world_size` ranks owns which table; a function of its arguments alone, so all ranks agree.
+    """Return which of `world_size` ranks owns which table. The result depends on the arguments alone, so all ranks agree.
 
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype; columns of the output follow their order.
     world_size: how many ranks there are.
     rows_read: mean number of rows that a sample reads from each table over all its features (the pooling factor, for a table
         with one feature), in table order or by table name; default one per feature.
-    placement: your own choice of rank per table, in table order or by table name, taken as it is. Without it memory only breaks
-        ties: keep tables that must not share a rank apart by `placement`.
+    placement: your own choice of rank per table, in table order or by table name, used unchanged. Without it memory only breaks
+        ties: use `placement` to separate tables that must not share a rank.
 
     Raises `ValueError` on no table, tables of one name or of several dtypes, `world_size` below 1, a table left out, an unknown
     name, a negative number of rows, or a rank out of range.
@@ -69,7 +69,7 @@ def place_tables(
 
 
 def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence[EmbeddingBagConfig]) -> tuple[T, ...]:
-    """`given` as one entry per table, in table order."""
+    """Return `given` as one entry per table, in table order."""
     if not isinstance(given, Mapping):
         if len(given) != len(tables):
             raise ValueError(
@@ -86,7 +86,8 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
 
 
 def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np.ndarray:
-    """Each table, dearest first, to the rank with the least cost so far; on a tie, with the least memory."""
+    """Assign each table, dearest first, to the rank with the least cost so far; on a tie, with the least memory. Return the
+    ranks."""
     ranks = np.zeros(len(costs), dtype=np.int64)
     load, held = np.zeros(world_size), np.zeros(world_size)
     for table in np.lexsort((-memory, -costs)):
@@ -103,7 +104,7 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
         load = np.bincount(ranks, costs, world_size)
         worst = int(load.argmax())
         own, others = np.flatnonzero(ranks == worst), np.flatnonzero(ranks != worst)
-        # What could come back in exchange: any table of another rank, or nothing (a move) from any rank.
+        # Candidates for the exchange: any table of another rank, or nothing (a move) from any rank.
         partner = np.concatenate([others, np.full(world_size, -1)])
         where = np.concatenate([ranks[others], np.arange(world_size)])
         back = np.concatenate([costs[others], np.zeros(world_size)])
@@ -119,10 +120,10 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 
 
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
-    """The most even split into contiguous runs with no rank above `limit`, or None if there is no such split.
+    """Return the most even split into contiguous runs with no rank above `limit`, or None if there is no such split.
 
-    Most even: the least sum of squared loads. best[j] is that sum for the first j tables on the ranks so far, cut[w][j]
-    where the run of rank w that ends before table j begins.
+    Most even: the least sum of squared loads. best[j] is that sum for the first j tables on the ranks so far. cuts[w][j] is where
+    the run of rank w begins that ends before table j.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])
@@ -146,7 +147,7 @@ def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray 
 
 
 def _deal_equals_in_order(ranks: np.ndarray, costs: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """The same loads with tables of equal cost and memory handed out in order, so that a rank's are neighbours."""
+    """Return the same loads with tables of equal cost and memory handed out in order, so that a rank's tables are neighbours."""
     dealt = ranks.copy()
     kinds: dict[tuple[float, float], list[int]] = {}
     for table, kind in enumerate(zip(costs.tolist(), memory.tolist(), strict=True)):

@@ -1,11 +1,11 @@
-"""What every call of one embedding_all_to_all shares: its options, and how the work of a rank is cut into units.
+"""The plan that all calls of one embedding_all_to_all share: its options, and how the work of a rank is cut into units.
 
 A **unit** is what a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a **slice**: up to
-`slice_size` vectors whose output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For
-`direct` a unit only says how much work is grabbed at once; on GPUs that is not `slice_size`, but what suits the bytes of a bag
+`slice_size` vectors whose output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For `direct`
+a unit only sets how much work is taken at once. On GPUs this size follows from the bytes of a bag and not from `slice_size`
 (`weft.runtime.cuda.embedding_kernel`). The units of a sample are the same for every sample.
 
-Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated: its
+Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated. Its
 tiles name their kernel (`kernel_of`).
 """
 
@@ -29,7 +29,7 @@ from weft.schedule.slices import Unit, units_of, usual_slice_size
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """One operator as every rank of its group must describe it; ranks compare `fingerprint` at every call."""
+    """One operator as all ranks of its group must describe it. Ranks compare `fingerprint` at every call."""
 
     sharding: EmbeddingSharding
     options: EmbeddingOptions
@@ -55,7 +55,7 @@ class EmbeddingPlan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (but for chance) when `text` does, the same in every process."""
+        """A number in [0, 2**62) that differs (but for chance) if `text` differs, the same in every process."""
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
 
     @property
@@ -64,16 +64,16 @@ class EmbeddingPlan:
         return self.options.slice_size
 
     def slices(self, rank: int) -> tuple[Unit, ...]:
-        """The slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""
+        """Return the slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""
         return units_of([(slot.column, slot.dim) for slot in self.sharding.local_slots(rank)], self.slice_size)
 
     def sent_by(self, transport: Transport) -> EmbeddingPlan:
-        """The same, by that transport."""
+        """Return the same plan with another transport."""
         return plan_of(self.sharding, replace(self.options, transport=transport))
 
     @cached_property
     def candidates(self) -> dict[str, Transport]:
-        """Between what transport="auto" chooses: names that the planner knows, and what each stands for."""
+        """The candidates of transport="auto": names that the planner knows, with their transports."""
         given = (
             [] if self.slice_size == usual_slice_size(_problem(self.sharding)) else [f"slice_size={self.slice_size}"]
         )
@@ -83,7 +83,7 @@ class EmbeddingPlan:
         return {"serial": "serial", **sliced}
 
     def alone(self, rank: int) -> EmbeddingPlan | None:
-        """Pooling of what `rank` owns, with nobody to send it to; None if that is nothing."""
+        """Return a plan that only pools the tables of `rank`, in a world of one; None if it has no tables."""
         tables = tuple(self.sharding.tables[i] for i in self.sharding.local_tables(rank))
         if not tables:
             return None
@@ -92,13 +92,13 @@ class EmbeddingPlan:
 
     @cached_property
     def slices_per_sample(self) -> tuple[int, ...]:
-        """For every rank, how many slices it sends per sample: what lays out the flags of `put`."""
+        """For every rank, how many slices it sends per sample. The flags of `put` are laid out by these."""
         return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
 
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """What the schedule of that transport, order and slice size plans, where it has kernels of slices."""
+    """Return the plan of the schedule with that transport, order and slice size, if the transport has kernels of slices."""
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
         return plan
@@ -109,14 +109,14 @@ def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> Embedding
 
 
 def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
-    """Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones."""
+    """Return the problem of one sample per rank. More samples make kernels longer, but need no other kernels."""
     return problem_of(sharding, (1,) * sharding.world_size)
 
 
 def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
-    """A call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(problem_of(...), ...)`.
+    """Return a call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(problem_of(...), ...)`.
 
-    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one each.
+    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one row each.
     """
     local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
     rows: tuple[tuple[float, ...], ...] = ()
@@ -128,7 +128,7 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embed
 
 
 def kernel_of(schedule: Schedule) -> PooledSlices:
-    """The kernel of all tiles; `ScheduleError` if there is none, or another one, and the schedule none of the operator's."""
+    """Return the one kernel of all tiles. Raise `ScheduleError` unless there is exactly one, and it is `PooledSlices`."""
     kernels = dict.fromkeys(step.kernel for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles))
     match [*kernels]:
         case [PooledSlices() as kernel]:

@@ -1,8 +1,8 @@
-"""What the tables are, which rank owns which, and where each pooled vector lands: descriptions, with no tensor in them.
+"""Descriptions of tables, of the rank that owns each, and of the place of each pooled vector, without tensors.
 
-Table-wise sharding: a table lives whole on one rank. The output has one row per sample and one block of columns (a
-`Slot`) per feature of each table, in the order in which the tables were given, whoever owns them. Every rank holds the
-same `EmbeddingSharding`; its `fingerprint` is how ranks find out that they do not.
+Table-wise sharding: a table lives whole on one rank. The output has one row per sample and one block of columns (a `Slot`) per
+feature of each table, in the order in which the tables were given, whichever rank owns them. Every rank holds the same
+`EmbeddingSharding`; ranks compare its `fingerprint` to detect differences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.words import counted
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = tuple(DTYPE_NAMES)
-INDEX_BYTES = 8  # an id, or an offset: int64 is what data loaders hand over
+INDEX_BYTES = 8  # an id, or an offset: data loaders produce int64
 _FIRST_VALUES = ("weight_init_min", "weight_init_max", "init_fn")
 _READ_OF_TORCHREC = {
     "num_embeddings", "embedding_dim", "name", "feature_names", "pooling", "data_type", *_FIRST_VALUES,
@@ -37,12 +37,12 @@ _DTYPE_OF_TORCHREC = {name.upper(): dtype for dtype, name in DTYPE_NAMES.items()
 class EmbeddingBagConfig:
     """One embedding table, with TorchRec's field names.
 
-    `num_embeddings` rows of `embedding_dim` elements of `dtype`; each name in `feature_names` is an input that is
-    looked up in this table and pooled by `pooling` ("sum" or "mean") into one vector per sample.
+    `num_embeddings` rows of `embedding_dim` elements of `dtype`. Each name in `feature_names` is an input that is looked up in
+    this table and pooled by `pooling` ("sum" or "mean") into one vector per sample.
 
     `weft.nn.ShardedEmbeddingBagCollection` fills the table uniformly between `weight_init_min` and `weight_init_max` (default
-    -+sqrt(1 / num_embeddings)), or by `init_fn`: it is given the [num_embeddings, embedding_dim] tensor, and fills it or returns
-    another of its shape. First values are no part of equality: two configs that differ only there describe one table.
+    -+sqrt(1 / num_embeddings)), or by `init_fn`, which gets the [num_embeddings, embedding_dim] tensor, and fills it or returns
+    another of its shape. Equality ignores initial values: two configs that differ only there describe one table.
 
     Raises `ValueError` on sizes below 1, an unknown pooling or dtype, no feature, a feature named twice, bounds that are no
     interval, or both bounds and `init_fn`.
@@ -103,13 +103,13 @@ class EmbeddingBagConfig:
 
     @property
     def first_values(self) -> tuple[float, float]:
-        """Bounds between which the table is filled where there is no `init_fn`."""
+        """Bounds between which the table is filled if there is no `init_fn`."""
         bound = math.sqrt(1 / self.num_embeddings)
         low, high = self.weight_init_min, self.weight_init_max
         return -bound if low is None else low, bound if high is None else high
 
     def fill(self, weight: torch.Tensor) -> None:
-        """Fill `weight`, the table, with its first values."""
+        """Fill `weight`, the table, with its initial values."""
         with torch.no_grad():
             if self.init_fn is None:
                 weight.uniform_(*self.first_values)
@@ -122,7 +122,7 @@ class EmbeddingBagConfig:
 
     @classmethod
     def of(cls, config: Any) -> EmbeddingBagConfig:
-        """`config` if it is one of ours, otherwise a copy of TorchRec's `EmbeddingBagConfig` (read by its field names).
+        """Return `config` if it is one of ours, otherwise a copy of TorchRec's `EmbeddingBagConfig` (read by its field names).
 
         As in TorchRec, a table without `feature_names` is looked up by a feature of its own name. Raises `ValueError` on an
         option that weft does not have, unless it is at its default.
@@ -157,10 +157,9 @@ class EmbeddingBagConfig:
         return self.num_embeddings * self.embedding_dim * self.dtype.itemsize
 
     def bytes_per_sample(self, rows_read: float | None = None) -> float:
-        """Bytes that pooling one sample moves: rows and their ids in, one vector and one offset per feature.
+        """Return the bytes that pooling one sample moves: rows and their ids in, one vector and one offset per feature.
 
-        `rows_read` is the mean number of rows that a sample reads from this table, over all its features (default: one
-        per feature).
+        rows_read: the mean number of rows that a sample reads from this table, over all its features (default: one per feature).
         """
         row_bytes = self.embedding_dim * self.dtype.itemsize + INDEX_BYTES
         features = len(self.feature_names)
@@ -183,7 +182,7 @@ def _other_options(config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_uniform(init_fn: Any, bounds: tuple[float, float]) -> bool:
-    """True if `init_fn` is what TorchRec sets where none is given."""
+    """True if `init_fn` is TorchRec's default."""
     if not isinstance(init_fn, functools.partial) or init_fn.func is not torch.nn.init.uniform_ or init_fn.args:
         return False
     return init_fn.keywords == dict(zip("ab", bounds, strict=True))
@@ -206,11 +205,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class EmbeddingSharding:
-    """Which rank owns which table: the same value on every rank of a group.
+    """The assignment of tables to ranks: the same value on every rank of a group.
 
-    `rank_of_table[i]` in [0, world_size) owns `tables[i]`; a rank may own none. `rows_read` (mean rows per sample and
-    table), where known, serves `describe()` alone: it is no part of equality or of the fingerprint. Raises `ValueError`
-    on no table, duplicate names, mixed dtypes, a wrong number of ranks, or a rank out of range.
+    `rank_of_table[i]` in [0, world_size) owns `tables[i]`; a rank may own none. `rows_read` (mean rows per sample and table), if
+    known, serves `describe()` alone: equality and the fingerprint ignore it. Raises `ValueError` on no table, duplicate names,
+    mixed dtypes, a wrong number of ranks, or a rank out of range.
     """
 
     tables: tuple[EmbeddingBagConfig, ...]
@@ -255,7 +254,7 @@ class EmbeddingSharding:
 
     @cached_property
     def total_dim(self) -> int:
-        """Columns of the output: the sum of D over all slots."""
+        """Columns of the output: the sum of `dim` over all slots."""
         return sum(slot.dim for slot in self.slots)
 
     @property
@@ -274,11 +273,11 @@ class EmbeddingSharding:
         return tuple((tuple(t), tuple(s)) for t, s in zip(tables, slots, strict=True))
 
     def local_tables(self, rank: int) -> tuple[int, ...]:
-        """Numbers of the tables that `rank` owns, ascending."""
+        """Return the numbers of the tables that `rank` owns, ascending."""
         return self._of_rank[self._checked(rank)][0]
 
     def local_slots(self, rank: int) -> tuple[Slot, ...]:
-        """The blocks of output columns that `rank` computes, in column order."""
+        """Return the blocks of output columns that `rank` computes, in column order."""
         return self._of_rank[self._checked(rank)][1]
 
     def _checked(self, rank: int) -> int:
@@ -288,9 +287,9 @@ class EmbeddingSharding:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (but for chance) when anything but `rows_read` differs.
+        """A number in [0, 2**62) that differs (but for chance) if anything but `rows_read` differs.
 
-        The same in every process and Python run, so that ranks may compare it.
+        It is the same in every process and Python run, so that ranks may compare it.
         """
         tables = [
             (t.num_embeddings, t.embedding_dim, t.name, t.feature_names, t.pooling, str(t.dtype)) for t in self.tables
@@ -299,7 +298,7 @@ class EmbeddingSharding:
         return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
 
     def difference(self, other: EmbeddingSharding) -> str | None:
-        """The first thing in which `other` differs, as "this and not that"; None if it is equal."""
+        """Return the first difference from `other`, as "this and not that"; None if they are equal."""
         if self.world_size != other.world_size:
             return f"world_size={self.world_size} and not {other.world_size}"
         if len(self.tables) != len(other.tables):
@@ -313,7 +312,7 @@ class EmbeddingSharding:
         return None
 
     def describe(self) -> str:
-        """Who owns what, as text: per rank its tables, columns, memory and share of the bytes moved per sample."""
+        """Return the assignment as text: per rank its tables, columns, memory and share of the bytes moved per sample."""
         rows = self.rows_read or (None,) * len(self.tables)
         costs = [table.bytes_per_sample(r) for table, r in zip(self.tables, rows, strict=True)]
         assumed = "" if self.rows_read else ", one row per feature assumed"
@@ -333,7 +332,7 @@ class EmbeddingSharding:
         return "\n".join(lines)
 
     def _runs_text(self, indices: Sequence[int]) -> str:
-        """Table names, runs of three and more adjacent tables shortened to "first .. last"."""
+        """Return table names, with runs of three and more adjacent tables shortened to "first .. last"."""
         words = []
         for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
             names = [self.tables[index].name for _, index in run]
@@ -344,7 +343,7 @@ class EmbeddingSharding:
 
 
 def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
-    """The output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
+    """Return the output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []
     for slot in sharding.slots:
