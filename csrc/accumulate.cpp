@@ -1,4 +1,4 @@
-// Regions added to regions that several processes and threads may add to at once: each element in one piece.
+// Atomic 2D addition: several processes and threads may add to the same region at once, element by element.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -80,7 +80,7 @@ void add_2d(uintptr_t dst, int64_t dst_pitch, uintptr_t src, int64_t src_pitch, 
     nb::gil_scoped_release unlocked;
     for (int64_t row = 0; row < rows; ++row)
         add(reinterpret_cast<char *>(dst) + row * dst_pitch, reinterpret_cast<const char *>(src) + row * src_pitch, cols);
-    // Whoever has seen a signal that this thread stores from here on, relaxed or not, sees the sums.
+    // Whoever has seen a signal that this thread stores later, relaxed or not, sees the sums.
     std::atomic_thread_fence(std::memory_order_release);
 }
 

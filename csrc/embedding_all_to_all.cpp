@@ -16,14 +16,14 @@ namespace weft {
 namespace {
 
 constexpr int64_t line = 64;
-// Row addresses found before their rows are summed. They stay in the L2 cache; the prefetch pipe drains once in so
+// Row addresses to find before their rows are summed. They stay in the L2 cache; the prefetch pipe drains once per so
 // many rows.
 constexpr int64_t rows_at_once = 4096;
-// Samples worked on slot by slot. More keep a large table's page table entries and a small table's rows in the caches;
+// Samples to pool slot by slot. More keep a large table's page table entries and a small table's rows in the caches;
 // fewer leave sooner.
 constexpr int64_t least_block_samples = 32;
 constexpr int64_t most_block_samples = 4096;
-constexpr int64_t staging_bytes = 4 << 20;  // of a thread, at most
+constexpr int64_t staging_bytes = 4 << 20;  // at most, per thread
 // Prefetch distance, shorter for a table that the L2 cache may hold.
 constexpr int64_t bytes_ahead = 16 << 10;
 constexpr int64_t near_bytes_ahead = 4 << 10;
@@ -36,7 +36,7 @@ int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Orders cache-bypassing stores before whatever follows, and ordinary ones by the release.
+// Orders cache-bypassing stores before later stores; the release orders ordinary ones.
 void release_fence() {
 #ifdef __SSE2__
     __builtin_ia32_sfence();
@@ -68,17 +68,17 @@ Buffer aligned_buffer(int64_t bytes) {
 
 struct Block {
     int64_t destination, first, count;
-    int64_t in_group;  // samples of its group that come before
+    int64_t in_group;  // samples of its group before it
 };
 
-// What is fixed for the whole call, shared by its threads.
+// The parameters of the whole call, shared by its threads.
 struct Plan {
     const EmbeddingCall &call;
     int64_t size;  // bytes of an element
     int64_t batch, stride_bytes;
     std::vector<Slice> slices;
-    std::vector<Block> blocks;  // in working order
-    std::vector<int64_t> group_ends;  // blocks are worked on in groups, each up to here, which together are a block's size
+    std::vector<Block> blocks;  // in the order of work
+    std::vector<int64_t> group_ends;  // groups of blocks that are pooled together: the end of each
     std::vector<Pool> pools;    // per slot
     FindRows find_rows;
     bool checked;
@@ -101,8 +101,8 @@ struct Plan {
         const int64_t world = int64_t(c.outputs.size());
         for (char *output : c.outputs)
             streams.push_back(written >= stream_from_bytes && stride_bytes % line == 0 && aligned(output));
-        // One thread need not share, and gains from staying with a table (measured: 2.3x on 48 tables of 64 MB between
-        // blocks of 256 and of 4096 samples, all of it page table walks).
+        // A single thread shares with nobody, and gains from staying with a table (measured: 2.3x on 48 tables of 64 MB
+        // between blocks of 256 and of 4096 samples, all of it page table walks).
         const int64_t share = c.threads == 1 ? batch : batch / (4 * c.threads);
         block_samples = std::clamp(share, least_block_samples, most_block_samples);
         if (c.transport == Transport::put && widest_slice > 0)
@@ -130,7 +130,7 @@ struct Plan {
     }
 };
 
-// One thread's work: takes blocks in order until none is left.
+// One thread's work: it takes blocks in order until none is left.
 class Worker {
   public:
     Worker(Plan &plan, int thread)
@@ -153,7 +153,7 @@ class Worker {
     Outcome outcome;
 
   private:
-    // Bags of one slot whose row addresses are found and whose rows are not summed yet.
+    // Bags of one slot whose row addresses are found, but whose rows are not summed yet.
     struct Run {
         int64_t slot;
         const int64_t *lengths;
@@ -165,7 +165,7 @@ class Worker {
 
     int64_t staged_stride() const { return (plan_.widest_slice + line - 1) / line * line; }
 
-    // The blocks of a group are taken together slot by slot, so that a table is visited once.
+    // The blocks of a group are pooled together slot by slot, so that each table is visited once.
     void work_on(std::span<const Block> group) {
         const bool put = call_.transport == Transport::put;
         int64_t leaving = 0;  // samples for other ranks
@@ -196,7 +196,8 @@ class Worker {
         }
     }
 
-    // Where the block's first sample has the slice: at its destination, and while it is pooled for another rank.
+    // The place of the slice for the block's first sample: at its destination, or in staging while it is pooled for
+    // another rank.
     char *target(const Block &block, const Slice &slice) const {
         return call_.outputs[block.destination] +
                (block.first - call_.batch_starts[block.destination]) * plan_.stride_bytes + slice.column * plan_.size;
@@ -215,7 +216,7 @@ class Worker {
         if (pending_ + bags.values > rows_at_once) flush();
         for (int64_t done = 0, begin = bags.begin; done < block.count;) {
             int64_t count = block.count - done, values = bags.begin + bags.values - begin;
-            if (values > rows_at_once)  // as many bags as fit, one at least
+            if (values > rows_at_once)  // as many bags as fit, at least one
                 for (count = 0, values = 0; count == 0 || values + lengths[done + count] <= rows_at_once; ++count)
                     values += lengths[done + count];
             add({s, lengths + done, count, pending_, begin, values, block.first + done, out + done * out_stride,
@@ -224,7 +225,7 @@ class Worker {
             begin += values;
             if (done < block.count) flush();
         }
-        bags_ = bags_after;  // a flush above left these lengths where they are
+        bags_ = bags_after;  // a flush above has left these lengths in place
     }
 
     void add(const Run &run) {
@@ -239,7 +240,7 @@ class Worker {
         pending_ += run.values;
     }
 
-    // Sums what has been found.
+    // Sum the rows that have been found.
     void flush() {
         if (runs_.empty()) return;
         std::fill_n(addresses_.begin() + pending_, plan_.most_ahead, zero_row_.get());
@@ -304,7 +305,7 @@ class Worker {
     int64_t pending_ = 0, bags_ = 0;  // addresses and lengths in use
 };
 
-// Counts the bad indices of the whole call before anything is written, and finds the first.
+// Count the bad indices of the whole call before anything is written, and find the first.
 Outcome refuse_bad(const EmbeddingCall &call) {
     Outcome outcome;
     const int64_t batch = call.batch_starts.back();

@@ -1,4 +1,4 @@
-// Python's door to the CPU kernel: arrays and addresses in, counts out.
+// Python bindings of the CPU kernel: arrays and addresses in, counts out.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -13,9 +13,10 @@ namespace {
 constexpr int most_rounds = 8;
 constexpr double nothing = 1e-12;
 
-using Takers = std::vector<std::pair<double, int>>;  // (amount, steps that take as much)
+using Takers = std::vector<std::pair<double, int>>;  // (amount, number of steps with this amount)
 
-// The amount that each gets of `left`, or less if it asks for less, if none is stopped elsewhere. They ask for more than there is.
+// The amount that each step gets of `left`, or less if it asks for less, if no other resource stops it. Steps ask for
+// more than there is.
 double level_of(Takers &takers, double left) {
     int waiting = 0;
     for (const auto &[amount, n] : takers) waiting += n;
@@ -28,18 +29,18 @@ double level_of(Takers &takers, double left) {
     return left / waiting;
 }
 
-// Steps that run at once, what each takes, and how many are alike.
+// Steps that run at once: what each takes, and how many are alike.
 struct Running {
     std::vector<std::vector<Use>> uses;
     const std::vector<int> &counts;
 };
 
-// Speeds, and of steps that a resource stopped what they take of it; of others 0.
+// Speeds, and for steps that a resource stopped, what they take of it; 0 for other steps.
 struct Filled {
     std::vector<double> speeds, stopped;
 };
 
-// If steps grow in inverse proportion to their weights.
+// Assumes that steps grow in inverse proportion to their weights.
 Filled fill(const Running &steps, const std::vector<double> &room, const std::vector<double> &weights) {
     const size_t n = weights.size();
     Filled filled{std::vector<double>(n, 0.0), std::vector<double>(n, 0.0)};
@@ -47,7 +48,7 @@ Filled fill(const Running &steps, const std::vector<double> &room, const std::ve
     std::vector<size_t> growing(n), ended, still;
     std::iota(growing.begin(), growing.end(), 0);
     while (!growing.empty()) {
-        double level = std::numeric_limits<double>::infinity();  // where the next one is at full speed
+        double level = std::numeric_limits<double>::infinity();  // at which the next step reaches full speed
         for (size_t i : growing) level = std::min(level, weights[i]);
         std::vector<double> slopes(room.size(), 0.0), full_at(room.size(), std::numeric_limits<double>::infinity());
         for (size_t i : growing)
@@ -88,7 +89,7 @@ std::vector<double> fair(Running steps, const std::vector<double> &capacity) {
     for (size_t i = 0; i < n; ++i)
         for (const Use &use : steps.uses[i]) wanted[use.resource] += use.amount * steps.counts[i];
 
-    // Only what more is wanted of than there is can stop a step; it is numbered anew.
+    // Only an oversubscribed resource can stop a step; these resources are renumbered.
     std::vector<int> number(capacity.size(), -1);
     std::vector<double> room;
     for (size_t r = 0; r < capacity.size(); ++r) {
@@ -109,7 +110,7 @@ std::vector<double> fair(Running steps, const std::vector<double> &capacity) {
     std::vector<double> level(room.size());
     for (size_t r = 0; r < room.size(); ++r) level[r] = level_of(takers[r], room[r]);
 
-    std::vector<double> weights(n, 1.0);  // what a step takes of what is expected to stop it
+    std::vector<double> weights(n, 1.0);  // of a step: what it takes of the resource that is expected to stop it
     for (size_t i = 0; i < n; ++i) {
         std::pair<double, double> first{std::numeric_limits<double>::infinity(), 1.0};
         for (const Use &use : steps.uses[i]) first = std::min(first, {level[use.resource] / use.amount, use.amount});
@@ -130,7 +131,7 @@ std::vector<double> fair(Running steps, const std::vector<double> &capacity) {
     return filled.speeds;
 }
 
-// Slow down those who share a disturbed resource until it is enough for them.
+// Slow down the sharers of a disturbed resource until it suffices for them.
 void disturb(const std::vector<const Uses *> &loads, const std::vector<int> &counts, const std::vector<double> &capacity,
              std::vector<double> &speeds) {
     struct Disturbed {
@@ -138,7 +139,7 @@ void disturb(const std::vector<const Uses *> &loads, const std::vector<int> &cou
         double lost;
         std::vector<std::pair<size_t, double>> sharers;  // (step, what it takes)
     };
-    std::vector<Disturbed> disturbed;  // in the order of those who disturb
+    std::vector<Disturbed> disturbed;  // in the order of the disturbing steps
     std::vector<int> number(capacity.size(), -1);
     for (size_t i = 0; i < loads.size(); ++i) {
         for (const Use &use : loads[i]->disturb) {
@@ -188,7 +189,7 @@ std::vector<double> FairShares::speeds(const std::vector<int> &keys, const std::
     for (size_t i = 0; i < loads.size(); ++i)
         for (const Use &use : loads[i]->hold) held[use.resource] += counts[i] * use.amount;
 
-    // Of each resource, and behind all of these of the units of each that are held.
+    // Of each resource r at r, and of the units of r that are held at resources_ + r.
     std::vector<double> capacity(2 * resources_, 1.0);
     for (int r = 0; r < resources_; ++r)
         if (held[r] > 0) capacity[r] = std::max(fair_least, 1.0 - held[r]);

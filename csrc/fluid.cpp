@@ -1,8 +1,8 @@
-// Work that flows through shared resources: what is left of each step that is under way, at which speed it goes, and until when
-// nothing changes. weft/sim/engine.py knows the rest: which steps there are, and when they begin.
+// Work that flows through shared resources: for each step under way the work left and its speed, and the time until
+// which nothing changes. weft/sim/engine.py knows the rest: which steps there are, and when they begin.
 //
-// Lanes that can slow each other down are a part (weft/sim/scarce.py), and speeds change only in a part in which work begins or
-// ends. The same sets of steps run at once again and again, so their speeds are remembered.
+// Lanes that can slow each other down form a part (weft/sim/scarce.py). Speeds change only in a part in which work
+// begins or ends. The same sets of steps run at once again and again, so their speeds are cached.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -21,28 +21,28 @@ namespace nb = nanobind;
 
 namespace {
 
-// Work that is left and counts as none: below what sums of floating-point times are good for.
+// Work below this counts as none: sums of floating-point times are no more accurate.
 constexpr double done_us = 1e-7;
 
 struct Working {
     int lane, load;
     double work_us, rest, speed;
-    double mark;  // what is left at the next pulse
+    double mark;  // work left at the next pulse
     int pulses;   // so far
 };
 
 struct Part {
     std::vector<Working> working;
-    double at_us = 0.0;  // what is left of the work is of then
-    int64_t ends = 0;    // which of the ends that were planned counts
+    double at_us = 0.0;  // the time at which `rest` of the work is valid
+    int64_t ends = 0;    // the number of the planned end that is valid
     bool changed = false;
 };
 
 struct End {
     double at_us;
-    int64_t order;  // of two at one time the one planned first comes first
+    int64_t order;  // among ends at one time, the first planned comes first
     size_t part;
-    int64_t number;  // among the part's
+    int64_t number;  // of the end, among the part's
     bool operator>(const End &other) const { return std::tie(at_us, order) > std::tie(other.at_us, other.order); }
 };
 
@@ -54,7 +54,7 @@ struct Hash {
     }
 };
 
-using Due = std::vector<std::pair<int, bool>>;  // (lane, whether it is done)
+using Due = std::vector<std::pair<int, bool>>;  // (lane, true if it is done)
 
 class Fluid {
   public:
@@ -86,7 +86,7 @@ class Fluid {
             ends_.push({part.at_us + std::max(0.0, left), ++planned_, number, part.ends});
         }
         changed_.clear();
-        while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();  // the speeds are others by now
+        while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();  // speeds have changed since
         return ends_.empty() ? std::numeric_limits<double>::infinity() : ends_.top().at_us;
     }
 
@@ -112,7 +112,7 @@ class Fluid {
         parts_[part].changed = true;
     }
 
-    // Work until then: pulses that are due, then lanes that are done.
+    // Advance work to that time: pulses that are due, then lanes that are done.
     void flow(Part &part, double now, Due &due) {
         const double passed = now - part.at_us;
         const double nearly = std::max(done_us, 1e-12 * now);  // late in a long run the clock itself is no finer
@@ -158,7 +158,7 @@ class Fluid {
     std::vector<size_t> part_of_;  // of each lane
     const int pulses_;
     const size_t most_known_;
-    std::vector<double> speed_of_;  // of each load, in the part that is looked at
+    std::vector<double> speed_of_;  // of each load, in the part under consideration
     std::unordered_map<std::vector<int>, std::vector<double>, Hash> known_;
     size_t n_known_ = 0;
     std::vector<Part> parts_;

@@ -1,10 +1,10 @@
-// Where many tensors lie and how: address, device, dtype, sizes and strides, as bytes that can be compared.
+// Layouts and addresses of many tensors (address, device, dtype, sizes and strides) as comparable bytes.
 //
-// Python asks a tensor for each of these with a call, and for the tables of a recommendation model that takes longer than
-// launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, tells all of them at
-// once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
+// In Python each of these properties takes a call, which for the tables of a recommendation model takes longer than
+// launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all of
+// them at once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
 //
-// The arguments of a whole call are read alike, so that a call that was made before is found in a microsecond.
+// The arguments of a whole call are read likewise, so that an earlier call is found in a microsecond.
 #include <nanobind/nanobind.h>
 
 #include <bit>
@@ -44,7 +44,8 @@ class LayoutReader {
         if (api_->major != 1 || !api_->tensor_of)
             throw std::runtime_error("these tensors offer no DLPack exchange API of version 1");
     }
-    // None if one is no plain tensor or parameter, or if gradients are wanted and one requires one.
+    // Returns None if an object is not a plain tensor or parameter, or if gradients are enabled and a tensor requires
+    // one.
     nb::object read(nb::list tensors, bool gradients) {
         Words words;
         words.reserve(8 * nb::len(tensors));
@@ -55,8 +56,9 @@ class LayoutReader {
         }
         return bytes(words);
     }
-    // The same of all calls with as many rows in the first argument, a matrix, and in others that have as many as that, and this
-    // number; None also where that is no matrix.
+    // Returns one key for all calls that differ only in the number of rows of the first argument, a matrix, and of
+    // other matrices with as many rows; and this number. Returns None also if the first argument is no matrix with
+    // rows.
     nb::object family(nb::tuple arguments, nb::dict named, bool gradients, nb::tuple identified, nb::tuple unusual) {
         Tensor first{};
         if (nb::len(arguments) == 0 || !is_plain(arguments[0])) return nb::none();
@@ -69,13 +71,14 @@ class LayoutReader {
         const nb::object signature = read_call(arguments, named, gradients, identified, unusual, rows);
         return signature.is_none() ? signature : nb::object(nb::make_tuple(signature, rows));
     }
-    // Of a call: its arguments, as `signature` has them, and texts, tuples and objects of the types `identified` besides. None also
-    // where one of `unusual`, functions without arguments, returns something true: a mode is on in which calls mean something else.
+    // Returns the key of a call: its arguments, as `signature` returns them, and texts, tuples and objects of the types
+    // `identified`. Returns None also if one of `unusual`, functions without arguments, returns true: a mode is on in
+    // which calls mean something else.
     nb::object call(nb::tuple arguments, nb::dict named, bool gradients, nb::tuple identified, nb::tuple unusual) {
         return read_call(arguments, named, gradients, identified, unusual, -1);
     }
-    // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if
-    // gradients are wanted and a tensor requires one.
+    // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these. Returns
+    // None for anything else, and if gradients are enabled and a tensor requires one.
     nb::object signature(nb::tuple arguments, bool gradients) {
         Words words;
         words.reserve(64);
@@ -102,14 +105,15 @@ class LayoutReader {
         return bytes(words);
     }
 
-    // One of each call: to ask a tensor may run Python code, and with it another thread's call, or one within this.
+    // One per call: asking a tensor may run Python code, and with it another thread's call, or a nested call.
     struct Words : std::vector<int64_t> {
-        int64_t any_rows = -1;  // a number of rows that matrices may have without being told apart
+        int64_t any_rows = -1;  // a number of rows that keys of matrices leave out
     };
     enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
     bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
-    // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts. False, with Python's error set, for what has no memory that DLPack knows of.
+    // Appends the low bytes of all fields, with as many strides as sizes, so that equal bytes are equal layouts.
+    // Returns false, with Python's error set, if DLPack knows of no memory.
     bool add(Words &words, nb::handle object, bool where) const {
         Tensor tensor{};
         if (api_->tensor_of(object.ptr(), &tensor)) return false;
@@ -131,7 +135,7 @@ class LayoutReader {
             words.insert(words.end(), {flag, object == Py_True});
         } else if (PyLong_CheckExact(object)) {
             int64_t value = 0;
-            if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits: for whoever checks arguments
+            if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits: the argument checks report it
             words.insert(words.end(), {number, value});
         } else if (PyFloat_CheckExact(object)) {
             words.insert(words.end(), {real, std::bit_cast<int64_t>(nb::cast<double>(argument))});

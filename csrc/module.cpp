@@ -1,4 +1,4 @@
-// weft._core: what must be native. Each file registers its own functions.
+// weft._core: the native code. Each file registers its own functions.
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;
@@ -14,7 +14,7 @@ void register_stream_program(nb::module_ &m);
 void register_fluid(nb::module_ &m);
 
 NB_MODULE(_core, m) {
-    // Tensors over leased memory may live as long as the interpreter: that is no leak.
+    // Tensors over leased memory may live as long as the interpreter: this is no leak.
     nb::set_leak_warnings(false);
     m.doc() = "Native part of weft: signals in shared memory, leased tensors, CPU kernels. No torch ABI.";
     register_signal(m);

@@ -1,4 +1,4 @@
-// Which versions of the pooling loops this machine can run.
+// The versions of the pooling loops that this machine can run.
 #include "pooling.hpp"
 
 #include <stdexcept>

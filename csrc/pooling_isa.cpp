@@ -105,7 +105,7 @@ template <int W> inline void store(Half *to, Floats<W> v) {
     }
 }
 
-// One vector of `bytes` (16, 32 or 64) past the caches.
+// Stores one vector of `bytes` (16, 32 or 64) past the caches.
 template <int bytes> inline void stream(void *to, const void *from) {
 #ifdef __AVX512F__
     if constexpr (bytes == 64) return _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
@@ -119,10 +119,10 @@ template <int bytes> inline void stream(void *to, const void *from) {
     memcpy(to, from, bytes);
 }
 
-// What stays the same from bag to bag, in locals: the stores below could alias a structure.
+// Parameters that do not change from bag to bag, in locals: the stores below could alias a structure.
 struct Fixed {
     int64_t ahead;
-    bool mean, stream, ragged;  // ragged: rows may end in one cache line more
+    bool mean, stream, ragged;  // ragged: rows may end in one more cache line
 };
 
 // Sums columns [first, last + W) of one bag and stores them: N vectors, the last at column `last`.
@@ -136,7 +136,7 @@ template <class T, int W, int N, bool weighted>
         const char *coming = rows[i + fixed.ahead] + first * size;
 #pragma GCC unroll 32
         for (int j = 0; j < N; ++j) {
-            if (j * W * size % 64 == 0) __builtin_prefetch(coming + j * W * size);  // one for each cache line
+            if (j * W * size % 64 == 0) __builtin_prefetch(coming + j * W * size);  // one per cache line
             const Floats<W> x = load<W>(row + (j == N - 1 ? last : first + j * W));
             if constexpr (weighted) sum[j] += x * weights[i];
             else sum[j] += x;
@@ -171,7 +171,7 @@ template <class T, int W, int N, bool weighted> void pool(const PoolJob &job) {
     char *out = job.out;
     auto bag = [&](int64_t length, int64_t blocks_end) __attribute__((always_inline)) {
         T *vector = reinterpret_cast<T *>(out);
-        // Ordinary stores wait for their cache lines, each on a page of its own here: ask for them some bags early.
+        // Ordinary stores wait for their cache lines, each on a page of its own here: prefetch them some bags early.
         if (!fixed.stream)
 #pragma GCC unroll 32
             for (int64_t c = 0; c < N * W * int64_t(sizeof(T)); c += 64) __builtin_prefetch(out + 8 * stride + c, 1);
@@ -229,7 +229,7 @@ template <class Index, bool hash, bool checked> int64_t find_rows(const RowsJob 
     const uint64_t inverse = ~uint64_t(0) / rows;
     uint64_t bad = 0;
     for (int64_t i = 0; i < count; ++i) {
-        uint64_t row = uint64_t(int64_t(values[i]));  // a negative index becomes huge, and so is bad
+        uint64_t row = uint64_t(int64_t(values[i]));  // a negative index becomes huge, hence bad
         if constexpr (hash) {
             row = hash_id(row);
             row -= uint64_t((unsigned __int128)row * inverse >> 64) * rows;

@@ -48,7 +48,7 @@ void signal_add(Counter *counter, int64_t amount) {
 Wait signal_wait(Counter *counter, int64_t wanted, double deadline_s, const std::atomic<int64_t> *failed, int64_t *found) {
     auto reached = [&] { return (*found = counter->value.load(std::memory_order_acquire)) >= wanted; };
     const double begin = now_s(), until = begin + deadline_s;
-    // By the clock: where many processes share the cores, each yield lasts as long as all the others' turns.
+    // By the clock: if many processes share the cores, each yield lasts as long as all the others' time slices.
     constexpr double longest_spin_s = 50e-6;
     for (int spin = 0; spin < 64; ++spin) {
         if (reached()) return Wait::reached;

@@ -1,18 +1,18 @@
-// A schedule's copies, signals and events, put on GPU streams in one host call.
+// A schedule's copies, signals and events, issued on GPU streams in one host call.
 //
 // A Python loop over a schedule's operations costs microseconds for each; a whole small call may take 70. So they are
-// recorded once, with buffers, streams and events as numbers, and `run` issues a range of them with the addresses of
-// that call's tensors: no allocation, no Python object and no GIL in the loop. Small kernels are among them, loaded by who
-// compiled them; a library's calls go between two ranges.
+// recorded once, with buffers, streams and events as numbers. `run` issues a range of them with the addresses of that
+// call's tensors: no allocation, no Python object and no GIL in the loop. Small kernels are among them; their compiler
+// has loaded them. Calls of torch and NCCL come between two ranges.
 //
-// Order: operations of one stream happen in order, and so do the waits and writes of one `signal`. Writes keep the driver's
-// default memory barrier (a fence for the whole system, over what the stream did before), so that a wait of another rank's
-// stream that finds the value is followed by work that sees the copies before the write. Streams of this rank are ordered
-// by events. What is written and awaited is the same in every run: a captured graph repeats it.
+// Order: operations of one stream happen in order, and so do the waits and writes of one `signal`. Writes keep the
+// driver's default memory barrier (a fence for the whole system, over the earlier work of the stream). So if a wait on
+// another rank's stream finds the value, the work after it sees the copies before the write. Events order streams of
+// this rank. Values written and awaited are the same in every run: a captured graph repeats them.
 //
 // The driver is loaded when a program is made, so that neither building nor importing needs CUDA. Declarations follow
 // the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management", "Execution
-// Control"), 64-bit addresses. Only NVIDIA's driver is loaded; HIP names these functions otherwise.
+// Control"), 64-bit addresses. Only NVIDIA's driver is loaded; HIP has other names for these functions.
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -69,7 +69,7 @@ constexpr unsigned wait_value_and = 2;          // CU_STREAM_WAIT_VALUE_AND: (*a
 constexpr Result error_invalid_value = 1;       // CUDA_ERROR_INVALID_VALUE
 constexpr size_t most_parameters = 64;          // of a kernel
 
-struct MemoryOperation {  // CUstreamBatchMemOpParams: of its waits and its writes
+struct MemoryOperation {  // CUstreamBatchMemOpParams: its waits and its writes
     unsigned operation;
     Address address;
     uint64_t value;
@@ -107,7 +107,7 @@ struct Driver {
     Result (*error_string)(Result, const char **);
 
     explicit Driver(const std::string &library) {
-        // Never closed: torch uses the same driver, and it is not made to be unloaded.
+        // Never closed: torch uses the same driver, which is not made to be unloaded.
         void *loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!loaded)
             throw std::runtime_error(
@@ -142,7 +142,7 @@ struct Driver {
     }
 };
 
-// A kernel that is on the device, and what it is called with: numbers and addresses of bases.
+// A loaded kernel and its arguments: numbers and addresses of bases.
 class KernelCall {
   public:
     enum class Source { number, base };
@@ -163,7 +163,7 @@ class KernelCall {
     Handle function;
     int64_t programs, threads, shared_bytes;
     std::vector<Parameter> parameters;
-    // The driver reads as many bytes from each as the kernel declares: the low ones, as machines with GPUs have them.
+    // The driver reads as many bytes of each as the kernel declares: the low bytes, on little-endian machines.
     std::vector<uint64_t> values;
 
   private:
@@ -174,13 +174,13 @@ class KernelCall {
     }
 };
 
-using Event = std::unique_ptr<void, Result (*)(Handle)>;  // that a context went first is a result, and ignored
+using Event = std::unique_ptr<void, Result (*)(Handle)>;  // an error because the context went first is ignored
 
 // One struct for all kinds: programs are short, and the loop reads them in order.
 struct Operation {
     enum class Kind { copy, signal, record, wait_event, launch } kind;
     int64_t stream;
-    int64_t number = 0;  // of the event, of the launch, of the memory operations
+    int64_t number = 0;  // the number of the event, the launch, or the memory operations
     int64_t dst_base = 0, dst_offset = 0, dst_pitch = 0;
     int64_t src_base = 0, src_offset = 0, src_pitch = 0;
     int64_t width_bytes = 0, rows = 0;
@@ -227,8 +227,8 @@ class StreamProgram {
                        .dst_pitch = dst_pitch, .src_base = src_base, .src_offset = src_offset, .src_pitch = src_pitch,
                        .width_bytes = width_bytes, .rows = rows});
     }
-    // Each (whether it waits, base, bytes from there, number): it waits until the 64 bits there and `number` have a bit in
-    // common, or writes the low 32 bits of `number`.
+    // Each is (true if it waits, base, bytes from there, number). It waits until the 64 bits there and `number` have a
+    // bit in common, or writes the low 32 bits of `number`.
     using Signal = std::tuple<bool, int64_t, int64_t, uint64_t>;
     size_t signal(int64_t stream, const std::vector<Signal> &parts) {
         require(!parts.empty(), "a signal needs at least one wait or write");
@@ -252,7 +252,7 @@ class StreamProgram {
         return append({.kind = kind, .stream = stream, .number = event});
     }
 
-    // The first of `calls` is launched whose bases' addresses are all multiples of the number beside it.
+    // Launches the first of `calls` whose bases' addresses are all multiples of the number beside it.
     size_t launch(int64_t stream, std::vector<std::pair<int64_t, KernelCall>> calls) {
         require(!calls.empty(), "a launch needs at least one kernel");
         for (const auto &[alignment, call] : calls) {
@@ -266,7 +266,7 @@ class StreamProgram {
         launches_.push_back(std::move(calls));
         return append({.kind = Kind::launch, .stream = stream, .number = int64_t(launches_.size() - 1)});
     }
-    // Bytes of each, or nothing where the driver cannot tell.
+    // Returns the bytes of each parameter; empty if the driver cannot tell.
     std::vector<size_t> parameters_of(uint64_t function) const {
         std::vector<size_t> sizes;
         size_t offset = 0, bytes = 0;
@@ -396,13 +396,13 @@ class StreamProgram {
     }
 
     Driver driver_;
-    std::vector<Address> bases_;  // of the last run, as `streams_`
+    std::vector<Address> bases_;  // of the last run, like `streams_`
     std::vector<Handle> streams_;
     std::vector<Event> events_;
     std::vector<Operation> operations_;
     std::vector<std::vector<std::pair<int64_t, KernelCall>>> launches_;
     std::vector<std::vector<std::pair<int64_t, MemoryOperation>>> signals_;  // each with its base
-    std::vector<MemoryOperation> placed_;  // at their addresses, for the driver
+    std::vector<MemoryOperation> placed_;  // at their final addresses, for the driver
     bool running_ = false;
 };
 
