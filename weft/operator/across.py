@@ -1,12 +1,14 @@
-"""What ranks compare at every call of a known shape, beside what they agreed on at its first one (`weft.operator.together`).
+"""Comparisons across ranks at every call of a known shape, in addition to the agreement at its first call
+(`weft.operator.together`).
 
     on CPU    tables of counts, in a meeting (`weft.runtime.meeting`), before anything is sent
     on GPUs   a digest of the calls, off the critical path (`weft.symm.calls`)
     WEFT_CHECK_CALLS=1, on both: tables of counts, and the values of tensors that must be equal; on GPUs the host waits for both
 
-Tables agree if every rank sends to each rank what that rank expects of it. Ranks exchange two numbers each: a weighted sum of what
-they send, and one of what they expect, where a weight depends on sender, receiver and place. If the tables agree, the totals of
-both over all ranks are equal. If not, they differ but for one case in 2^64, and the tables are exchanged to say where.
+Tables agree if every rank sends to each rank what that rank expects of it. Each rank contributes two numbers: a weighted sum of
+what it sends, and one of what it expects; the weights depend on sender, receiver and place. If the tables agree, the totals of
+both over all ranks are equal. If not, they differ except in one case in 2^64. Then ranks exchange the tables to find the
+difference.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ _BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprint of a call's backward ano
 
 
 class AcrossRanks:
-    """The comparisons of calls of one shape. what: operator and shape, for people. said: what ranks have compared. fingerprint: of
-    calls, if not that of `said`."""
+    """The comparisons of calls of one shape.
+
+    what: operator and shape, for people. said: what ranks have compared. fingerprint: of calls, if not that of `said`.
+    """
 
     def __init__(self, op: Operator[Any], domain: Domain, what: str, said: str, fingerprint: int | None = None) -> None:
         self._op, self._domain, self.what, self._is_cpu = op, domain, what, domain.device.type == "cpu"
@@ -47,7 +51,7 @@ class AcrossRanks:
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
 
     def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> None:
-        """`RefusedError` on every rank if what they have does not fit together."""
+        """Compare a call. Raise `RefusedError` on every rank if the ranks' values do not fit together."""
         self.note()
         if self._compares_pairs and not capturing:
             self._compare_pairs(call, deadline_s)
@@ -111,12 +115,12 @@ def _of_family(operator: str, family: Hashable) -> int:
 
 
 def passing_fingerprint(operator: str, family: Hashable, size: int) -> int:
-    """Return that of a call of this size, in a family that ranks have agreed on."""
+    """Return the fingerprint of a call with this number of rows, in a family that ranks have agreed on."""
     return _of_family(operator, family) * (2 * size + 1) & _MASK
 
 
 def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
-    """Numbers by sender, receiver and place, the same on all ranks."""
+    """Return weights by sender, receiver and place, the same on all ranks."""
     return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
 
 

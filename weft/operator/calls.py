@@ -1,8 +1,8 @@
-"""Calls of operators, made from their specs: in eager mode, under torch.compile, and their gradients in both.
+"""Calls of operators, made from their specs: in eager mode and under torch.compile, and their gradients in both.
 
-From one call down: the public function (`weft.ops`) brings its arguments into one form; `made` finds, or makes, what was
-prepared for calls of that shape (`weft.operator.prepared`), which runs the schedule that was chosen (`weft.operator.choosing`)
-or the library's calls, one after the other (`weft.runtime.unfused`).
+From one call down: the public function (`weft.ops`) normalises its arguments. `made` finds, or makes, what is prepared for calls
+of that shape (`weft.operator.prepared`). That runs the chosen schedule (`weft.operator.choosing`), or torch's collectives and
+GEMMs unfused (`weft.runtime.unfused`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ O = TypeVar("O", bound=Operator[Any])  # noqa: E741
 
 _library = torch.library.Library("weft", "FRAGMENT")
 OPERATORS: dict[str, Operator[Any]] = {}
-"""All that can be called, by name."""
+"""All operators that can be called, by name."""
 _tables: dict[str, Table] = {}
 _wanted_outside: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""Of a call below a dispatch mode, where autograd has been passed: the gradients that are wanted. Peers may have no such mode, as
-when one rank counts its FLOPs."""
+"""The gradients that a call below a dispatch mode wants, where autograd has already been passed.
+
+Peers may have no such mode, for example if one rank counts its FLOPs.
+"""
 
 
 def made(
@@ -61,8 +63,10 @@ def made(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> list[torch.Tensor]:
-    """The results of a call, in the order of the output buffers. like: a tensor, where the call takes place. form: makes the
-    call's one form of its arguments; what it raises is told to the other ranks."""
+    """Make a call. Return its results in the order of the output buffers.
+
+    like: a tensor on the device of the call. form: normalises the arguments; peers are notified of its errors.
+    """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
         if timeline is not None:
@@ -86,8 +90,8 @@ def made(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor]:
-    """The results of a call that is a part of another one, which has been counted and whose errors are told. What is pinned is that
-    one's schedule."""
+    """Make a call as a part of another call, which has been counted and reports errors. A pinned schedule is for that
+    other call."""
     deadline_s = None if turn is None else turn.deadline_s
     if plan.pinned() is None:
         return _called(op, call, group, None, deadline_s, None)
@@ -96,7 +100,7 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | 
 
 
 def operator_named(name: str) -> Operator[Any]:
-    """The house's of that name, whose file is imported when it is asked for: duals are each other's gradients, and imports have no
+    """Return weft's operator of that name. Its file is imported on demand: duals are each other's gradients, and imports have no
     cycles."""
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
@@ -104,14 +108,14 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> bool:
-    """Whether calls like this one `within` another take another way than the library's; so it seems too until one has been made."""
+    """True if calls like this one, `within` another, run overlapped. Also True until one has been made."""
     with plan.use(None):
         prepared = _prepared_for(op, call, group, None, None if turn is None else turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
 
 
 def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Prepared]:
-    """Of each shape that was called on `group`, the oldest first."""
+    """Return what is prepared for each shape that was called on `group`, the oldest first."""
     return _tables[op.name].known(group)
 
 
@@ -162,8 +166,11 @@ def _prepared_for(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     wanted: tuple[bool, ...] | None,
 ) -> Prepared:  # fmt: skip
-    """What is prepared does not depend on which gradients are wanted, but all ranks must want the same. None: they have agreed on
-    that, in forward."""
+    """Find or make what is prepared for a call.
+
+    It does not depend on the wanted gradients, but all ranks must want the same. wanted=None: they have agreed on that in
+    forward.
+    """
     pinned, table, device, given = plan.pinned(schedule), _tables[op.name], _device_of(op, call), op.given(call)
     # On CPU ranks meet as those who make calls of one shape, which says all that they compare.
     key = (op.key(call), pinned, given if device.type == "cpu" else "")
@@ -184,8 +191,10 @@ def _prepared_for(
                 return typical.for_one_call(p, _rows_of(op, call), given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
-        """In the words of other messages, where the problem is all that is said of a call. The number is twice the size, and one
-        more where times of the problem are remembered."""
+        """Return what ranks compare, in the words of other messages, and the rank's number.
+
+        The number is twice the size, plus one if times of the problem are remembered.
+        """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
         _require_problem(op, p)
@@ -217,7 +226,8 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 
 
 def _require_device(op: Operator[Any], device: torch.device) -> None:
-    """Here, where peers are told: on others ranks do not meet."""
+    """Raise `ValueError` for another device than CPU or GPU. It is raised here, where peers are notified: on other devices ranks
+    do not meet."""
     if device.type not in ("cpu", "cuda"):
         made = "; of a module that was made on meta, to_empty(device=...) and then values" * (device.type == "meta")
         raise ValueError(f"{op.name} on {device}: pass tensors on a GPU, or on the CPU{made}")
@@ -276,8 +286,10 @@ def _gradients(
     op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[Prepared, Any]],
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """found: gives what was prepared for the call, and what was begun behind it; its errors are told to peers too. Autocast, which
-    would reach some of the library's calls only, does not reach in."""
+    """Compute the gradients of a call, with autocast off, which would reach only some of the torch calls.
+
+    found: returns what was prepared for the call, and the work begun after it; peers are notified of its errors too.
+    """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return _gradients(op, group, device, found, saved, grads, wanted, deadline_s)
@@ -298,7 +310,7 @@ def _gradients(
 
 
 def registered(op: O) -> O:
-    """`op`, which can be called from now on."""
+    """Register `op`, which can then be called, and return it."""
     if type(op).gradients is not Operator.gradients and not op.gradients_of:
         raise TypeError(
             f"{op.name}: its spec has gradients and does not say of what: set gradients_of = {{field: its name}}"
@@ -341,7 +353,8 @@ def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`grad` with the strides that the operator's fake says. torch's operators may not return what they are given."""
+    """Return `grad` with the strides that the operator's fake says. Copy it if needed: torch's operators may not return their
+    inputs."""
     if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
         return grad
     return torch.empty_like(like).copy_(grad)
@@ -354,7 +367,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
 
     @opaque
     def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-        """Those that are wanted."""
+        """Return the gradients that are wanted."""
         *given, group_name, schedule, deadline_s, wanted = arguments
         group = group_of(group_name)
 
@@ -383,7 +396,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """What is there for each tensor, as the call's fields; others: for those that are none."""
+        """Return one value per tensor, as the call's fields. others: the values of fields that are no tensors."""
         left = iter(flat)
         return [
             other

@@ -1,17 +1,16 @@
-"""Which schedule a call takes: pinned, by FiCCO's heuristic ("heuristic"), planned on a known machine, or measured: on an unknown
-one, or on demand ("autotune").
+"""The choice of a schedule for a call: pinned, by FiCCO's heuristic ("heuristic"), planned on a known machine, or measured (on an
+unknown machine, or with "autotune").
 
-On a known GPU the choice rests on the machine's model. The first call with weights of a shape times their GEMMs
-(`weft.plan.gemms`), some 60 ms of device time; another number of rows costs milliseconds then (`weft.plan.nearby`). On demand whole
-schedules are timed as well, and remembered times are what a plan rests on from then on, with or without the demand. All ranks must
-take the same schedule: a pinned name is the same everywhere, a plan is the first rank's, measured times are the slowest rank's.
+On a known GPU the choice uses the machine's model. The first call with weights of a shape times their GEMMs (`weft.plan.gemms`),
+some 60 ms of device time. Another number of rows then costs milliseconds (`weft.plan.nearby`). "autotune" also times whole
+schedules. Autotuned times, once cached, override predictions, with or without "autotune". All ranks must take the same schedule:
+a pinned name is the same everywhere, a plan is the first rank's, and measured times are the slowest rank's.
 
-What is timed on demand on a known machine is `queued` calls: several in a row, on a GPU behind a sleep of the device that
-lets the host get ahead. That is what the planner predicts, so that the two can be told beside each other, and it serves graphs
-too, whose replays have no host in them either (what a graph adds, `graph.run` and `graph.collective` in a machine's file, is
-left out, in favour of serial where the file says that collectives lose more by it). Graphs are not captured to be timed: a
-library that was captured once may launch in another way for the rest of the process. On an unknown machine it is single
-calls, host included.
+On a known machine "autotune" times `queued` calls: several in a row, on a GPU behind a sleep of the device that lets the host get
+ahead. The planner predicts the same, so the two can be compared. They also serve graphs, whose replays involve no host either.
+The costs that a graph adds (`graph.run` and `graph.collective` in a machine's file) are left out, in favour of serial if the file
+says that collectives lose more by it. Graphs are not captured for timing: a library that was captured once may launch differently
+for the rest of the process. On an unknown machine, single calls are timed, host included.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from weft.sim.model import MatmulShape
 from weft.symm import Domain
 
 Tensors: TypeAlias = dict[str, Any]
-"""A call's, by buffer; for an output whose rows only the run knows a function from their number to a tensor."""
+"""The tensors of a call, by buffer; for an output whose rows only the run knows, a function from their number to a tensor."""
 
 _REPETITIONS = 5
 _IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
@@ -51,13 +50,15 @@ _CYCLES_PER_US = 2000  # at least the clock of any present GPU
 _MOST_NEAR = 1024
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
-"""By type of device, in parts of the serial schedule's time and in microseconds: what another one must gain to be taken, a few
-runs of each telling. Threads of lanes that have slept take longer to wake than in these runs, and where ranks share cores the same
-call differs by a tenth from run to run."""
+"""The least gain over serial, by type of device: a fraction of its time, and microseconds.
+
+A few runs can tell so much. Threads of lanes that have slept take longer to wake than in these runs. If ranks share cores, times
+of the same call differ by a tenth from run to run.
+"""
 
 
 def check_name(name: str, p: Problem) -> None:
-    """`ValueError` if there is no such schedule, or it cannot do `p`. "autotune" and "heuristic" name none, and always go."""
+    """Raise `ValueError` if there is no such schedule, or it cannot do `p`. "autotune" and "heuristic" always pass."""
     if plan.names_schedule(name):
         candidate = named(p, name)
         try:
@@ -67,7 +68,7 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """What all ranks must say alike: the pinned schedule, or else, if somebody has registered builders, among which to choose."""
+    """Return what all ranks must agree on: the pinned schedule, or the builders from outside weft that are registered."""
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):
         return said
@@ -77,13 +78,12 @@ def wanted_schedule(name: str | None, p: Problem) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What runs calls, and what runs those that a CUDA graph captures; None: the serial schedule, which needs nothing, or which
-    says why there is none."""
+    """The executors of calls and of captured calls; None: the serial schedule, which needs none."""
 
     usual: Executor | None
     captured: Executor | None
     names: tuple[str, str] = ("serial", "serial")
-    """Of the schedules."""
+    """Names of the two schedules."""
 
     @property
     def was_captured(self) -> bool:
@@ -91,7 +91,7 @@ class Chosen:
 
     @property
     def nbytes(self) -> int:
-        """Of symmetric memory on a GPU."""
+        """Bytes of symmetric memory on a GPU."""
         return sum(one.nbytes for one in self.executors())
 
     def close(self) -> None:
@@ -113,14 +113,13 @@ def choose(
     remembered: bool = False,
     what: str = "",
 ) -> Chosen:
-    """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up.
+    """Choose what runs `p` here. Collective. tensors: the first call's; they are computed with, to measure or to warm up.
 
-    pinned: a schedule's name, "autotune" or "heuristic".
-    serial: does it as the operator would by the library, where that is not an executor's work.
-    remembered: whether a rank remembers times of this very problem.
-    what: the call, in messages.
+    pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does that. remembered:
+    True if a rank has cached times of this very problem. what: the call, in messages.
 
-    `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` is to run that `verify` finds faults of.
+    Raises `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` would run that `verify` finds
+    faulty.
     """
     if pinned == plan.HEURISTIC:
         pinned = _by_heuristic(p, domain, deadline_s)
@@ -154,8 +153,11 @@ _said: set[str] = set()
 
 
 def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str | None:
-    """What FiCCO's heuristic picks; None: nothing that can run, which is said once for each operator and reason. Collective: ranks
-    may know different machine files, so the first rank's pick is everybody's."""
+    """Return the pick of FiCCO's heuristic; None if it picks nothing that can run, with one warning per operator and reason.
+    Collective.
+
+    Ranks may know different machine files, so all take the first rank's pick.
+    """
     mine = plan.pick_here(p, device_name(domain.device))
     picked, why = domain.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
     text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
@@ -170,13 +172,13 @@ def _schedules(p: Problem, names: Names, domain: Domain) -> dict[str, Schedule]:
 
 
 Names: TypeAlias = tuple[str, str]
-"""Of the schedules for calls, and for those that a CUDA graph captures."""
+"""The names of the schedules for calls and for captured calls."""
 
 
 def _names(
     p: Problem, domain: Domain, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] | None
 ) -> Names:  # fmt: skip
-    """For this very problem. pinned: None or "autotune"."""
+    """Return the names for this very problem. pinned: None or "autotune"."""
     if pinned is not None:
         _measure_gemms(p, domain, tensors, deadline_s)
     model = machine_model(domain.device, p.world_size)
@@ -191,8 +193,11 @@ def _names(
 
 
 class _Near:
-    """What the ranks of a group have agreed on for sizes near each other: names by family, half octave, and whether there are
-    builders from outside; and up to which size the GEMMs of a family were timed."""
+    """The agreement of a group's ranks on neighbouring sizes.
+
+    names: by family, half octave, and whether there are builders from outside. timed: up to which size the GEMMs of a family were
+    timed.
+    """
 
     def __init__(self) -> None:
         self.names: dict[Any, Names] = {}
@@ -206,7 +211,7 @@ def _names_near(
     p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """For sizes around this one, where ranks have not agreed on them yet. itself: for just this one."""
+    """Return the names for sizes around this one; agree on them if that is new. itself: for just this size."""
     near = _near.setdefault(domain, _Near())
     _measure_ladder(p, domain, tensors, deadline_s)
     key = (p if itself else p.family[0], plan.octave(p), bool(plan.candidates_from_outside(p)))
@@ -224,12 +229,13 @@ def _names_near(
 
 
 def remembers(p: Problem, device: torch.device) -> bool:
-    """Whether this rank has times of schedules for this very problem, from now or before."""
+    """True if this rank has times of schedules for this very problem, from this process or from disk."""
     return any(plan.known_times(p, device_name(device), mode) for mode in _MODES)
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
-    """What a call takes that pins nothing, and `weft.plan.explain` shows: by remembered times of this machine if there are any."""
+    """Return the choice of a call that pins nothing, which `weft.plan.explain` shows. Cached times of this machine override
+    predictions."""
     return plan.choose(p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, device_name(device), mode))
 
 
@@ -253,9 +259,11 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
 
 @torch.inference_mode(False)
 def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "", what: str = "") -> Executor:
-    """What runs `schedule`, of the candidate `name` for `p`, whose operator its messages say. Collective. Those of one family that
-    have the same name share memory on GPUs, and ranks compare the first of them only: what makes them is the house's. Its memory is
-    for calls in inference mode and for others, whichever comes first."""
+    """Make an executor for `schedule`, the candidate `name` for `p`, whose operator its messages name. Collective.
+
+    On GPUs, schedules of one family with the same name share memory, and ranks compare only the first of them, since weft's own
+    builders make them all. The memory serves calls in inference mode and others, whichever comes first.
+    """
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")
     if domain.device.type == "cuda":
@@ -279,8 +287,10 @@ def know_machine(domain: Domain, deadline_s: float | None) -> None:
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """Return the model of this machine by the best source (`weft.plan.source`), with the GEMMs that this process has measured; None
-    on CPU, and for GPUs of which nothing is known (AMD's without a file). The same object until either changes."""
+    """Return the model of this machine by the best source (`weft.plan.source`), with the GEMMs that this process has measured.
+
+    None on CPU, and for unknown GPUs (AMD's without a file). The same object until either changes.
+    """
     model = _calibrated_model(device, world_size)
     return None if model is None else gemms.informed(model, device_name(device))
 
@@ -313,13 +323,13 @@ def _prepare_gpu(device: torch.device) -> None:
 
 
 _PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
-"""By type of device, what compiles what schedules for sizes to come may need."""
+"""By type of device: compiles what schedules for later sizes may need."""
 _TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
-"""By type of device, where GEMMs are timed."""
+"""By type of device: times GEMMs."""
 
 
 def _measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time what the choice will rest on, unless it is known: in two rounds, see `weft.plan.gemms`. Collective."""
+    """Time the GEMMs that the choice uses, unless they are known, in two rounds (see `weft.plan.gemms`). Collective."""
     if domain.device.type not in _TIMERS or not library_gemms(p):
         return
     machine, left_us = device_name(domain.device), gemms.BUDGET_US
@@ -340,7 +350,7 @@ def _measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: flo
 
 
 def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the GEMMs of these weights, where they are new, or so many rows. Collective."""
+    """Time the GEMMs of these weights, if the weights are new, or so many rows are. Collective."""
     (family, size), timed = p.family, _near[domain].timed
     if (
         domain.device.type not in _TIMERS
@@ -366,7 +376,7 @@ def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: fl
 
 
 def device_name(device: torch.device) -> str:
-    """As machine files and calibrations have it."""
+    """Return the name of the device as in machine files and calibrations."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else machine_name()
 
 
@@ -378,7 +388,7 @@ def _tune(
     deadline_s: float | None,
     serial: Callable[[], object] | None,
 ) -> None:
-    """Measure what is promising, unless it was before; where the first rank has a model. Collective."""
+    """Measure the promising schedules, unless they are measured, if the first rank has a model. Collective."""
     names: list[str] | None = None
     if model is not None:
         # What is promising rests on GEMMs that were measured in this process: in the next one it may be others.
@@ -395,8 +405,12 @@ def _tune(
 def _fastest(
     p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
 ) -> tuple[str, str]:
-    """For calls, and for calls in graphs: the fastest of the usual ones, and of those by builders from outside, on the tensors of
-    the first call, or when `p` was measured before; serial, if it is not clearly slower and can be captured."""
+    """Return the fastest schedules for calls and for captured calls, by measurement on the first call's tensors or by cached
+    times.
+
+    Candidates are the usual schedules and those of builders from outside. Serial wins if it is not clearly slower, and can be
+    captured.
+    """
     schedules = {}
     for candidate in candidates(p):
         if p.worth_running(candidate) or plan.from_outside(p, candidate):
@@ -435,7 +449,7 @@ def _measured(
     mode: plan.Mode,
     rounds: int,
 ) -> dict[str, float]:
-    """Microseconds by name, the slowest rank's, from now or before: they are kept on disk (`weft.plan.autotune`)."""
+    """Return the slowest rank's microseconds by name, measured now or before: they are kept on disk (`weft.plan.autotune`)."""
 
     def run(candidate: Candidate) -> float:
         if serial is not None and candidate.name == "serial":
@@ -455,12 +469,12 @@ def _measured(
 
 
 def time_us(call: Callable[[], object], domain: Domain, mode: plan.Mode, deadline_s: float | None) -> float:
-    """Of a call on this rank. Collective."""
+    """Return the time of a call on this rank. Collective."""
     return _queued_us(call, domain, deadline_s) if mode == "queued" else _time_us(call, domain.device)
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
-    """The fastest of a few calls, after one to warm up: on a host with other work the others say more about that."""
+    """Return the fastest of a few calls, after one to warm up: on a host with other work, slower calls mostly measure that work."""
     times = []
     for _ in range(1 + _REPETITIONS):
         start = time.perf_counter()
@@ -472,7 +486,7 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _queued_us(call: Callable[[], object], domain: Domain, deadline_s: float | None) -> float:
-    """Of each of several calls in a row. On a GPU the device sleeps until they are all enqueued. Collective."""
+    """Return the mean time of several calls in a row. On a GPU the device sleeps until all are enqueued. Collective."""
     device = domain.device
     on_gpu = device.type == "cuda"
     call()

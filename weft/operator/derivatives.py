@@ -1,9 +1,10 @@
-"""Gradients that may be taken once, backward: who differentiates them again, or forward, or maps a call, is told so.
+"""Gradients that can be taken once, backward. Second derivatives, forward derivatives and maps of a call are refused with an
+error.
 
-A backward that calls collectives is no function that autograd can look into. What it returns depends on the gradients that
-came in and, through what forward saved, on the operator's inputs: leave a part of that out, and second derivatives lack a term
-and nobody notices. `torch.autograd.function.once_differentiable` leaves out the second part, and `torch.autograd.grad` passes its
-node by, which leads nowhere. Here the results hang on everything that they were made of, by a node that raises.
+Autograd cannot look into a backward that calls collectives. Its result depends on the incoming gradients and, through what
+forward saved, on the operator's inputs. If a part of that is left out, second derivatives silently lack a term.
+`torch.autograd.function.once_differentiable` leaves out the second part, and `torch.autograd.grad` skips its node, which leads
+nowhere. Here the results depend on everything that they were made of, through a node that raises.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd import forward_ad
 
 
 def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
-    """Around `backward(ctx, saved, *grads)` of an autograd Function: saved are the context's tensors."""
+    """Decorate `backward(ctx, saved, *grads)` of an autograd Function. saved: the context's tensors."""
 
     def decorated(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
         @functools.wraps(backward)
@@ -35,7 +36,7 @@ def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[.
 
 
 def refused(operator: str) -> Callable[..., NoReturn]:
-    """The backward of an operator's backward, for `torch.library.register_autograd`."""
+    """Return a backward for an operator's backward that raises, for `torch.library.register_autograd`."""
 
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise NotImplementedError(
@@ -47,13 +48,15 @@ def refused(operator: str) -> Callable[..., NoReturn]:
 
 
 def is_transformed() -> bool:
-    """True inside of a transform of torch.func, and where there are forward derivatives."""
+    """True inside a transform of torch.func, and if there are forward derivatives."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | None]]) -> None:
-    """`ValueError` for a call whose tangents would be lost without a word, and for one inside of vmap or another transform of
-    torch.func, which reaches into no memory that ranks share."""
+    """Raise `ValueError` for a call whose tangents would be lost silently, and inside vmap or another transform of torch.func.
+
+    Such transforms do not reach the memory that ranks share.
+    """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         refuse_transforms(operator)
     if forward_ad._current_level >= 0 and any(
@@ -63,7 +66,8 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 
 
 def require_no_tangents(operator: str) -> None:
-    """Refuse an operator of torch's dispatcher where there are forward derivatives: below autograd no tensor shows its tangent."""
+    """Raise `ValueError` for an operator of torch's dispatcher if there are forward derivatives: below autograd no tensor shows
+    its tangent."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(operator)
 
@@ -73,7 +77,7 @@ def _refuse_tangents(operator: str) -> NoReturn:
 
 
 def refuse_transforms(operator: str, *_: Any) -> NoReturn:
-    """Also the kernel of an operator of torch's dispatcher inside of such a transform."""
+    """Raise `ValueError` inside a transform. Also the kernel of an operator of torch's dispatcher inside such a transform."""
     raise ValueError(
         f"{operator} inside of a transform of torch.func (vmap, grad, jvp, ...): ranks make a call together, and such a "
         f"transform does not reach into it. Make the call outside, on all that it maps, and differentiate by backward()"
@@ -81,7 +85,7 @@ def refuse_transforms(operator: str, *_: Any) -> NoReturn:
 
 
 def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
-    """`ValueError` for several gradients in one backward, which torch makes by a vmap of its own."""
+    """Raise `ValueError` for several gradients in one backward, which torch computes by a vmap of its own."""
     if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise ValueError(
             f"backward of {operator} for several gradients at once (is_grads_batched=True, or vectorize=True): ranks make it "
@@ -90,7 +94,7 @@ def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
 
 
 def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """`ValueError` for what autograd would not keep for backward. It says so itself, but only when the call has been made."""
+    """Raise `ValueError` for tensors that autograd would not keep for backward. Autograd raises too, but only after the call."""
     if any(t is not None and t.is_inference() for t in tensors):
         raise ValueError(
             f"{operator} with a tensor that was made in torch.inference_mode(), where gradients are wanted: autograd keeps none "
@@ -101,7 +105,7 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
-        """The first `count` of the tensors, which depend on the others."""
+        """Return the first `count` of the tensors, which depend on the others."""
         ctx.operator = operator
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
 

@@ -1,7 +1,7 @@
 """The dtypes that operators multiply in.
 
-fp64 is for CPU processes, where `torch.autograd.gradcheck` compares gradients with differences: our kernels for GPUs have no fp64,
-and add up in fp32.
+fp64 is for CPU processes, where `torch.autograd.gradcheck` compares gradients with differences: weft's GPU kernels have no fp64,
+and reduce in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ _NAMES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16", "fp64")}
 
 
 def name_of_dtype(name: str, x: torch.Tensor, why: str = "") -> str:
-    """As problems have it; `ValueError` for one that is not multiplied in on x's device. name: of x. why: behind the known ones."""
+    """Return the dtype's name in problems. Raise `ValueError` for a dtype that is not multiplied in on x's device.
+
+    name: of x. why: appended to the known dtypes.
+    """
     if x.dtype == torch.float64 and x.device.type != "cpu":
         raise ValueError(
             f"{name} is torch.float64 on {x.device}: fp64 is for CPU processes, to check gradients; GPUs multiply in "

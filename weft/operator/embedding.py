@@ -1,10 +1,10 @@
-"""What runs a call of embedding_all_to_all: made once for each group and plan; where the transport is open, chosen once for each
-size of batch.
+"""Operators of embedding_all_to_all: made once for each group and plan. If the transport is open, it is chosen once for each size
+of batch.
 
-"auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`), for the middle of each half octave
-of samples (`weft.plan.nearby`), on GPUs that have a model. Elsewhere, and where there is nobody to send to, it is `direct`. Under
-`weft.plan.use("autotune")` all of them are timed, on CPU too. All ranks take the same: a plan is the first rank's, measured times
-are the slowest rank's.
+"auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`), for the middle of each half
+octave of samples (`weft.plan.nearby`), on GPUs that have a model. Elsewhere, and with one rank, it is `direct`. Under
+`weft.plan.use("autotune")` all of them are timed, on CPU too. All ranks take the same: a plan is the first rank's, and measured
+times are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ OPERATOR = "embedding_all_to_all"
 _MOST_BATCHES = 256
 
 Input: TypeAlias = tuple[list[torch.Tensor], JaggedInput, CheckedInput]
-"""Of a call: tables, ids, and what is known of them."""
+"""The tables, ids, and checked input of a call."""
 
 
 class _Chosen(dict[tuple[int, ...], Any]):
-    """Of a plan that leaves the transport open: operators by batch sizes; and what ranks have chosen, by half octave of these."""
+    """The state of a plan that leaves the transport open: operators by batch sizes, and the ranks' choices by half octave of
+    these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,14 +57,14 @@ _handles = itertools.count(1)
 
 
 def known_operator(p: EmbeddingPlan, domain: Domain, batch_sizes: tuple[int, ...]) -> Any:
-    """What ran calls of `p` with these batch sizes; None at the first one."""
+    """Return the operator of earlier calls of `p` with these batch sizes; None at the first one."""
     operators = _operators.get(domain)
     found = None if operators is None else operators.get(p)
     return found.get(batch_sizes) if found.__class__ is _Chosen else found
 
 
 def new_operator(p: EmbeddingPlan, domain: Domain, given: Input, deadline_s: float | None) -> Any:
-    """What runs calls of `p` with the batch sizes of this one, which may be made to measure. Collective."""
+    """Choose the operator for calls of `p` with this call's batch sizes. The call may be made to measure. Collective."""
     refuse_capture(domain.device)
     if p.options.transport != "auto":
         return compiled(p, domain, deadline_s=deadline_s)
@@ -87,8 +88,10 @@ def new_operator(p: EmbeddingPlan, domain: Domain, given: Input, deadline_s: flo
 
 
 def compiled(p: EmbeddingPlan, domain: Domain, *, deadline_s: float | None = None) -> Any:
-    """The operator for `p`, whose transport is said, on `domain`; made at the first call, collectively, when ranks also compare
-    their plans."""
+    """Return the operator for `p`, whose transport is fixed, on `domain`.
+
+    It is made at the first call, collectively; then ranks also compare their plans.
+    """
     operators = _of(domain)
     operator: Any = operators.get(p)
     if operator is None:
@@ -120,7 +123,7 @@ def operator_of_handle(handle: int) -> Any:
 
 
 def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
-    """Give back the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` says. Collective."""
+    """Return the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` documents. Collective."""
     domain = symm.domain(group, device, deadline_s=deadline_s)
     operators = _operators.get(domain, {})
     found = operators.get(p)
@@ -163,7 +166,7 @@ def _agree_on_new(p: EmbeddingPlan, domain: Domain, deadline_s: float | None) ->
 
 
 def _is_open(domain: Domain) -> bool:
-    """Whether there is something to choose. On GPUs ranks find out together: one may know a machine file that others do not."""
+    """True if there is a transport to choose. On GPUs ranks find out together: one may know a machine file that others do not."""
     if domain.world_size == 1:
         return False
     return (
@@ -178,7 +181,7 @@ def _is_tuned() -> bool:
 
 
 def _transport(p: EmbeddingPlan, domain: Domain, size: int, given: Input, deadline_s: float | None) -> Transport:
-    """For batches of this half octave. Collective."""
+    """Return the transport for batches of this half octave. Collective."""
     typical, tuned = plan.typical(problem_of(p.sharding, given[2].batch_sizes)), _is_tuned()
     patience_s = env.deadline_s() if deadline_s is None else deadline_s
     choosing.know_machine(domain, patience_s)
@@ -193,7 +196,7 @@ def _transport(p: EmbeddingPlan, domain: Domain, size: int, given: Input, deadli
 
 
 def _planned(p: EmbeddingPlan, typical: Problem, domain: Domain) -> Transport:
-    """By the model of this machine, if there is one; by remembered times, if there are some of each."""
+    """Return the choice by this machine's model, if there is one; by cached times, if there are some of each transport."""
     model = choosing.machine_model(domain.device, domain.world_size)
     if model is None:
         return "direct"
@@ -210,7 +213,8 @@ def _planned(p: EmbeddingPlan, typical: Problem, domain: Domain) -> Transport:
 
 
 def _fastest(p: EmbeddingPlan, typical: Problem, domain: Domain, given: Input, deadline_s: float) -> Transport:
-    """Of calls with this input, timed now or before (`weft.plan.autotune`). What is made for it and not taken is closed."""
+    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Losing operators are
+    closed."""
     mode: plan.Mode = "queued" if domain.device.type == "cuda" else "single"
     before = set(_of(domain))
 

@@ -1,6 +1,7 @@
-"""Shards of any shape as matrices: [..., dim, ..., K] is [rows, K] with the gathered (or scattered) dimension outermost, and back.
+"""Shards of any shape as matrices: [..., dim, ..., K] is [rows, K] with the gathered (or scattered) dimension outermost, and
+back.
 
-What operators that gather or scatter rows have in common before they know what is multiplied how.
+This is the common part of operators that gather or scatter rows, whatever they multiply.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ UNEVEN = (
 
 
 def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A_shard", each: str = "Bs[{}]") -> None:
-    """That each is a matrix which follows A, of its dtype and on its device. what, each: their names."""
+    """Raise `ValueError` unless each weight is a matrix that follows A, of its dtype and on its device. what, each: their names."""
     shape = A.shape
     if not Bs:
         raise ValueError("Bs is empty: pass at least one matrix [K, N]")
@@ -38,7 +39,7 @@ def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A
 
 
 def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatter_dim", what: str = "A") -> None:
-    """Refuse a dimension of `what` of which ranks would get unequal parts. name: of the argument."""
+    """Raise `ValueError` if ranks would get unequal parts of dimension `dim` of `what`. name: of the argument."""
     if shape[dim] % world:
         below = shape[dim] - shape[dim] % world
         raise ValueError(
@@ -48,7 +49,7 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
 
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """How many rows of the matrix one index of `gather_dim` is."""
+    """Return how many rows of the matrix one index of `gather_dim` makes."""
     rows = 1
     for d, extent in enumerate(shape[:-1]):
         rows *= 1 if d == gather_dim else extent
@@ -58,7 +59,7 @@ def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
 def rows_of_ranks(
     rows: Sequence[int] | None, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | str | None
 ) -> list[int] | None:
-    """Of the matrices of all ranks, if they differ. Those of a call that is traced are checked when it runs."""
+    """Return the rows of all ranks' matrices; None if they are equal. A traced call is checked when it runs."""
     if rows is None:
         return None
     if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()):
@@ -67,14 +68,15 @@ def rows_of_ranks(
 
 
 def grad_of_weight(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x^T @ grad, laid out as `w`: of a `linear.weight.t()` autograd would copy any other into the parameter's layout."""
+    """Return x^T @ grad, laid out as `w`: autograd would copy another layout into that of a parameter used as
+    `linear.weight.t()`."""
     if _by_columns(w):
         return (grad.t() @ x).t()
     return x.t() @ grad
 
 
 def room_for_grad_of_weight(w: torch.Tensor) -> torch.Tensor:
-    """New memory, laid out so."""
+    """Return new memory for the gradient of `w`, laid out as `w`."""
     return w.new_empty(w.shape[1], w.shape[0]).t() if _by_columns(w) else w.new_empty(w.shape)
 
 
@@ -91,7 +93,7 @@ def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
 
 
 def outer_text(name: str, outer: Sequence[int] | None) -> str:
-    """Return the same for people, such as "A [2, rows, 4, K]"; name: of the tensor."""
+    """Return the same as text, such as "A [2, rows, 4, K]". name: of the tensor."""
     if outer is None:
         return ""
     dim, *others = outer
@@ -109,8 +111,10 @@ def restored(
     rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> list[torch.Tensor]:
-    """[gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them. shape: of a shard.
-    rows: what ranks gather, if not as much as this one."""
+    """Return [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions in the caller's order.
+
+    shape: of a shard. rows: what ranks gather, if not as much as this one.
+    """
     gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:
         return results

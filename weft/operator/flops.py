@@ -1,9 +1,9 @@
-"""Formulas of operators for `torch.utils.flop_counter`, by which FlopCounterMode counts, and MFUs are made.
+"""FLOP formulas of operators for `torch.utils.flop_counter`, which FlopCounterMode and MFU computations use.
 
-An operator counts 2MNK for each GEMM of this rank, forward and backward, as the same GEMMs beside a collective do. Embeddings count
-0, as torch's do.
+An operator counts 2MNK for each GEMM of this rank, forward and backward, as the same GEMMs beside a collective do. Embeddings
+count 0, as torch's do.
 
-To import torch's counter takes half a second, since it imports Triton. So formulas are registered when somebody imports it.
+Importing torch's counter takes half a second, since it imports Triton. So formulas are registered when somebody imports it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Any] = {}
-"""By operator of torch's dispatcher."""
+"""Formulas by operator of torch's dispatcher."""
 
 
 def register_formulas(op: Operator[Any]) -> None:
-    """Register formulas of what `op` is in torch's dispatcher."""
+    """Register the formulas of the operators that `op` has in torch's dispatcher."""
     count = len(op.kinds)
 
     def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:
@@ -43,7 +43,7 @@ def register_formulas(op: Operator[Any]) -> None:
 
 
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
-    """Return the result of `backward`, of a call that went past the dispatcher. Dispatch modes see its operations as one number,
+    """Return the result of `backward`, for a call that went past the dispatcher. Dispatch modes see its operations as one number,
     whichever way it takes. forward: `flops_of` the call."""
     with _disable_current_modes():
         made = backward()
@@ -52,7 +52,7 @@ def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[
 
 
 def is_counter_there() -> bool:
-    """True if somebody may count."""
+    """True if a FLOP counter may be active."""
     return _COUNTER in sys.modules
 
 
@@ -63,8 +63,11 @@ def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> l
 
 
 def _of_backward(forward: Sequence[int], wanted: Sequence[bool]) -> int:
-    """Return those of backward. The gradient of the call's first tensor takes a GEMM with each weight, that of a weight takes one.
-    wanted: for the call's tensors; the weights follow the first one."""
+    """Return the floating-point operations of backward.
+
+    The gradient of the call's first tensor takes a GEMM with each weight, and the gradient of a weight takes one GEMM. wanted:
+    for the call's tensors; the weights follow the first tensor.
+    """
     return sum(forward) * wanted[0] + sum(one * want for one, want in zip(forward, wanted[1:], strict=False))
 
 
@@ -81,7 +84,7 @@ def _add(name: str, formula: Any) -> None:
 
 
 class _OnImport:
-    """A finder of torch's counter, as it is found otherwise, which registers formulas when it has been loaded."""
+    """An import finder that finds torch's counter as usual, and registers formulas after it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _COUNTER:

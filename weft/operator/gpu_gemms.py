@@ -1,4 +1,4 @@
-"""Times of the GEMMs of one call, on the GPU and with the tensors of that call: what `weft.plan.gemms.measure` asks for."""
+"""Times of a call's GEMMs, on the GPU and with the tensors of that call, for `weft.plan.gemms.measure`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ _CYCLES_PER_US = 2000  # at least the clock of any present GPU
 
 
 class GemmTimer:
-    """Of library GEMMs that are parts of `p`'s: right operands are the first rows and columns of the weights, as they lie,
-    results the first of the results, which the call overwrites, or where these have fewer rows in memory of their own. The left
-    operand is random, since what has been gathered is not there yet, and GEMMs on zeros run at a higher clock: in the gathered x,
-    if the call returns it, else in memory of its size, as the serial schedule takes, or symmetric memory the others. It goes back
-    to torch's allocator with this object. A call without weights of these names multiplies random matrices.
+    """A timer for cuBLAS GEMMs that are parts of `p`'s GEMMs.
+
+    Right operands are the first rows and columns of the weights, in their layout. Results are the first part of the call's
+    results, which the call overwrites later, or memory of their own if these have fewer rows. The left operand is random, since
+    nothing has been gathered yet, and GEMMs on zeros run at a higher clock. It is the gathered x, if the call returns that, or
+    else memory of the same size, which torch's allocator gets back with this object. (The serial schedule takes as much; other
+    schedules take symmetric memory.) A call without weights of these names multiplies random matrices.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: of a call of `p`, w and y, or w0, w1, ..., y0, y1, ..., if it is returned, x, and if it has scales, these."""
+        """tensors: of a call of `p`: w and y, or w0, w1, ..., y0, y1, ...; x if it is returned; and the scales, if there
+        are any."""
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
         weight = next(iter(self.weights.values() or tensors.values()))
@@ -52,7 +55,7 @@ class GemmTimer:
 
     @torch.no_grad()
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
-        """Microseconds of one of `calls` GEMMs behind `warm` others, one at least. The host is ahead of them."""
+        """Return the microseconds per GEMM of `calls` GEMMs after at least one, or `warm`, others. The host is ahead of them."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)
         gemm()  # finds and loads a kernel
@@ -76,7 +79,7 @@ class GemmTimer:
         return self._gemm(which, a, wide[which][:k, :n], self.results[which][:m, :n])
 
     def _gemm(self, weight: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        """Of a part of it."""
+        """Return the GEMM of a part of `weight`."""
         if self.scaled is None:
             return partial(torch.mm, a, b, out=out)
         i = weight[1:]  # of one of several

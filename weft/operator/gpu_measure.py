@@ -43,7 +43,7 @@ _LARGEST_OPERAND = 1 << 31
 
 @dataclass(frozen=True)
 class Effort:
-    """How long each measurement lasts, and in how much memory."""
+    """The duration of each measurement, and its memory."""
 
     buffer_bytes: int = 1 << 30
     enough_us: float = 2000.0  # of measured work behind one sleep
@@ -54,7 +54,7 @@ FULL, QUICK = Effort(), Effort(64 << 20, 1000.0, 8000.0)
 
 
 def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_s: float) -> str:
-    """What every rank of `weft plan calibrate` runs: measure, save (rank 0), and say where."""
+    """Run on every rank of `weft plan calibrate`: measure, save (rank 0), and say where."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
     assert group is not None
@@ -72,16 +72,17 @@ def _printed(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Ranks but the first say nothing."""
+    """Print nothing: for ranks other than the first."""
 
 
 class GpuMeasure:
-    """See `weft.plan.calibration.Measure`. Collective: every rank makes one, and the same calls of it in the same order."""
+    """The measurements of `weft.plan.calibration.Measure` on GPUs. Collective: every rank makes one, and the same calls in the
+    same order."""
 
     def __init__(self, domain: Domain, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
-        """gemms: shapes whose operands are made, and whose kernels are loaded, before anything is timed.
+        """gemms: shapes whose operands are allocated and whose kernels are loaded before anything is timed.
 
-        `RefusedError`, on every rank, if a rank cannot set up: without memory, or if it cannot run such GEMMs.
+        Raises `RefusedError`, on every rank, if a rank cannot set up: for lack of memory, or if it cannot run such GEMMs.
         """
         self.domain, self.world_size, device = domain, domain.world_size, domain.device
         self.machine = torch.cuda.get_device_name(device)
@@ -255,13 +256,13 @@ class GpuMeasure:
     # --- timing ---
 
     def _operands(self, m: int, n: int, k: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random [m, k], and [k, n] as `linear.weight.t()` has it."""
+        """Return random operands [m, k] and [k, n], the second one laid out as `linear.weight.t()`."""
         a = torch.randn(m, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype])
         b = torch.randn(n, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype]).t()
         return a, b, torch.empty(m, n, dtype=a.dtype, device=self._device)
 
     def _program(self, record: Callable[[_core.StreamProgram], int]) -> float:
-        """Time of one recorded copy to the neighbour (base 0) from here (base 1)."""
+        """Return a program of one recorded copy to the neighbour (base 0) from here (base 1)."""
         program = _core.StreamProgram(2, 1, 0)
         record(program)
         bases = [self._region.address(self._peer), self._local.data_ptr()]

@@ -1,8 +1,8 @@
-"""What layers need around operators, whether they are modules of `weft.nn` or linears that a style of `weft.parallel` has divided.
+"""Support for layers around operators, for modules of `weft.nn` and for linears that a style of `weft.parallel` has divided.
 
-Parameters that every rank has whole, in a model whose activations are divided along the sequence: each rank uses such a parameter
-(a norm's weight, an embedding, the bias of a row-parallel layer) on its own positions only, so that its gradient is a part of the
-sum. Ranks that step with parts drift apart, and nothing says so.
+In a model whose activations are divided along the sequence, every rank holds some parameters whole (a norm's weight, an
+embedding, the bias of a row-parallel layer). Each rank uses such a parameter on its own positions only, so its gradient is a part
+of the sum. Ranks that step with parts silently drift apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WHAT = "the gradient of a replicated parameter"
 
 
 def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch.Tensor:
-    """`parameter`, which is the same on all ranks of `group`: its gradient is the sum over ranks.
+    """Return `parameter`, which is the same on all ranks of `group`, with a gradient that is the sum over ranks.
 
         F.rms_norm(x_shard, (hidden,), weft.nn.replicated(self.weight, group))
 
@@ -42,7 +42,8 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `nn.functional.linear` would take them: operators of weft multiply in the dtype that they are given."""
+    """Return the tensors as autocast would pass them to `nn.functional.linear`: operators of weft multiply in the dtype that they
+    are given."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -62,7 +63,7 @@ def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """`value` into `parameter`, which FSDP2 may have divided further: then by the first of the ranks that it is divided over."""
+    """Copy `value` into `parameter`. If FSDP2 has divided it further, the first of the ranks that share it broadcasts its value."""
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor  # half a second
 
@@ -72,9 +73,10 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def tells_peers(forward: F) -> F:
-    """Decorate the `forward` of a module that has a `group_name`: its peers hear of an error that this rank meets alone.
+    """Decorate the `forward` of a module that has a `group_name`, so that peers are notified of an error that this rank meets
+    alone.
 
-    That is input that is refused before the first collective, and what raises between two collectives: an activation, an
+    Such errors are input that is refused before the first collective, and errors between two collectives: in an activation, or an
     allocation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`). Compiled graphs contain
     none of this.
     """
@@ -82,7 +84,7 @@ def tells_peers(forward: F) -> F:
 
 
 def ends_group(method: F) -> F:
-    """Decorate the method of such a module that does the work behind its last collective: an error ends the group."""
+    """Decorate the method of such a module that does the work after its last collective, so that an error ends the group."""
     return _telling(method, last=True)
 
 
@@ -105,7 +107,7 @@ def _telling(method: F, last: bool) -> F:
 
 
 def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Return what is wrong with the devices of a layer's input and weight, and what to do; "" if nothing is."""
+    """Return what is wrong with the devices of a layer's input and weight, and the fix; "" if nothing is."""
     if x.device == weight.device and x.device.type in ("cpu", "cuda"):
         return ""
     if weight.is_meta:
@@ -117,8 +119,8 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raise `ValueError` if torch does not multiply x with one of the weights: it would raise in the GEMM, where the error of a
-    layer has no name."""
+    """Raise `ValueError` if torch does not multiply x with one of the weights. torch's own error in the GEMM does not name the
+    layer."""
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
             given = f"x is {x.dtype} on {x.device} and the weight {weight.dtype} on {weight.device}"
@@ -126,16 +128,21 @@ def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Non
 
 
 def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch.Tensor | None) -> None:
-    """Before an autograd Function: refuse transforms of torch.func and forward derivatives, and tell peers. torch refuses them too,
-    in words about autograd Functions. A traced call is refused by the operators in it."""
+    """Refuse transforms of torch.func and forward derivatives before an autograd Function, and notify peers.
+
+    torch refuses them too, in terms of autograd Functions. A traced call is refused by the operators in it.
+    """
     if not torch.compiler.is_compiling() and is_transformed():
         with together(layer, group_of(group), tensors[0], None):
             require_plain(layer, lambda: tensors)
 
 
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
-    """At the beginning of an autograd Function's forward: what autograd would not keep for backward is refused, and peers are
-    told. It says so itself, but only when the calls in there have been made."""
+    """Refuse tensors that autograd would not keep for backward, at the beginning of an autograd Function's forward, and notify
+    peers.
+
+    Autograd refuses them too, but only after the calls in the Function.
+    """
     if (
         not torch.compiler.is_compiling()
         and ctx.next_functions  # none in torch.no_grad(), where inputs are still said to need gradients

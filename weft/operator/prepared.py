@@ -1,7 +1,7 @@
-"""What an operator prepares at the first call of a shape, and what is kept of it.
+"""The preparations of an operator for a shape: made at the first call, and kept.
 
-First calls are collective: ranks compare what they call before anybody computes or makes anything (`weft.operator.together`). Later
-calls of a known shape find what was prepared by a key.
+First calls are collective: ranks compare their calls before any of them computes or allocates (`weft.operator.together`). Later
+calls of a known shape find the preparations by a key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WHILE = 1000  # calls of the operator: a training step comes back to all of its 
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """Return the process group that a caller passes, or names. None is refused: ranks of another group would wait."""
+    """Return the process group that a caller passes, or names. Refuse None: ranks of another group would wait."""
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
@@ -73,7 +73,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 
 
 def rank_of(group: dist.ProcessGroup | str | None) -> int:
-    """This rank's number in it; also where a call is traced."""
+    """Return this rank's number in the group; also while a call is traced."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return _rank_by_name(group)
     return group_of(group).rank()
@@ -87,14 +87,14 @@ _rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `a
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
-    """How many ranks it has; also where a call is traced, when torch finds no group by its name."""
+    """Return the group's world size; also while a call is traced, when torch finds no group by its name."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()
 
 
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
-    """The deadline; `ValueError` for what no call can be made with. Nothing has been said to peers yet."""
+    """Return the deadline. Raise `ValueError` for options that no call can have. Peers have not been notified of anything yet."""
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ValueError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
     return checked_deadline(deadline_s)
@@ -102,8 +102,8 @@ def check_options(deadline_s: float | None, timeline: Timeline | None) -> float 
 
 @contextlib.contextmanager
 def _whole(domain: Domain, what: str) -> Iterator[None]:
-    """Around set-up of several exchanges between ranks: an error that this rank has met alone (a broken file, no memory, Ctrl-C)
-    ends the group, or the others would wait for its part in the next one until their deadline."""
+    """Guard set-up that takes several exchanges between ranks: an error that this rank meets alone (a broken file, no memory,
+    Ctrl-C) ends the group. Otherwise peers would wait for its part in the next exchange until their deadline."""
     try:
         yield
     except (WeftError, NotApplicableError):  # which all ranks raise alike, or which has ended the group
@@ -114,7 +114,7 @@ def _whole(domain: Domain, what: str) -> Iterator[None]:
 
 
 class Prepared:
-    """Everything about calls of one shape on one group: made at the first, found by the others."""
+    """The preparations for calls of one shape on one group: made at the first call, and found by later calls."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class Prepared:
         said: str,
         shown: str,
     ) -> None:
-        """remembered: whether a rank has times of schedules for this very problem. said, shown: what ranks on CPU compare at every
-        call, and the same for people."""
+        """remembered: a rank has cached times of schedules for this very problem. said, shown: what ranks on CPU compare at every
+        call, in full and for people."""
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
         self.agreed: set[tuple[str, tuple[bool, ...]]] = set()  # on what is `given`, and on which gradients are wanted
@@ -155,8 +155,11 @@ class Prepared:
     def __call__(
         self, call: Any, deadline_s: float | None, timeline: Timeline | None, inputs: dict[str, Any] | None = None
     ) -> list[torch.Tensor]:
-        """In the order of the output buffers. Autocast, which would reach some schedules only, does not reach in. inputs: what the
-        spec says of the call, if that is known."""
+        """Run a call. Return its results in the order of the output buffers.
+
+        Autocast is off inside, since it would reach only some schedules. inputs: the input buffers by the spec, if they are
+        known.
+        """
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
@@ -180,7 +183,7 @@ class Prepared:
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
-        """`TypeError` for what the spec says of memory, if that is not what the serial schedule declares, as all others do."""
+        """Raise `TypeError` if the spec's tensors differ from the buffers of the serial schedule, which all schedules share."""
         buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
         if tensors.keys() != buffers.keys():
             raise TypeError(
@@ -198,7 +201,7 @@ class Prepared:
     def in_turn(
         self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor]:
-        """The library's calls, one after the other."""
+        """Run the call unfused: torch's collectives and GEMMs, one after the other."""
         turn = None if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
         results = self.op.unfused(self.p, call, self.group, turn)
         if results is None:
@@ -211,7 +214,7 @@ class Prepared:
     def _scheduled(
         self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor] | None:
-        """None: no schedule is as fast as the library's calls."""
+        """Run the chosen schedule; None if the unfused calls are at least as fast."""
         self.require_room(call, deadline_s)
         outputs = self.op.outputs(call, self.p.world_size)
         tensors = {**inputs, **outputs}
@@ -232,7 +235,7 @@ class Prepared:
         return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """What a graph captures may be another schedule than the one that has just run, and needs the kernels for this layout."""
+        """Warm up the schedule for captures with this layout. It may be another schedule than the one that has just run."""
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
             return
@@ -242,13 +245,14 @@ class Prepared:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that was not prepared for: on GPUs hosts do not meet, and peers would wait for this rank's part until their
-        deadline."""
+        """Refuse a call that does not fit the preparations. On GPUs hosts do not meet, and peers would wait for this rank until
+        their deadline."""
         if self.domain is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.domain, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
-        """Note that ranks have agreed on calls with these options and gradients. said, shown: what was compared, and for people."""
+        """Note that ranks have agreed on calls with these options and gradients. said, shown: what was compared, in full and for
+        people."""
         self.agreed.add((given, wanted))
         if self.domain is not None and given not in self._across:
             self._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said)
@@ -260,7 +264,8 @@ class Prepared:
             across.begin_backward()
 
     def for_one_call(self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> Prepared:
-        """Return the same for another size, `p`, which runs in turn, and of which nothing is kept. rows: of the first tensor."""
+        """Return the preparations for another size, `p`, which runs unfused and of which nothing is kept. rows: of the first
+        tensor."""
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, choosing.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
@@ -271,20 +276,20 @@ class Prepared:
         return made
 
     def across(self, call: Any) -> AcrossRanks:
-        """What ranks compare at a call that they have agreed on."""
+        """Return the comparisons of a call that ranks have agreed on."""
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
-        """Whether it has run with inputs of these strides on a GPU, so that the next such run needs no look at them."""
+        """True if the executor has run with inputs of these strides on a GPU, so that the next such run needs no checks of them."""
         return (id(executor), layout) in self._ran
 
     @property
     def in_steps(self) -> bool:
-        """Whether the serial schedule has been run by its steps, and not as the spec does."""
+        """True if the serial schedule has been run by its steps, and not by the spec's `unfused`."""
         return bool(self._steps)
 
     def steps(self) -> Unfused:
-        """The serial schedule as the library's calls."""
+        """Return the serial schedule as torch calls."""
         if not self._steps:
             self._steps.append(Unfused(self._serial, self.rank))
         return self._steps[0]
@@ -298,7 +303,7 @@ class Prepared:
 
     @property
     def group_or_none(self) -> dist.ProcessGroup | None:
-        """The group, unless its last reference is gone."""
+        """The group; None if its last reference is gone."""
         return self._group()
 
     @property
@@ -310,7 +315,7 @@ class Prepared:
         return self.domain is not None and self.domain.closed
 
     def close(self) -> None:
-        """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
+        """Release threads and, on CPU, memory. The next call of this shape makes them again."""
         chosen, self.chosen, self._executors = self.chosen, None, []
         self._ran.clear()
         self._ready.clear()
@@ -321,12 +326,12 @@ class Prepared:
 
     @property
     def taken(self) -> tuple[str, str]:
-        """Names of the schedules of calls, and of those that a CUDA graph captures."""
+        """The names of the schedules for calls and for captured calls."""
         return ("serial", "serial") if self.chosen is None else self.chosen.names
 
     @property
     def captured(self) -> bool:
-        """Whether a CUDA graph may be replayed that uses what is kept here."""
+        """True if a CUDA graph that uses memory kept here may be replayed."""
         return self.chosen is not None and self.chosen.was_captured
 
     @property
@@ -336,15 +341,18 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Of symmetric memory on a GPU."""
+        """Bytes of symmetric memory on a GPU."""
         return 0 if self.chosen is None else self.chosen.nbytes
 
     def capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def known_serial(self, capturing: bool) -> bool:
-        """Whether it is settled that the library's calls are made, one after the other. Raises what befell the group: these
-        calls would pair one of a rank that failed with another one of its peers, and executors look themselves."""
+        """True if it is settled that calls run unfused. Raise the group's error, if it has one.
+
+        Executors check the group themselves. Unfused calls would pair a call of a rank that failed with another call of its
+        peers.
+        """
         if self.domain is None:
             return True
         chosen = self.chosen
@@ -354,7 +362,7 @@ class Prepared:
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn | None:
-        """What the library's calls go through, if anything is to be added to them."""
+        """Return the turn that runs the collectives of an unfused call; None if nothing is to be added to them."""
         if self._turns is None and timeline is None:
             return None
         return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, self.rank, self.device))
@@ -362,8 +370,10 @@ class Prepared:
     def executor(
         self, call: Any, tensors: dict[str, Any], capturing: bool, deadline_s: float | None
     ) -> Executor | None:
-        """What runs this call; None: the library's calls do. Collective at the first call, which chooses, and for that computes
-        with a call's `tensors`."""
+        """Return the executor of this call; None if it runs unfused.
+
+        Collective at the first call, which chooses, and computes with a call's `tensors` for that.
+        """
         if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()
         if self.chosen is None:
@@ -388,9 +398,11 @@ class Prepared:
 
 
 class Known(NamedTuple):
-    """Calls that differ from an earlier one in nothing but where their tensors lie. places: of each input buffer its field in a
-    call, and which of several tensors it is there; None if one is not itself a tensor of the call. differentiated: gradients are
-    wanted."""
+    """Calls that differ from an earlier one only in the addresses of their tensors.
+
+    places: for each input buffer its field in a call, and its index if that is a list; None if a buffer is not itself a tensor of
+    the call. differentiated: gradients are wanted.
+    """
 
     prepared: Prepared
     places: list[tuple[str, int, int | None]] | None
@@ -403,7 +415,7 @@ class Known(NamedTuple):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Where in a call this very tensor is. None also if it is there twice: in the next call two may be there."""
+    """Return where in a call this very tensor is. None also if it is there twice: the next call may have two tensors there."""
     places: list[tuple[int, int | None]] = []
     for field, value in enumerate(call):
         places += [(field, None)] if value is tensor else []
@@ -412,14 +424,14 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 
 
 class _OfGroup:
-    """What is known of an operator's calls on one group.
+    """The record of an operator's calls on one group.
 
-    Calls are counted by group, since ranks that share one may call others as well, and must drop the same of it.
+    Calls are counted by group, since ranks that share one may call others as well, and must drop the same preparations of it.
 
-    To prepare a size takes as long as some calls, which is lost on sizes that never come back, as of sequences that are not padded.
-    So on GPUs, once `PASSING` sizes of a family in a row have not come back, a new one is run in turn: ranks meet for nothing, and
-    nothing is made, loaded or awaited but what NCCL and cuBLAS do. It is prepared when it comes back; and all new ones are again,
-    as soon as any size does. Ranks see the same calls, and so count alike.
+    Preparing a size takes as long as some calls, which is wasted on sizes that never come back, for example of sequences without
+    padding. So on GPUs, once `PASSING` sizes of a family in a row have not come back, a new size runs unfused: hosts do not meet,
+    and nothing is made, loaded or awaited except by NCCL and cuBLAS. The size is prepared when it comes back. As soon as any size
+    comes back, all new sizes are prepared again. Ranks see the same calls, and so count alike.
     """
 
     def __init__(self) -> None:
@@ -431,7 +443,8 @@ class _OfGroup:
         self._typical: dict[Hashable, Prepared] = {}  # by family
 
     def passes(self, family: Hashable, signature: bytes) -> bool:
-        """Whether a call of a family whose sizes pass does so too. signature: of the call; another one of the same comes back."""
+        """True if a call of a family whose sizes pass does so too. signature: of the call; if it is seen again, the size has come
+        back."""
         if signature in self._served:
             del self._served[signature]
             self._new.pop(family, None)
@@ -445,7 +458,7 @@ class _OfGroup:
         return True
 
     def called(self, prepared: Prepared) -> Prepared:
-        """Note a call of a size that is known."""
+        """Note a call of a known size."""
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             prepared.came_back = True
@@ -453,7 +466,7 @@ class _OfGroup:
         return prepared
 
     def passing(self, key: Hashable, family: Hashable, capturing: bool) -> Prepared | None:
-        """What a call of a new size is made from, if it is run in turn."""
+        """Return the preparations that a call of a new size is derived from, if it runs unfused; else None."""
         if key in self._served:
             if not capturing:  # it comes back
                 del self._served[key]
@@ -477,7 +490,7 @@ class _OfGroup:
         self._typical[family] = prepared
 
     def drop(self) -> None:
-        """Make room for another one. All ranks make the same calls, so all drop the same: what was called longest ago."""
+        """Make room for another size. All ranks make the same calls, so all drop the same: the sizes called longest ago."""
         known = self.known
         if len(known) < KEPT and sum(one.nbytes for one in known.values()) <= KEPT_BYTES:
             return
@@ -495,7 +508,7 @@ class _OfGroup:
 
 
 class Table:
-    """What an operator has prepared, by group and by key."""
+    """All preparations of an operator, by group and by key."""
 
     def __init__(self) -> None:
         # By identity while the group lives: every call looks here, and a weak dictionary takes microseconds.
@@ -509,7 +522,7 @@ class Table:
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: bytes) -> Known | None:
-        """What is known of calls with this signature (`weft.runtime.layouts`)."""
+        """Return what is known of calls with this signature (`weft.runtime.layouts`)."""
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
         if here is None or known is None:
@@ -523,7 +536,7 @@ class Table:
     def remember(
         self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any, inputs: dict[str, Any] | None
     ) -> None:
-        """That a call with this signature is one of `prepared`. inputs: its buffers; None where gradients are wanted."""
+        """Remember that a call with this signature is one of `prepared`. inputs: its buffers; None if gradients are wanted."""
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None
         ]
@@ -542,7 +555,7 @@ class Table:
         return here
 
     def known(self, group: dist.ProcessGroup) -> list[Prepared]:
-        """The oldest first."""
+        """Return the preparations on `group`, the oldest first."""
         here = self._of_group.get(id(group))
         return [] if here is None else list(here.known.values())
 
@@ -560,7 +573,7 @@ _warned: set[tuple[str, tuple[int, ...]]] = set()
 
 
 def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
-    """Once for each layout."""
+    """Warn of a copy, once for each layout."""
     if (name, x.stride()) not in _warned:
         _warned.add((name, x.stride()))
         warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}")
@@ -577,7 +590,7 @@ def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def strided(w: torch.Tensor, name: str) -> torch.Tensor:
-    """Matrices as GEMMs take them."""
+    """Return matrices in layouts that GEMMs take."""
     w = w.resolve_neg()
     if w.is_contiguous():
         return w
@@ -589,7 +602,7 @@ def strided(w: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def is_scattered(matrix: torch.Tensor) -> bool:
-    """Whether a library's GEMM would have to copy it (or them): neither rows nor columns are in one piece each."""
+    """True if cuBLAS would have to copy the tensor (or tensors): neither rows nor columns are contiguous."""
     (k, n), (row, col) = matrix.shape[-2:], matrix.stride()[-2:]
     by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
     by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)

@@ -1,13 +1,13 @@
-"""Calls that were made before, made again: nothing of them is checked, brought into one form or looked up anew.
+"""Replay of earlier calls: nothing of them is checked, normalised or looked up again.
 
-A call repeats an earlier one if all of its arguments do, but for where tensors lie: one native call reads that
-(`weft.runtime.layouts`). Then the checks of the first one hold, what was prepared for it is known, and so is which argument is
-which buffer, and which result is what the function returns. What is left is what every call has: it is counted and added to the
-digest that ranks compare, errors are told (`weft.operator.together`), results get new memory, and the schedule runs.
+A call repeats an earlier one if all of its arguments do, except for the addresses of tensors; one native call reads that
+(`weft.runtime.layouts`). Then the checks of the first call hold, its preparations are known, and so is which argument is which
+buffer, and which result the function returns. The rest is what every call has: it is counted and added to the digest that ranks
+compare, errors are reported (`weft.operator.together`), results get new memory, and the schedule runs.
 
-Everything else goes the long way (`weft.operator.calls.made`), which is also how a call is learnt: calls in which a timeline is
-filled, a schedule is pinned around the call, or that are compiled, traced or transformed; and calls whose tensors are copied on the
-way in or out.
+Every other call goes the long way (`weft.operator.calls.made`), from which calls are also learnt: calls that fill a timeline,
+calls with a schedule pinned around them, compiled, traced or transformed calls, and calls whose tensors are copied on the way in
+or out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weft.symm.calls import calls_of
 P = ParamSpec("P")
 R = TypeVar("R")
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of the public function, by position and by name."""
+"""The arguments of the public function, by position and by name."""
 View: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 KEPT = 8192  # calls of a function that are known; the half that was met first goes when there are more
@@ -50,12 +50,12 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
     getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None),
     plan.pinned_around,
 )
-"""What returns something true where a call may mean something else, or Dynamo would compile what the call calls."""
+"""Functions that return something true if a call may mean something else, or if Dynamo would compile what the call calls."""
 
 
 class Seen(NamedTuple):
-    """A call on its long way. results: in the order of the output buffers. apply: of the autograd Function, where gradients are
-    wanted; inputs are None then."""
+    """A call that went the long way. results: in the order of the output buffers. apply: of the autograd Function, if gradients
+    are wanted; inputs are None then."""
 
     op: Operator[Any]
     table: Table
@@ -71,13 +71,14 @@ _watching: ContextVar[list[Seen] | None] = ContextVar("watching", default=None)
 
 
 def seen(*what: Any) -> None:
-    """Note a call that a later one may repeat, if somebody watches."""
+    """Note a call that a later one may repeat, if a wrapper is watching."""
     if (watching := _watching.get()) is not None:
         watching.append(Seen(*what))
 
 
 class _Known:
-    """Calls of a function, by signature; None: such calls go the long way. families: calls that pass, whatever their rows."""
+    """Calls of a function, by signature; None: such calls go the long way. families: calls of passing sizes, whatever
+    their rows."""
 
     def __init__(self) -> None:
         self.calls: dict[bytes, Replay | None] = {}
@@ -102,7 +103,7 @@ class _Known:
         self._of_groups[id(group)].append(signature)
 
     def _forget(self, group: int) -> None:
-        """A group is gone: another one may come to lie at its address."""
+        """Forget a group that is gone: another group may come to lie at its address."""
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
@@ -115,7 +116,7 @@ def _bound(known: dict[bytes, Any], most: int) -> None:
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the public function of an operator: a call that repeats an earlier one takes the short way."""
+    """Decorate the public function of an operator, so that a call that repeats an earlier one takes the short way."""
     if READER is None:
         return function
     known, read_call, read_family = _Known(), READER.call, READER.family
@@ -159,11 +160,11 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """A call cannot be repeated: what it hands on, or returns, is made of its arguments or results by more than a view."""
+    """A call cannot be repeated: it passes on, or returns, something that is more than a view of its arguments or results."""
 
 
 class _Short:
-    """What the short ways of calls have in common."""
+    """The common part of the short ways of calls."""
 
     def __init__(self, seen: Seen) -> None:
         op, prepared = seen.op, seen.prepared
@@ -186,10 +187,10 @@ class _Short:
 
 
 class Replay(_Short):
-    """A call, with new arguments."""
+    """A call, to be repeated with new arguments."""
 
     def __init__(self, seen: Seen, arguments: Arguments, returned: Any) -> None:
-        """Raise `_UnlikeError` for a call that is no plain one."""
+        """Raise `_UnlikeError` for a call that cannot be repeated."""
         super().__init__(seen)
         op, prepared, chosen, inputs = seen.op, seen.prepared, self._chosen, seen.inputs or {}
         self._apply, self._across = seen.apply, prepared.across(seen.call)
@@ -218,7 +219,7 @@ class Replay(_Short):
             return None
 
     def __call__(self, p: tuple[Any, ...], k: dict[str, Any]) -> Any:
-        """What the function returns; `_MISS` where the call has to go the long way."""
+        """Return what the function returns; `_MISS` if the call has to go the long way."""
         prepared, here, domain, chosen = self.prepared, self._here, self._domain, self._chosen
         group = self._group()
         if (
@@ -289,7 +290,7 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """A call of any number of rows, in a family of which sizes do not come back (`weft.operator.prepared`), run in turn."""
+    """A call with any number of rows, in a family whose sizes do not come back (`weft.operator.prepared`), which runs unfused."""
 
     def __init__(self, seen: Seen, arguments: Arguments, returned: Any) -> None:
         super().__init__(seen)
@@ -343,9 +344,9 @@ class Passing(_Short):
 
 
 class _Given:
-    """All tensors of a call with their places, as Python writes them: "p[0]", "p[1][0]" or "k['x']".
+    """All tensors of a call with their places, as Python source: "p[0]", "p[1][0]" or "k['x']".
 
-    strided: whether a view may be one with any strides: autograd would be slow with these. None: no views at all.
+    strided: True if a view may have any strides, which would make autograd slow. None: no views at all.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None) -> None:
@@ -363,7 +364,7 @@ class _Given:
         return not self._unused
 
     def written(self, value: Any) -> str:
-        """Return what `value` is of these, as Python writes it. A value without tensors is the same in every call."""
+        """Return the Python source that makes `value` from these tensors. A value without tensors is the same in every call."""
         if isinstance(value, torch.Tensor):
             return self._source(value)
         if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
@@ -371,7 +372,7 @@ class _Given:
         return self._named(value)
 
     def returned(self, value: Any, *, views: bool) -> str:
-        """The same of a function's results. views: whether they have the same sizes in every call."""
+        """Return the Python source for a function's results. views: True if they have the same sizes in every call."""
         if isinstance(value, torch.Tensor):
             source = self._source(value)
             if not views and "(" in source:
@@ -385,8 +386,8 @@ class _Given:
         return f"[{parts}]" if isinstance(value, list) else f"({parts})"
 
     def maker(self, expression: str, *named: Any) -> Callable[[Any, Any], Any]:
-        """Return the function of arguments by position and by name that makes this. It is one function, whatever is in it: a call
-        costs the host more than all else here."""
+        """Return a function of arguments by position and by name that runs this source. It is one function, whatever is in it: a
+        Python call costs the host more than the rest."""
         text = expression.format(*map(self._named, named))
         return eval(f"lambda p, k: {text}", dict(self._names))  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
-"""Operands of fp8 GEMMs with scales: which dtypes there are, scales in one form of all that mean the same, and what cannot be.
+"""Operands of fp8 GEMMs with scales: the dtypes, scales in one form for all equivalent ones, and errors.
 
-What operators with such GEMMs have in common, whatever is gathered or scattered.
+This is the common part of operators with such GEMMs, whatever is gathered or scattered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """In one form of all that mean the same."""
+    """Return the scale in one form for all equivalent ones."""
     if scale.numel() != 1:
         return scale
     columns = B.shape[-1] if B.dim() else 1  # what B must be is checked later
@@ -40,7 +40,7 @@ def check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch
 def check_beside(
     B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: str, by_row: bool, names: tuple[str, str]
 ) -> None:
-    """Raise `ValueError` for a scale or a bias that does not fit to B and a result of dtype `out`. names: of both."""
+    """Raise `ValueError` for a scale or a bias that does not fit B and a result of dtype `out`. names: of both."""
     (of_scale, of_bias), n = names, B.shape[1]
     if scale.numel() != 1 and not (by_row and scale.shape == (1, n)):
         wanted = f"[1, {n}]" if by_row else f"one element, or A_scale with a scale for each row and this as [1, {n}]"

@@ -1,15 +1,15 @@
-"""When GPUs measure themselves (`weft.plan.self_calibration`), and whose numbers count.
+"""Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and whose numbers count.
 
-A group does so once, at its first choice of a schedule: there all ranks meet anyway, after the communicator is made and before the
-first plan. A group that plans nothing, since its schedules are pinned, never pays for it. Ranks say what each knows, and the first
+A group measures once, at its first choice of a schedule: there all ranks meet anyway, after the communicator is made and before
+the first plan. A group whose schedules are pinned plans nothing and never pays for it. Ranks say what each knows, and the first
 rank's knowledge decides:
 
     a calibration, or a machine file    nothing is measured
     a self-calibration                  every rank takes it
     neither                             all ranks measure, unless one cannot, and take the first rank's numbers
 
-A rank cannot measure while a CUDA graph is being captured, with WEFT_SELF_CALIBRATION=0, beside GPUs of another kind, on a part of
-a GPU, or on a GPU that it shares with a rank. Then all plan by derived numbers, and the first rank says why.
+A rank cannot measure while a CUDA graph is being captured, with WEFT_SELF_CALIBRATION=0, beside GPUs of another kind, on a part
+of a GPU, or on a GPU that it shares with a rank. Then all plan by derived numbers, and the first rank says why.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ def _gpu_measure(domain: Domain, sizes: Sizes) -> Iterator[Measure]:
 
 
 MEASURES: dict[str, Callable[[Domain, Sizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
-"""By type of device, what measures. `RefusedError` or `OutOfSharedMemoryError` on every rank, if a rank cannot."""
+"""By type of device: makes the measurements. Raises `RefusedError` or `OutOfSharedMemoryError` on every rank, if a rank cannot."""
 
 
 class _Stand(NamedTuple):
-    """What a rank says before anything is measured."""
+    """A rank's statement before anything is measured."""
 
     name: str  # of its kind of GPU
     gpu: str  # which of this host's
     known: SelfCalibration | None
-    """The first rank's; None on others."""
+    """The first rank's numbers; None on other ranks."""
     sizes: Sizes | None
-    """What the first rank wants measured; None if it knows something better, or may not."""
+    """What the first rank wants measured; None if it knows something better, or may not measure."""
     unable: str
-    """Why this rank cannot measure."""
+    """The reason why this rank cannot measure."""
 
 
 @torch.inference_mode(False)
@@ -98,7 +98,7 @@ def _kinds(stands: Sequence[_Stand]) -> int:
 
 
 def _measured(domain: Domain, sizes: Sizes) -> tuple[SelfCalibration | None, str]:
-    """Return the first rank's numbers, which it saves; or None, and why. Collective."""
+    """Return the first rank's numbers, which it saves; or None, and the reason. Collective."""
     try:
         with MEASURES[domain.device.type](domain, sizes) as measure:
             mine = self_calibration.measure(measure, sizes)
@@ -145,7 +145,7 @@ def _stand(domain: Domain, name: str) -> _Stand:
 
 
 def _gpu(domain: Domain) -> str:
-    """Return what tells this rank's device from others of the host."""
+    """Return an identifier of this rank's device among those of the host."""
     if domain.device.type != "cuda":
         return str(domain.rank)
     return str(torch.cuda.get_device_properties(domain.device).uuid)

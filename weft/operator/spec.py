@@ -1,10 +1,10 @@
-"""What an operator is: its calls in one form, what is checked of them, its problem, its buffers, its gradients.
+"""The specification of an operator: the normalised form of its calls, their checks, its problem, its buffers, its gradients.
 
-Everything else is made from that, the same for all operators: what ranks compare, what is kept of a shape, the choice of a
-schedule, the way without overlap, autograd in eager mode and under torch.compile, plans and benchmarks.
+Everything else is made from it, in the same way for all operators: the comparison across ranks, the cache of shapes, the choice
+of a schedule, the unfused run, autograd in eager mode and under torch.compile, plans and benchmarks.
 
-An operator is a class with one instance, in the file of its public function (`weft.ops`), which brings its arguments into a
-call's one form and hands it to `weft.operator.calls.made`.
+An operator is a class with one instance, in the file of its public function (`weft.ops`). The function normalises its arguments
+into a call's form and passes it to `weft.operator.calls.made`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weft.schedule.problem import PROBLEMS
 
 C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]
-"""By buffer of the problem; for an output whose rows only the run knows, a function from their number to a tensor."""
+"""Tensors by buffer of the problem; for an output whose rows only the run knows, a function from their number to a tensor."""
 
 Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
-"""How an argument compares across ranks:
+"""The comparison of an argument across ranks:
 
     alike    equal on all ranks, and compared
     layout   a tensor, or several: shape and dtype are equal and compared; the data are the rank's own
@@ -55,24 +55,24 @@ _ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
 
 
 class Operator(ABC, Generic[C]):
-    """Of all that may be overridden, what has no default must be."""
+    """The base class of specifications. Override any method; those without a default are required."""
 
     name: ClassVar[str]
     form: ClassVar[type[tuple[Any, ...]]]
-    """Of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and texts (`_SCHEMA` has the types)."""
+    """The form of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and texts (`_SCHEMA` has the types)."""
     across_ranks: ClassVar[Mapping[str, Across]] = {}
-    """Each parameter of the public function, for an operator that has one: `tests` hold it to the signature, and to what happens
-    when ranks differ."""
+    """Each parameter of the public function, if the operator has one: `tests` compare it with the signature, and with what
+    happens if ranks differ."""
     compared: ClassVar[tuple[str, ...]] = ()
     """The fields of the form that ranks compare (`given`), and that change nothing in what runs."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
-    """The fields that can be differentiated, and what callers know them by."""
+    """The fields that can be differentiated, with the names that callers know."""
     hint: ClassVar[str] = ""
-    """What may help where ranks describe different calls."""
+    """Advice for ranks that describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
-    """Of the operator that torch.compile sees."""
+    """Tags of the operator that torch.compile sees."""
     compiled: Any
-    """The same operator in torch.ops, which registering sets here: an operator may be registered while a call of it is traced, and
+    """The same operator in torch.ops. Registering sets it here: an operator may be registered while a call of it is traced, and
     Dynamo reads a table as it was when the trace began."""
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
@@ -80,19 +80,19 @@ class Operator(ABC, Generic[C]):
 
     @abstractmethod
     def problem(self, call: C, world: int, most: int) -> Problem:
-        """The call as a description; raises `ValueError` for what it cannot be. most: the largest `size` of all ranks."""
+        """Return the call as a description. Raise `ValueError` for an impossible call. most: the largest `size` of all ranks."""
 
     def size(self, call: C) -> int:
-        """A number in which calls of one description may differ between ranks, and of which all know the largest."""
+        """Return a number in which calls of one description may differ between ranks, and of which all know the largest."""
         return 0
 
     def said(self, call: C, world: int) -> str:
-        """What must be alike on all ranks; raises as `problem`."""
+        """Return what must be alike on all ranks. Raise as `problem`."""
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
         """Return what else must be alike, as a part of a sentence: arguments that the public function applies around the problem
-        (dimensions, shapes before they are flattened, the kind of reduction); empty if they are the usual ones."""
+        (dimensions, shapes before they are flattened, the kind of reduction); empty if they have their defaults."""
         return ""
 
     def equal(self, call: C) -> dict[str, torch.Tensor]:
@@ -100,12 +100,16 @@ class Operator(ABC, Generic[C]):
         return {}
 
     def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return how many rows this rank sends to each rank, and how many it expects from each: int64, both [world, n], where a
-        sender's n numbers for a rank must be those that this rank expects of it. None if nothing depends on such tables."""
+        """Return how many rows this rank sends to each rank, and how many it expects from each; None if nothing depends on such
+        tables.
+
+        Both are int64 [world, n]. A sender's n numbers for a rank must be those that this rank expects of it.
+        """
         return None
 
     def key(self, call: C) -> Hashable:
-        """Of calls of one description. What differs here differs in `said`, so that a shape is new on all ranks or on none."""
+        """Return the key of calls of one description. Keys that differ have different `said`, so that a shape is new on all ranks
+        or on none."""
         found: list[Hashable] = []
         for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):
             if compared:
@@ -119,16 +123,20 @@ class Operator(ABC, Generic[C]):
         return tuple(found)
 
     def checked(self, call: C, group: dist.ProcessGroup) -> C:
-        """Before anything else, in every call. A compiled call, which no public function has seen, is checked here alone."""
+        """Check a call before anything else, every time. A compiled call, which no public function has seen, is checked here
+        alone."""
         return call
 
     def repeats(self, call: C) -> bool:
-        """Return whether calls with the same arguments, but for where tensors lie, are the same in everything else (see
-        `weft.operator.replay`): the form holds nothing that was read from tensors, and the public function changes no result."""
+        """Return whether calls that differ only in the addresses of tensors are equal in everything else (see
+        `weft.operator.replay`).
+
+        Then the form holds nothing that was read from tensors, and the public function changes no result.
+        """
         return True
 
     def takes_rows(self, rows: int, world: int) -> bool:
-        """Return whether a call whose first argument has so many rows can be made, if one with other rows can."""
+        """Return whether a call with so many rows in its first argument can be made, if a call with other rows can."""
         return True
 
     def note(self, call: C) -> None:
@@ -137,28 +145,28 @@ class Operator(ABC, Generic[C]):
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:
-        """The input buffers, as executors take them: here the call's fields, where they are matrices of the buffers' names."""
+        """Return the input buffers for executors. Default: the call's fields, if they are matrices of the buffers' names."""
         return call._asdict()  # type: ignore[attr-defined, no-any-return]
 
     @abstractmethod
     def outputs(self, call: C, world: int) -> Tensors:
-        """New memory for the output buffers, in their order."""
+        """Return new memory for the output buffers, in their order."""
 
     def fake(self, call: C, world: int) -> list[torch.Tensor]:
-        """What the results of a call that is traced look like."""
+        """Return fake results for a call that is traced."""
         return list(self.outputs(call, world).values())
 
     def does_not_fit(self, p: Any, call: C) -> str:
-        """Why this call cannot be made with what `p` leaves room for; empty if it can. Not asked where nothing overlaps and no
-        gradients are wanted."""
+        """Return why this call cannot be made in the room that `p` leaves; empty if it can. Not called if the call runs unfused
+        without gradients."""
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """The call by which a schedule is chosen, where the first one is not typical."""
+        """Return the call by which a schedule is chosen, if the first call is not typical."""
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Raises what only the results show. On CPU, where they are there."""
+        """Raise errors that only the results show. On CPU, where the results are there."""
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
         """Return (rows, weights): this rank multiplies so many rows with each of the weights [K, N], or with those of experts
@@ -168,18 +176,20 @@ class Operator(ABC, Generic[C]):
     # --- gradients ---
 
     def saved(self, call: C, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """What `gradients` needs: here the call's tensors. wanted: for each of these, in their order."""
+        """Return the tensors that `gradients` needs. Default: the call's tensors. wanted: for each of these, in their order."""
         return self.tensors(call)
 
     def beside(self, saved: Sequence[torch.Tensor | None]) -> Any:
-        """What else backward needs that can be begun right behind the call."""
+        """Begin other work for backward right after the call, and return it."""
 
     def gradients(
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
         turn: Turn | None, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """For each tensor of the call, those that are wanted, by the same ones on all ranks; sums over ranks, not means. grads: of
-        the results."""
+        """Return the wanted gradients, for each tensor of the call. All ranks want the same. They are sums over ranks, not means.
+
+        grads: of the results.
+        """
         raise NotImplementedError(
             f"{self.name} has gradients of {', '.join(self.gradients_of)}: its spec must say them"
         )
@@ -187,17 +197,17 @@ class Operator(ABC, Generic[C]):
     # --- the way without overlap, where the steps of the serial schedule do not say it ---
 
     def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor] | None:
-        """The results by the library's calls; None: as `weft.runtime.unfused` runs the serial schedule."""
+        """Return the results of torch's collectives and GEMMs; None: `weft.runtime.unfused` runs the serial schedule."""
         return None
 
     # --- benchmarks ---
 
     def drawn(self, p: Any, rank: int, generator: torch.Generator) -> C:
-        """A call of `p` on random numbers, on the generator's device."""
+        """Return a call of `p` on random numbers, on the generator's device."""
         raise NotImplementedError(f"{self.name} cannot be measured: its spec draws no calls (`drawn`)")
 
     def expected(self, p: Any, rank: int, calls: Sequence[C]) -> list[torch.Tensor]:
-        """The results of a rank in float64, from the calls of all ranks."""
+        """Return the results of a rank in float64, from the calls of all ranks."""
         raise NotImplementedError(
             f"{self.name} cannot be measured: its spec has no results to compare with (`expected`)"
         )
@@ -224,27 +234,28 @@ class Operator(ABC, Generic[C]):
         self.differentiable = tuple(of_call.index(field) for field in self.gradients_of)
         self._none = (False,) * len(self.differentiable)
         self.sizes_are_alike = type(self).size is Operator.size
-        """Whether calls of one description are of one size on all ranks."""
+        """True if calls of one description have one size on all ranks."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
-        """What messages call it."""
+        """The name in messages."""
 
     @property
     def fields(self) -> str:
-        """The call's, as torch's schemas write them."""
+        """The call's fields, as torch's schemas write them."""
         return ", ".join(f"{kind} {name}" for kind, name in zip(self.kinds, self.form._fields, strict=True))  # type: ignore[attr-defined]
 
     def tensors(self, call: C) -> list[torch.Tensor | None]:
-        """One after the other."""
+        """Return the call's tensors one after the other."""
         return self.flat(call)
 
     def wanted(self, call: C) -> tuple[bool, ...]:
-        """Of the fields that can be differentiated, those whose gradients are."""
+        """Return, for each field that can be differentiated, whether its gradient is wanted."""
         if not self._none or not torch.is_grad_enabled():
             return self._none
         return tuple([_wants(call[i]) for i in self.differentiable])
 
     def flat(self, of_fields: Sequence[Any]) -> list[Any]:
-        """What is said of the fields that are tensors, as a call has them, or torch its flags: of a list, one for each."""
+        """Return the entries of `of_fields` for fields that are tensors, with lists flattened: a call's tensors, or torch's flags
+        for them."""
         found: list[Any] = []
         for kind, one in zip(self.kinds, of_fields, strict=False):
             if kind in _ONE:
@@ -254,7 +265,7 @@ class Operator(ABC, Generic[C]):
         return found
 
     def described(self, wanted: tuple[bool, ...]) -> str:
-        """In the text that ranks compare."""
+        """Return the wanted gradients in the text that ranks compare."""
         return f"gradients wanted of ({', '.join(self.gradients_of.values())}): {wanted}" if self._none else ""
 
 

@@ -1,23 +1,22 @@
-"""One call of an operator, as its ranks make it together: it is counted, one thread makes it, and an error that one rank meets
-alone is told.
+"""One call of an operator, made by its ranks together: it is counted, one thread makes it, and peers are notified of an error
+that one rank meets alone.
 
-Without this a rank whose call has failed would go on, and its next call would pair with the one that its peers are still in:
-wrong results on every rank, and no error. What becomes of an error that leaves a call:
+A rank that fails alone must notify its peers, or its next call pairs with their current one: wrong results on every rank, and no
+error. Errors that leave a call are handled as follows.
 
-- A named one of weft's: all ranks raise it alike, or it has ended the group already.
-- Ctrl-C at any time, and whatever comes once this rank has said to its peers that it takes part: it ends the group, with its cause.
+- A weft error: all ranks raise it alike, or it has ended the group already.
+- Ctrl-C at any time, and any error after this rank has told its peers that it takes part: it ends the group, with its cause.
 - torch's activation checkpointing leaves the last call that it needs by an exception, on all ranks: the call has been made.
-- Any other, on CPU: this rank refuses the call (`weft.runtime.meeting`). The others raise `RefusedError`, and the group lives on.
-- Any other, on GPUs, where hosts do not meet: bad input is told over the sockets (`weft.symm.calls`). A peer that has not come to
-  this call yet, or refuses it too, raises as well, and the group lives on; one that has made it ends the group. This rank's next
-  call waits until it knows which. What is not about
-  input (no memory) ends it at once.
+- Any other, on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the group lives on.
+- Any other, on GPUs, where hosts do not meet: peers are notified of bad input over the sockets (`weft.symm.calls`). A peer that
+  has not come to this call yet, or refuses it too, raises as well, and the group lives on. A peer that has made the call ends the
+  group. This rank's next call waits until it knows which. An error that is not about input (no memory) ends the group at once.
 
-A call that begins while another thread of this rank is in a call of the group ends the group: which of them a peer's call would
-meet is chance.
+A call that begins while another thread of this rank is in a call of the group ends the group: which of the two a peer's call
+would meet is chance.
 
-At the first call of a shape hosts meet on GPUs too, and then compare how many calls each has made. Later calls are compared off the
-critical path, by a digest; `WEFT_CHECK_CALLS=1` has every call compared by place (`weft.symm.calls`).
+At the first call of a shape hosts meet on GPUs too, and compare how many calls each has made. Later calls are compared off the
+critical path, by a digest. `WEFT_CHECK_CALLS=1` has every call compared by place (`weft.symm.calls`).
 """
 
 from __future__ import annotations
@@ -48,8 +47,10 @@ _TOLD = "_weft_told"  # of an error: peers have been told
 
 
 class together:
-    """Around all of a call of `operator` on this rank, or of its backward. like: a tensor, or a function that gives a
-    device: where the call takes place."""
+    """The context of a whole call of `operator` on this rank, or of its backward.
+
+    like: a tensor on the device of the call, or a function that returns the device.
+    """
 
     __slots__ = ("_calls", "_deadline_s", "_group", "_like", "_operator", "_said")
     _calls: GroupCalls | None
@@ -144,14 +145,14 @@ class together:
 def failed(
     error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Tell peers of an error that left a call on GPUs whose `together` was left out; may raise what it becomes."""
+    """Notify peers of an error that left a call on GPUs without `together`. May raise the error that it becomes."""
     call = together(operator, group, lambda: device, deadline_s)
     call._calls, call._said = calls_of(group), said_on(group)
     call._tell(error)
 
 
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
-    """Notify the peers of `error`, which left a layer on this rank outside of every call of an operator.
+    """Notify peers of `error`, which left a layer on this rank outside of every call of an operator.
 
     It becomes the refusal of this rank's next call. A call that has returned has published all that its peers wait for, so the
     refusal pairs with the next call that they make, and on CPU the group lives on. On GPUs a peer that has already made that call
@@ -180,9 +181,12 @@ def agree(
     deadline_s: float | None,
     hint: str = "",
 ) -> list[int]:
-    """At the first call of a shape: the ranks' numbers. `check` gives a text and details that must be the same on all ranks, and
-    this rank's number, or raises `ValueError`. `RefusedError` on every rank if one does, `DisagreementError` if others differ;
-    details are shown where texts do not tell. Collective. hint: what may help where only sizes differ."""
+    """Compare a call at the first call of a shape. Return the ranks' numbers. Collective.
+
+    check: returns a text and details that must be the same on all ranks, and this rank's number, or raises `ValueError`. Raises
+    `RefusedError` on every rank if a rank's check does, and `DisagreementError` if texts or details differ; the message shows
+    details if the texts are equal. hint: advice if only sizes differ.
+    """
     if group.size() == 1:
         return [check()[2]]
     if device.type == "cpu":
@@ -225,7 +229,7 @@ def agree(
 
 
 def _set_up(deadline_s: float | None) -> float | None:
-    """Nobody compiles anything before ranks have agreed."""
+    """Return the deadline for set-up: no rank compiles anything before ranks have agreed."""
     return env.setup_deadline_s() if deadline_s is None else deadline_s
 
 
@@ -235,7 +239,8 @@ def _are_compared() -> bool:
 
 
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
-    """Where a call takes place; arguments that do not tell are refused, where the other ranks hear it."""
+    """Return the device of a call. For arguments without a usable device, return a device on which the peers hear of the
+    refusal."""
     if callable(like) and not isinstance(like, torch.Tensor):
         return like()
     if isinstance(like, torch.Tensor) and like.device.type in ("cpu", "cuda"):
