@@ -287,7 +287,9 @@ def test_updates_of_nothing_are_found() -> None:
 
 
 def test_gpus_refuse_gemms_that_add_to_a_peers_buffer() -> None:
-    with pytest.raises(ScheduleError, match=r"it adds to sum@1.*, a peer's, where only a copy by kernel adds"):
+    with pytest.raises(
+        ScheduleError, match=r"it adds to sum@1.*, a peer's memory, where only a copy by kernel may add"
+    ):
         require_runnable_on_gpus(scattered(2, "bf16", "compute"), 0)
 
 

@@ -397,7 +397,7 @@ def play_refusals() -> None:
         vars(held).update(change)
         with pytest.raises(ValueError, match=message):
             held.launch({}, y_rows=100)
-    with pytest.raises(ValueError, match="add to nothing"):
+    with pytest.raises(ValueError, match="pass back or adds, not both"):
         good.launch({"back": True, "adds": True})
 
 

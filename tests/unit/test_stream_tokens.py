@@ -82,7 +82,7 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
     d.lane("late", "copy").wait(told, (RANK + 1) % 2)
     compute.copy(x.part(), y.part(), "kernel")
     with pytest.raises(
-        ScheduleError, match=r"may set told\[\d\] of rank \d again before lane 'late' there has ended its wait"
+        ScheduleError, match=r"may set told\[\d\] of rank \d again before lane 'late' there has ended its previous wait"
     ):
         tokens_of(d.schedule())
 
