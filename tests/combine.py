@@ -33,7 +33,7 @@ def segments(rank: int, splits: Splits, h: torch.Tensor) -> dict[tuple[int, int]
 
 
 def expected(rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """What rank `rank` must find: its tokens by expert of all, in the arithmetic of `h` and `weights`."""
+    """Return the expected result of rank `rank`: its tokens by expert of all, in the arithmetic of `h` and `weights`."""
     world = len(splits)
     of_ranks = [segments(r, splits, h[r]) for r in range(world)]
     experts = weights.shape[0] // world

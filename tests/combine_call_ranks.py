@@ -32,7 +32,7 @@ def call(
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:
-    """What bad arguments are told at a first call, on every rank before anything is sent."""
+    """Return the errors of bad arguments at a first call, raised on every rank before anything is sent."""
     world = group.size()
     h, w = torch.randn(4 * world, 8, device=device()), torch.randn(2, 8, 3, device=device())
     received = torch.tensor([[3, 1]] * world, device=device())
@@ -118,7 +118,7 @@ def more_tokens(group: dist.ProcessGroup, schedule: str, dual: str, known: bool)
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else: each time in a group of its own, which ends."""
+    """Return the errors of every rank if rank 0 does something else: each time in a group of its own, which ends."""
     first, world = group.rank() == 0, group.size()
     none = torch.zeros(world, 1, dtype=torch.int64)
     calls: dict[str, Any] = {
@@ -214,7 +214,7 @@ def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str, bool]:
-    """Whether the combine finds on the host what its dispatch has brought there: with the same tables, and with others."""
+    """Return whether the combine finds on the host the numbers of its dispatch: with the same tables, and with others."""
     rank, world = group.rank(), group.size()
     splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())
     x, w = torch.ones(int(splits.sum()), 8, device=device()), torch.ones(2, 8, 3, device=device(), requires_grad=True)

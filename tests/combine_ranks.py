@@ -37,7 +37,7 @@ def every(p: MatmulAllToAll) -> list[str]:
 
 
 class Case:
-    """Of all ranks h and weights; of this one what it passes, and what must come out, in float64."""
+    """h and weights of all ranks; this rank's arguments and its expected result, in float64."""
 
     def __init__(
         self, rank: int, splits: Splits, k: int, n: int, dtype: torch.dtype, seed: int, spare: int = 0

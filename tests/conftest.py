@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Setup for all tests."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ with contextlib.suppress(ImportError):  # machines that run the GPU tests alone 
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: looking through it for garbage again and again is a tenth of what unit tests take."""
+    """Freeze imported and collected objects: searching them for garbage again and again is a tenth of the time of unit tests."""
     gc.freeze()

@@ -31,7 +31,7 @@ def inputs(p: AllToAllMatmul, seed: int) -> tuple[list[torch.Tensor], torch.Tens
 def expected(
     rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What rank `rank` must find: y [rows that arrive, n] in float64, and received [ranks, experts]."""
+    """Return the expected result of rank `rank`: y [rows that arrive, n] in float64, and received [ranks, experts]."""
     world = len(splits)
     experts = weights.shape[0] // world
     parts = [part.double().split(list(of_rank)) for part, of_rank in zip(tokens, splits, strict=True)]

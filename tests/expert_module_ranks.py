@@ -50,7 +50,7 @@ def routed(rank: int, experts: int, tokens: int, seed: int) -> tuple[torch.Tenso
 def dense(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, parameters: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """What comes out, expert by expert, without communication and sorting."""
+    """Return the result computed expert by expert, without communication and sorting."""
     first, down = parameters.get("gate_up_proj", parameters.get("up_proj")), parameters["down_proj"]
     assert first is not None
     y = torch.zeros_like(x)
@@ -171,7 +171,7 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def misrouted(group: dist.ProcessGroup) -> dict[str, str]:
-    """What each rank is told of what rank 1 alone passes; the next call is as good as the one before."""
+    """Return each rank's errors for input that rank 1 alone passes; the next call is as good as the one before."""
     rank, experts = group.rank(), 4
     mlp = layer(group, experts)
     x, index, by = (t.to(device()) for t in routed(rank, experts, 6, 1))

@@ -27,7 +27,7 @@ _NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def traffic(kind: Traffic, world: int, experts: int, seed: int) -> Splits:
-    """What every rank sends to each expert: other numbers of tokens at every call."""
+    """Return how many tokens every rank sends to each expert: other numbers at every call."""
     numbers = random.Random(seed)
     rows = [0 if kind == "nothing" else numbers.randrange(60) for _ in range(world)]
     if kind == "one has nothing":
@@ -48,7 +48,7 @@ def data(
 
 
 def usual(rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """As torch computes it in the tokens' dtype."""
+    """Return the result as torch computes it in the tokens' dtype."""
     experts = weights.shape[0] // len(splits)
     parts = [part.split(list(of_rank)) for part, of_rank in zip(tokens, splits, strict=True)]
     mine = range(rank * experts, (rank + 1) * experts)
@@ -57,7 +57,7 @@ def usual(rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: to
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """What nobody has written is NaN."""
+    """Fill new memory with NaN."""
     torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch's compiler
     try:
         yield
@@ -234,7 +234,7 @@ def compiled_forward(group: dist.ProcessGroup) -> None:
 
 
 def compiled_in_pieces(group: dist.ProcessGroup) -> list[str]:
-    """What Dynamo warns of where it breaks the graph at a call whose number of rows it cannot know, and each call is of another
+    """Return Dynamo's warnings where it breaks the graph at a call whose number of rows it cannot know. Each call has another
     shape."""
     rank, world, experts = group.rank(), group.size(), 2
     told: list[str] = []
@@ -274,7 +274,7 @@ def call(
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:
-    """What bad arguments are told at a first call, on every rank before anything is sent."""
+    """Return the errors of bad arguments at a first call, raised on every rank before anything is sent."""
     x, w = torch.randn(4, 8, device=device()), torch.randn(2, 8, 3, device=device())
     splits = torch.tensor([4] + [0] * (2 * group.size() - 1), device=device())
     dispatch = weft.all_to_all_matmul
@@ -373,7 +373,8 @@ def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else: each time in a group of its own, which ends. A refusal ends none."""
+    """Return the errors of every rank if rank 0 does something else: each time in a group of its own, which ends. A refusal ends
+    none."""
     first = group.rank() == 0
     calls: dict[str, Any] = {
         "K": lambda own: call(own, k=8 if first else 9),
@@ -409,7 +410,7 @@ def never_comes(group: dist.ProcessGroup) -> str:
 
 
 def pinned_by_a_block(group: dist.ProcessGroup) -> dict[str, set[str]]:
-    """What ran, by schedule: names of steps in the timeline."""
+    """Return the steps that ran, by schedule: their names in the timeline."""
     found = {}
     for name in ("serial", "dispatch[by=dma,rest=each]", "dispatch[by=kernel,rest=together]"):
         timeline = weft.Timeline()
@@ -473,7 +474,8 @@ def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
-    """By the combine: against float64, with y longer than what came; how many shapes of it there are then."""
+    """Compare with float64 the tokens' gradient, which the combine computes, with y longer than what came. Return the number of
+    its shapes."""
     from weft.operator.calls import operator_named, prepared_calls
 
     rank, world, experts = group.rank(), group.size(), 2

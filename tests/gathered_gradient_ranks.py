@@ -24,7 +24,8 @@ from weft.schedule import MatmulAllGatherGradients
 
 
 class Operands:
-    """Of all ranks, and what rank r must get of them; and gets if own gradients are added up in fp32, and rounded once."""
+    """Operands of all ranks, the expected result of rank r, and its result if own gradients are reduced in fp32 and
+    rounded once."""
 
     def __init__(self, world: int, m: int, n: int, k: int, columns: bool, dtype: torch.dtype, seed: int) -> None:
         shape = (m, world * n) if columns else (world * m, n)
@@ -94,8 +95,8 @@ def every_schedule(
 
 
 def chosen(group: dist.ProcessGroup) -> list[str]:
-    """What calls take that pin nothing, of a size for which overlap is predicted to be faster; and then, if the problem counts as
-    tried on GPUs."""
+    """Return the schedules of calls that pin nothing, of a size for which overlap is predicted to be faster; and then, if the
+    problem counts as tried on GPUs."""
     taken = []
     for tried in (False, True):
         own, given = own_group(group), Operands(group.size(), 4096, 8192, 4096, True, torch.bfloat16, 1)
@@ -120,7 +121,7 @@ def gradcheck(group: dist.ProcessGroup, schedule: str) -> str:
 
 
 def many_sizes(group: dist.ProcessGroup, columns: bool, schedule: str | None, dtype: torch.dtype) -> None:
-    """Of one weight, one after the other: on GPUs in one memory. Compared afterwards."""
+    """Call many sizes with one weight, one after the other: on GPUs in one memory. Compare afterwards."""
     found = []
     for number, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
         given = Operands(group.size(), rows, 96, 128, columns, dtype, number)
@@ -153,7 +154,7 @@ def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
 
 
 def empty(group: dist.ProcessGroup, m: int, n: int, k: int) -> None:
-    """By the public function, each way of joining."""
+    """Call the public function with empty operands, for each way of joining."""
     for dim in (0, -1):
         x, w = torch.ones(m, k, device=device()), torch.ones(k, n, device=device())
         x, w = x.requires_grad_(), w.requires_grad_()
@@ -183,7 +184,7 @@ def called_by_backward(group: dist.ProcessGroup, dim: int, wanted: Sequence[bool
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when the first does something else: each time in a group of its own, which ends."""
+    """Return the errors of every rank if the first does something else: each time in a group of its own, which ends."""
     rank, world, first = group.rank(), group.size(), group.rank() == 0
 
     def call(g: dist.ProcessGroup, rows: int, columns: bool, schedule: str) -> list[torch.Tensor]:
@@ -198,6 +199,6 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def bad_gradient(group: dist.ProcessGroup) -> str:
-    """Of products of another number of rows."""
+    """Return the error for a gradient of products with another number of rows."""
     call = Operands(group.size(), 8, 6, 3, False, torch.float32, 1).call(group.rank())
     return told(lambda: made(group, call._replace(g=call.g[1:]), "direct[chunks=2]"))

@@ -21,7 +21,7 @@ from weft.schedule import MatmulAllGather
 
 
 class Operands:
-    """Of all ranks, and what every rank must get of them; and gets of the library's GEMM."""
+    """Operands of all ranks, the expected result of every rank, and the result of torch's GEMM."""
 
     def __init__(self, world: int, shape: tuple[int, ...], n: int, dtype: torch.dtype, dim: int, seed: int) -> None:
         self.dim = dim
@@ -101,7 +101,7 @@ def backward(
 
 
 def many_sizes(group: dist.ProcessGroup, dim: int, schedule: str | None, dtype: torch.dtype) -> None:
-    """Of one weight, one after the other: on GPUs in one memory."""
+    """Call many sizes with one weight, one after the other: on GPUs in one memory."""
     found = []
     for call, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
         x = Operands(group.size(), (rows, 128), 96, dtype, dim, call)
@@ -132,7 +132,7 @@ def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
 
 
 def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when all pass what cannot be, and when the first does; a good call follows."""
+    """Return the errors of every rank for impossible operands on all ranks, and on the first alone; a good call follows."""
     first = group.rank() == 0
     x, w = data(group.rank(), (5, 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
     whole, of_8 = torch.int64, torch.float8_e4m3fn
@@ -149,7 +149,7 @@ def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when the first does something else: each time in a group of its own, which ends."""
+    """Return the errors of every rank if the first does something else: each time in a group of its own, which ends."""
     first = group.rank() == 0
     x, w = torch.randn(8, 6, device=device()), torch.randn(6, 3, device=device())
     calls: dict[str, Any] = {

@@ -25,7 +25,7 @@ Tensors = list[torch.Tensor]
 
 
 def _from_all(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensors:
-    """Of each rank its tensor, in one dimension and of so many numbers."""
+    """Return each rank's tensor, in one dimension and with so many numbers."""
     mine = x.new_zeros(max(sizes))
     mine[: x.numel()] = x.detach().flatten()
     found = [torch.empty_like(mine) for _ in sizes]
@@ -135,7 +135,7 @@ def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
 
 
 def checked(group: dist.ProcessGroup, name: str, schedule: str | None, doubled: bool) -> str:
-    """What gradcheck says, if it finds anything. doubled: of gradients that are twice what they should be."""
+    """Return gradcheck's complaint, if it has one. doubled: use gradients that are twice the right ones."""
     one, generator = case(name, group), torch.Generator().manual_seed(3)
     options = {"schedule": schedule}
 

@@ -19,7 +19,7 @@ import torch
 
 
 def wrong_in(file: str, names: Iterable[str]) -> dict[str, str]:
-    """What went wrong, by case."""
+    """Return the errors, by case."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
     names = list(names)

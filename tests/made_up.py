@@ -75,7 +75,7 @@ def hasty(p: AllGatherMatmul) -> Schedule:
 
 @contextmanager
 def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
-    """What a user does for good, with `@builder(AllGatherMatmul, by=("dma", "kernel"))` above the function."""
+    """Register the builder as a user does for good, with `@builder(AllGatherMatmul, by=("dma", "kernel"))` above the function."""
     builder(AllGatherMatmul, **(parameters or ({"by": ("dma", "kernel")} if function is ring else {})))(function)
     try:
         yield
@@ -84,7 +84,7 @@ def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
-    """What the GPU executor asks first, without a GPU."""
+    """Run the first check of the GPU executor, without a GPU."""
     pytest.importorskip("triton", reason="Triton is not installed here, and the GPU executor needs it")
     from weft.runtime.cuda import runnable, tokens
 

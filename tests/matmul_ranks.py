@@ -151,7 +151,7 @@ def remembers_times(group: dist.ProcessGroup) -> list[str]:
 
 
 def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
-    """As on a GPU that there is a model of, whose GEMMs take times that are made up: twice as long on rank 1."""
+    """Choose as on a GPU with a model, whose GEMMs take made-up times: twice as long on rank 1."""
     from weft import symm
     from weft.hw import load_machine
     from weft.operator import choosing
@@ -197,7 +197,7 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:
-    """What bad arguments are told, each on every rank before anything is sent."""
+    """Return the errors of bad arguments, each raised on every rank before anything is sent."""
     x, B, world = torch.randn(4, 8, device=device()), torch.randn(8, 3, device=device()), group.size()
     calls: dict[str, Any] = {
         "one dimension": lambda: weft.all_gather_matmul(x[0], [B], 0, group),
@@ -258,7 +258,7 @@ def copies(group: dist.ProcessGroup) -> list[str]:
 
 
 def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
-    """What calls of a known shape, by the library, say when the group has failed in another one."""
+    """Return the errors of unfused calls of a known shape after the group has failed in another call."""
     x, ws = torch.randn(4, 8), {n: torch.randn(8, n) for n in (3, 5)}
 
     def call(n: int, schedule: str, **options: Any) -> str:
@@ -384,7 +384,8 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else: each time in a group of its own, which ends. A refusal ends none."""
+    """Return the errors of every rank if rank 0 does something else: each time in a group of its own, which ends. A refusal ends
+    none."""
     first = group.rank() == 0
     x, B = torch.randn(4, 8, device=device()), torch.randn(8, 3, device=device())
     wide = torch.randn(8, 5 if first else 6, device=device(), requires_grad=first)

@@ -51,7 +51,7 @@ def instead(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def on_h200s(world: int) -> Iterator[None]:
-    """What chooses takes CPU processes for H200s."""
+    """Have the choice take CPU processes for H200s."""
     if device().type == "cuda":
         yield
         return
@@ -73,7 +73,7 @@ def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
 
 
 def again(group: dist.ProcessGroup) -> None:
-    """What was prepared is gone: the next call chooses anew."""
+    """Drop what was prepared: the next call chooses anew."""
     symm.domain(group, device()).close()
 
 
@@ -131,7 +131,7 @@ def broken_caches(
 
 
 def warnings_of(group: dist.ProcessGroup) -> list[str]:
-    """Of two shapes whose choices are measured, where nothing can be clearly faster."""
+    """Return the warnings for two shapes whose choices are measured, where nothing can be clearly faster."""
     module = choosing.warn_once.__globals__
     before, module["_warned"] = module["_warned"], False
     quiet, os.environ["WEFT_QUIET"] = os.environ["WEFT_QUIET"], "0"
@@ -159,7 +159,7 @@ def on_demand_everywhere(group: dist.ProcessGroup) -> list[str]:
 
 
 def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any]:
-    """What was timed at the first call, how often at later ones; what these took, and what explain says of them."""
+    """Return what was timed at the first call, how often at later ones, the schedules of these, and the explanation of them."""
     m, timed = 16 + use, []
     original = choosing._queued_us
 
@@ -195,7 +195,7 @@ def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any
 
 
 def remembered_times_decide(group: dist.ProcessGroup) -> tuple[str, str, str]:
-    """By prediction; when something else was measured to be faster; and what explain says then."""
+    """Return the schedule by prediction, the schedule after another one was measured to be faster, and the explanation then."""
     m = 18
     p = described(group, m)
     with on_h200s(group.size()):
@@ -222,7 +222,7 @@ def on_demand_and_captured(group: dist.ProcessGroup) -> str:
 
 
 def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:
-    """What was timed, and how many schedules were verified in three calls."""
+    """Return what was timed, and how many schedules were verified in three calls."""
     verified: list[Schedule] = []
     choosing._verify_once.cache_clear()
     with made_up.registered(), instead(choosing, verify=verified.append):

@@ -202,7 +202,7 @@ def _poison(made: Any) -> None:
 
 
 def to_the_right(p: MatmulReduceScatter) -> Schedule:
-    """What somebody else may write: a ring that goes to the right, in two chunks for each rank."""
+    """Return a schedule as a user may write it: a ring that goes to the right, in two chunks for each rank."""
     world, right = p.world_size, (RANK + 1) % p.world_size
     order = [(RANK + world - 1 - distance) % world * 2 + piece for distance in range(world) for piece in range(2)]
     made = OutputMap(p.m, 2 * world, tuple(order))
@@ -225,7 +225,7 @@ def tracked_map(p: MatmulReduceScatter, *, by: Any) -> Schedule:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """What a user does for good with `@builder(MatmulReduceScatter)` above a function."""
+    """Register the schedule as a user does for good with `@builder(MatmulReduceScatter)` above a function."""
     builder(MatmulReduceScatter)(to_the_right)
     builder(MatmulReduceScatter, add=("gemm", "reduce"), by=("dma", "store"))(direct_map)
     builder(MatmulReduceScatter, by=("dma", "store"))(tracked_map)
@@ -239,7 +239,8 @@ def registered() -> Iterator[None]:
 
 
 def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
-    """By the operator: a map's results and those of the schedule that is written by hand, to the bit. The maps that there were."""
+    """Compare by the operator, to the bit, each map's results with those of the schedule that is written by hand. Return the
+    maps."""
     pairs = {
         f"direct_map[add={add},by={by}]": f"direct[chunks=1,by={by},add={add}]"
         for add in ("gemm", "reduce")
@@ -267,7 +268,7 @@ def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
 
 
 def another_map_on_one_rank(group: dist.ProcessGroup) -> str:
-    """What every rank is told: ranks compare what their maps come to."""
+    """Return the error of every rank: ranks compare the schedules that their maps give."""
     p = MatmulInto("reduce_scatter", group.size(), 4, 4, "fp32")
     first = "dma" if group.rank() == 0 else "store"
     schedule = maps.ring_reduce_scatter(8 * group.size(), group.size(), first=first).schedule(p)

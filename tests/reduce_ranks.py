@@ -21,7 +21,7 @@ from weft.schedule import MatmulAllReduce
 
 
 class Operands:
-    """Of all ranks, and what every rank must get of them; and gets by the library's GEMM and all-reduce."""
+    """Operands of all ranks, the expected result of every rank, and the result of torch's GEMM and all-reduce."""
 
     def __init__(self, world: int, shape: tuple[int, ...], n: int, dtype: torch.dtype, op: str, seed: int) -> None:
         self.parts = world if op == "avg" else 1
@@ -38,7 +38,7 @@ class Operands:
 
 
 def same_everywhere(group: dist.ProcessGroup, *ys: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits."""
+    """True if all ranks have the same bits."""
     flat = torch.cat([y.contiguous().view(-1).view(torch.uint8) for y in ys])
     others = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(others, flat, group=group)
@@ -315,7 +315,7 @@ def as_torch_has_it(group: dist.ProcessGroup) -> None:
 
 
 def many_sizes(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype) -> None:
-    """Of one weight, one after the other: on GPUs in one memory."""
+    """Call many sizes with one weight, one after the other: on GPUs in one memory."""
     found = []
     for call, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
         x = Operands(group.size(), (rows, 128), 96, dtype, "sum", call)
@@ -346,7 +346,7 @@ def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
 
 
 def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when all pass what cannot be, and when the first does; a good call follows."""
+    """Return the errors of every rank for impossible operands on all ranks, and on the first alone; a good call follows."""
     first = group.rank() == 0
     x, w = data(group.rank(), (5, 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
     whole, of_8 = torch.int64, torch.float8_e4m3fn
@@ -363,7 +363,7 @@ def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def pinned_for_nothing(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told of schedules that cannot do a shape; what they are told to pass goes."""
+    """Return the errors of every rank for schedules that cannot do a shape; the advised argument works."""
     name, found = "two_shot[chunks=2,by=dma,add=gemm]", {}
     for what, (m, k, n) in {"no rows": (0, 8, 3), "no K": (4, 0, 3), "no N": (4, 8, 0), "few rows": (2, 8, 3)}.items():
         x, w = torch.ones(m, k), torch.ones(k, n)
@@ -376,7 +376,7 @@ def pinned_for_nothing(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when the first does something else: each time in a group of its own, which ends."""
+    """Return the errors of every rank if the first does something else: each time in a group of its own, which ends."""
     first = group.rank() == 0
     x, w = torch.randn(8, 6, device=device()), torch.randn(6, 3, device=device())
     calls: dict[str, Any] = {
@@ -401,7 +401,8 @@ def librarys_sum(group: dist.ProcessGroup) -> None:
 
 
 def overflow(group: dist.ProcessGroup, schedule: str | None) -> tuple[float, float]:
-    """Of fp16 products that fit, of which the sum and the mean of two do not, or would."""
+    """Return the largest sum and mean of fp16 products that fit, while the sum of two overflows, and their mean would if it were
+    formed from the sum."""
     x, w = torch.full((4, 1), 200.0, dtype=torch.float16), torch.full((1, 4), 200.0, dtype=torch.float16)
     found = [weft.matmul_all_reduce(x, w, group, op=op, schedule=schedule) for op in ("sum", "avg")]
     return found[0].max().item(), found[1].max().item()

@@ -42,7 +42,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def problem(self, world: int) -> AllGatherMatmul:
-        """Of matrices."""
+        """Return the problem of the case as matrices."""
         n, k = len(self.widths), self.shape[-1]
         rows = self.rows or (self.shape[0],) * world
         by: Literal["tensor", "row"] = "tensor" if self.by == "tensor" else "row"
@@ -51,7 +51,7 @@ class Case:
 
 
 class Data:
-    """What a case's ranks pass, on rank `rank`."""
+    """The arguments of a case on rank `rank`, and the operands of all ranks."""
 
     def __init__(self, case: Case, world: int, rank: int, seed: int) -> None:
         self.case, self.world, self.rank = case, world, rank
@@ -91,7 +91,7 @@ class Data:
         return found if bias is None else found + bias.double()
 
     def usual(self, i: int) -> torch.Tensor:
-        """By the library's GEMM on gathered rows; on CPU in fp32, which is then rounded once."""
+        """Return the result of torch's scaled GEMM on gathered rows; on CPU in fp32, which is then rounded once."""
         bias, B, B_scale = self.biases[i], self.Bs[i], self.B_scales[i]
         if self.whole.device.type == "cpu":
             found = (self.whole.float() * self.scale_of_whole) @ (B.float() * B_scale)
@@ -194,7 +194,7 @@ def checked_as_op(group: dist.ProcessGroup) -> None:
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:
-    """What bad arguments are told, each on every rank before anything is sent; then the group still works."""
+    """Return the errors of bad arguments, each raised on every rank before anything is sent; then the group still works."""
     made = Data(Case(), group.size(), group.rank(), 1)
     x, (B,), scale, B_scales = made.shards[made.rank], made.Bs, made.A_scale, made.B_scales
     rows, n = scales(0, (7, 1), 1), B.shape[1]
@@ -235,7 +235,8 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else: each time in a group of its own, which ends. A refusal ends none."""
+    """Return the errors of every rank if rank 0 does something else: each time in a group of its own, which ends. A refusal ends
+    none."""
     first = group.rank() == 0
     made = Data(Case(), group.size(), group.rank(), 1)
     x, Bs, scale, B_scales = made.shards[made.rank], made.Bs, made.A_scale, made.B_scales

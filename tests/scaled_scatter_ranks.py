@@ -37,13 +37,14 @@ class Case:
     schedule: str | None = None
 
     def problem(self, world: int) -> ScaledMatmulReduceScatter:
-        """Of matrices."""
+        """Return the problem of the case as matrices."""
         m, k = self.shape
         return ScaledMatmulReduceScatter(world, m, self.n, k, NAMES[self.out], self.by, self.biased, self.fast)
 
 
 class Operands:
-    """Of all ranks, and what rank r must get of them; and gets by the library's GEMM and all-reduce, which ranks call together."""
+    """Operands of all ranks, the expected result of rank r, and the result of torch's GEMM and all-reduce, which ranks call
+    together."""
 
     def __init__(self, case: Case, world: int, seed: int) -> None:
         self.case, self.world, shape, n = case, world, case.shape, case.n
@@ -129,7 +130,7 @@ def every_schedule(group: dist.ProcessGroup, case: Case, late_s: float) -> tuple
 
 
 def many_sizes(group: dist.ProcessGroup, case: Case) -> None:
-    """Of one weight, one after the other: on GPUs in one memory."""
+    """Call many sizes with one weight, one after the other: on GPUs in one memory."""
     found = []
     for seed, rows in enumerate((64, 192, 9, 64, 320, 16, 192)):
         x = Operands(replace(case, shape=(rows * group.size(), 128)), group.size(), seed)
@@ -165,7 +166,7 @@ def checked_as_op(group: dist.ProcessGroup) -> None:
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when all pass what cannot be, and when the first does; a good call follows."""
+    """Return the errors of every rank for impossible arguments on all ranks, and on the first alone; a good call follows."""
     first, x, rank = group.rank() == 0, Operands(Case(), group.size(), 1), group.rank()
     A, B, scale, B_scale = x.As[rank], x.Bs[rank], x.A_scales[rank], x.B_scales[rank]
     (m, _), n, of_rows = A.shape, B.shape[1], scales(rank, (A.shape[0], 1), 2)
@@ -219,7 +220,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when the first does something else: each time in a group of its own, which ends."""
+    """Return the errors of every rank if the first does something else: each time in a group of its own, which ends."""
     first, world = group.rank() == 0, group.size()
     changed = {
         "scales": Case(by="row"),

@@ -23,7 +23,8 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", t
 
 
 class Operands:
-    """Of all ranks, and what rank r must get of them; and gets by the library's GEMM and all-reduce, which ranks call together."""
+    """Operands of all ranks, the expected result of rank r, and the result of torch's GEMM and all-reduce, which ranks call
+    together."""
 
     def __init__(
         self, world: int, shape: tuple[int, ...], dim: int, n: int, dtype: torch.dtype, op: str, seed: int
@@ -76,7 +77,7 @@ def forward(
 
 
 def late(seconds: float) -> None:
-    """What this rank calls next begins later, on the host or on its GPU."""
+    """Delay this rank's next call, on the host or on its GPU."""
     if device().type == "cuda":
         torch.cuda._sleep(int(seconds * 1e9))  # about so many cycles a second
     else:
@@ -164,7 +165,7 @@ def backward(
 
 
 def many_sizes(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype) -> None:
-    """Of one weight, one after the other: on GPUs in one memory."""
+    """Call many sizes with one weight, one after the other: on GPUs in one memory."""
     found = []
     for call, rows in enumerate((64, 192, 8, 64, 320, 16, 192)):
         x = Operands(group.size(), (rows * group.size(), 128), 0, 96, dtype, "sum", call)
@@ -195,7 +196,7 @@ def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
 
 
 def memory_of_other_values(group: dist.ProcessGroup, schedule: str) -> tuple[str, str]:
-    """What is told of operands whose memory was freed, between calls with views whose memory holds their negatives."""
+    """Return the errors for operands whose memory was freed, between calls with views whose memory holds their negatives."""
     rank, world = group.rank(), group.size()
     x = Operands(world, (4 * world, 6), 0, 1, torch.float32, "sum", 1)
     A, B = x.As[rank], x.Bs[rank]
@@ -221,7 +222,7 @@ def memory_of_other_values(group: dist.ProcessGroup, schedule: str) -> tuple[str
 
 
 def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when all pass what cannot be, and when the first does; a good call follows."""
+    """Return the errors of every rank for impossible operands on all ranks, and on the first alone; a good call follows."""
     first = group.rank() == 0
     A, B = data(group.rank(), (4 * group.size(), 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
     whole, of_8 = torch.int64, torch.float8_e4m3fn
@@ -239,7 +240,7 @@ def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when the first does something else: each time in a group of its own, which ends."""
+    """Return the errors of every rank if the first does something else: each time in a group of its own, which ends."""
     first = group.rank() == 0
     A, B = torch.randn(8, 6, device=device()), torch.randn(6, 3, device=device())
     calls: dict[str, Any] = {

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Several(nn.Module):
-    """What is done to an input before and after linears of which some are divided by columns."""
+    """Operations on an input before and after linears, some of which are divided by columns."""
 
     def __init__(self, dtype: torch.dtype, columns: int) -> None:
         super().__init__()

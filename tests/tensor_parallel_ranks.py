@@ -138,7 +138,7 @@ def agrees(
     torch's own products and sums in the same dtype. sequence_dim: None where nothing is divided along the sequence."""
 
     def part(t: torch.Tensor, rows: bool) -> torch.Tensor:
-        """Of what is divided along the sequence or, if not `rows`, columns."""
+        """Return this rank's part of a tensor that is divided along the sequence or, if not `rows`, by columns."""
         return t if rows and sequence_dim is None else shard(t, 1 if rows else 2, group)
 
     usual = stock(kind, bias).to(dtype)
@@ -215,7 +215,7 @@ class Block(nn.Module):
 def block_gradients(
     group: dist.ProcessGroup, compiled: bool, recompute: bool, reentrant: bool = False
 ) -> dict[str, list[Any]]:
-    """Of a block: the whole result, and gradients of parameters; those of norms are everybody's."""
+    """Return a block's gradients: the whole result, and gradients of parameters; all ranks have the norms' gradients."""
     torch.manual_seed(3)
     block = Block(group, recompute, reentrant)
     run = torch.compile(block, fullgraph=not recompute, backend="aot_eager") if compiled else block
@@ -328,7 +328,7 @@ def watched_norms(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
-    """By torch.distributed.checkpoint, from two ranks to all of them. Names and shapes that are saved."""
+    """Save by torch.distributed.checkpoint on two ranks and load on all. Return the names and shapes that are saved."""
     import torch.distributed.checkpoint as dcp
 
     def made(of: dist.ProcessGroup, seed: int) -> nn.Module:

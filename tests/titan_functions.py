@@ -74,7 +74,7 @@ def functions_compiled(group: dist.ProcessGroup) -> float:
 
 
 def of_inference(group: dist.ProcessGroup) -> list[str]:
-    """What each function says of an x that was made in inference mode on rank 1 alone, and that the group lives on."""
+    """Return each function's error for an x that was made in inference mode on rank 1 alone; the group lives on."""
     from weft.parallel.functions import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
 
     at, found = (group, group.group_name), []

@@ -65,8 +65,11 @@ _mesh: Any = None
 
 
 def mesh() -> Any:
-    """Of all ranks, made once. Collective. torch imports hundreds of modules for its first DTensor, so that one is made here: alone
-    on the rank that passes it, it would make that rank come too late."""
+    """Return a mesh of all ranks, made once. Collective.
+
+    torch imports hundreds of modules for its first DTensor, so one is made here. Made on the passing rank alone, it would make
+    that rank come too late.
+    """
     global _mesh
     if _mesh is None:
         from torch.distributed.device_mesh import DeviceMesh

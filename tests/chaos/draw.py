@@ -1,4 +1,4 @@
-"""What is injected: injection number i of a seed, always the same, whether it runs alone or among a thousand.
+"""The drawing of injections: number i of a seed is always the same, whether it runs alone or among a thousand.
 
 Kinds of fault are dealt like cards: the first round has each kind once, further rounds repeat what has many forms. Operators are
 dealt in the same way, so that after some hundred injections every kind has met every operator. The rest (ranks, schedule, which
@@ -220,7 +220,7 @@ def _deadline_s(kind: Kind, device: str) -> float:
 
 
 def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ...]:
-    """Of a rank that is stopped, sleeps, or stays away."""
+    """Return the pauses of a rank that is stopped, sleeps, or stays away."""
     if kind == "short stop":
         return tuple(rng.uniform(0.02, 0.4) for _ in range(rng.randrange(1, 5)))
     if kind == "short straggler":
@@ -229,7 +229,7 @@ def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ..
 
 
 def _options(operator: str, rng: random.Random, deadline_s: float, device: str, world: int) -> dict[str, Any]:
-    """Of a call; backward is drawn too."""
+    """Return the options of a call; backward is drawn too."""
     work = OPERATORS[operator]
     options: dict[str, Any] = {"deadline_s": deadline_s, **work.drawn(rng, device)}
     if pinned := work.schedules(world, options):
@@ -242,7 +242,7 @@ def _options(operator: str, rng: random.Random, deadline_s: float, device: str, 
 def _second(
     kind: str, operator: str, options: dict[str, Any], rng: random.Random, deadline_s: float, device: str, world: int
 ) -> tuple[str, dict[str, Any]]:
-    """What else is called: another operator, or the same one with another option, shape or dtype."""
+    """Return the other call: another operator, or the same one with another option, shape or dtype."""
     if KINDS[kind].family == "other option":
         return operator, options | _change(kind, operator, options, rng, world)
     other = kind.startswith("other operator") or (not kind.startswith("other ") and rng.random() < 0.5)

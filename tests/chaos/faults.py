@@ -1,4 +1,4 @@
-"""What goes wrong on a rank, at a certain place of its program; signals come from outside (`trial`).
+"""Faults on a rank, at a certain place of its program; signals come from outside (`trial`).
 
 `Sabotage` is asked before, between and after the calls of every step. It returns how the next call is to be made, or does not
 return, or raises. What a fault has done is written to the trace, and so is a fault that could not be done.
@@ -107,7 +107,7 @@ class Sabotage:
         return given, contextlib.nullcontext
 
     def swaps(self, n: int) -> bool:
-        """Whether this rank calls something else in this step, or in another order."""
+        """True if this rank calls something else in this step, or in another order."""
         injection = self.injection
         swaps = injection.second is not None and injection.kind.startswith("other ")
         swapped = self.mine and n == injection.step and swaps and not self.done
@@ -367,7 +367,7 @@ _OF_MEMORY = ("alloc", "memory", "can't start new thread")
 
 
 def injected(error: BaseException, kind: str) -> bool:
-    """Whether this is what was done to the rank itself, and not what weft made of it."""
+    """True if the error was injected into the rank itself, and is not weft's reaction."""
     if kind == "interrupt":
         return isinstance(error, KeyboardInterrupt)
     if kind == "terminate":

@@ -1,5 +1,5 @@
-"""What a rank does: steps of calls whose results are looked at as they come, whatever goes wrong, as a program does that catches
-its errors and goes on with the next step.
+"""The program of a rank: steps of calls whose results are checked as they come. Like a program that catches its errors, it goes on
+with the next step whatever goes wrong.
 
 It writes down every call: how long it took, and whether the result was right, wrong, or an error. `verdict` judges that.
 """
@@ -229,7 +229,7 @@ class Job:
         raise Failed from None
 
     def _like(self, results: Results, n: int, name: str, padded: bool) -> str:
-        """Of which step wrong results are, as far as can be told."""
+        """Return the step that wrong results belong to, as far as can be told."""
         work = self.second if name in ("second", "warm") else self.work
         if work is None or name in ("make", "backward"):
             return "differs"
@@ -296,7 +296,7 @@ def compare(results: Results, wanted: Results, padded: bool) -> str:
 
 
 def traces_left() -> dict[str, Any]:
-    """Of symmetric memory, and threads of weft."""
+    """Return the traces of symmetric memory, and threads of weft."""
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

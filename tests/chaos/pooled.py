@@ -1,4 +1,4 @@
-"""What ranks compute while faults are injected, continued: pooled embeddings, by the function and by the modules."""
+"""Operators under injected faults, continued: pooled embeddings, by the function and by the modules."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Collection(Embedding):
 
     @classmethod
     def other_options(cls, world: int, options: Given) -> list[Given]:
-        """Whether ids have weights tells where they are sent to other ranks."""
+        """Return other options, including whether ids have weights, which matters where they are sent to other ranks."""
         weighted = [{"is_weighted": not options["is_weighted"]}] * cls.local_batch
         return [*super().other_options(world, options), *weighted]
 

@@ -1,4 +1,4 @@
-"""What ranks compute while faults are injected, continued: GEMMs in front of a collective, as `work` has those behind one."""
+"""Operators under injected faults, continued: GEMMs in front of a collective; `work` has GEMMs behind one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Products(Differentiable):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors of its calls."""
+        """The names of the tensors of its calls."""
         return self.arguments
 
     @classmethod
@@ -96,7 +96,7 @@ class Products(Differentiable):
 
     @abstractmethod
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Of the result of `rank`."""
+        """Return the random weighing of the result of `rank`."""
 
     @abstractmethod
     def of_product(self, n: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
         return (16, 48)[self.size] + 16 * self.other
 
     def _scales(self, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of A and of B, 1 or 2."""
+        """Return the scales of A and of B, 1 or 2."""
         shapes = ((self._m(n), 1), (1, self._n())) if self.options["by_row"] else ((), (1,))
         of_A, of_B = (2.0 ** self.counts(3 + i, rank, n, shape, 1) for i, shape in enumerate(shapes))
         return of_A, of_B
@@ -266,7 +266,7 @@ class MatmulAllReduce(Products):
 
     @property
     def _divisor(self) -> float:
-        """Of the norm."""
+        """Return the divisor of the norm."""
         return float((1 + self.options.get("eps", 3.0)) ** 0.5)
 
     def _n(self) -> int:
@@ -308,7 +308,7 @@ class MatmulAllReduce(Products):
         return [folded(y, self.outer) for y in made]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Of the sum."""
+        """Return the random weighing of the sum."""
         return self.weighing_like(rank, n, self._m(n), self._n())
 
     def _of_normed(self, rank: int, n: int) -> torch.Tensor:
@@ -480,7 +480,7 @@ class MatmulAllToAll(AllToAllMatmul):
         return self.numbers(2, rank, n, (int(self._received(rank, n).sum()), self._k(n)))
 
     def _segments(self, rows: torch.Tensor, rank: int, n: int) -> dict[tuple[int, int], torch.Tensor]:
-        """Of rows in the order of the h of `rank`, by (source, local expert)."""
+        """Return rows in the order of the h of `rank`, by (source, local expert)."""
         parts = iter(rows.split(self._received(rank, n).t().flatten().tolist()))
         return {(source, e): next(parts) for e in range(self.EXPERTS) for source in range(self.world)}
 

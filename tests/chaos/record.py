@@ -51,7 +51,7 @@ def _first_of_each(faults: list[Fault], most: int = 2) -> list[Fault]:
 
 
 def read(path: Path) -> tuple[Record, list[Record]]:
-    """What it is of, and its injections in their order. `ValueError` if there is nothing."""
+    """Return a record's head, and its injections in order. Raise `ValueError` if the file is empty."""
     lines = [line for line in path.read_text().split("\n")[:-1] if line]
     if not lines:
         raise ValueError(f"{path} has no line: run a campaign (make chaos), or leave the file out")

@@ -1,4 +1,4 @@
-"""What a campaign shows: progress while it runs, and tables of its record, in a terminal or in a document.
+"""The output of a campaign: progress while it runs, and tables of its record, in a terminal or in a document.
 
     python -m tests.chaos.report docs/failures.md benchmarks/chaos/*.jsonl
 

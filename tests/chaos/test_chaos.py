@@ -36,7 +36,7 @@ MANY = 4 * len(KINDS) * len(OPERATORS)
 
 @pytest.mark.slow
 def test_a_short_campaign(tmp_path: Path) -> None:
-    """As `make chaos` runs it: its traces say what was wrong."""
+    """A short campaign, run like `make chaos`, passes; its traces say what was wrong."""
     command = [
         sys.executable,
         "-m",
@@ -92,7 +92,7 @@ def test_every_operator_can_be_called_in_each_bad_way(operator: str) -> None:
 
 
 class Pair:
-    """What an operator's work asks of a group."""
+    """The part of a group that an operator's work uses."""
 
     def rank(self) -> int:
         return 0
@@ -102,7 +102,7 @@ class Pair:
 
 
 def described(operator: str, options: dict[str, Any]) -> dict[str, Any]:
-    """By parameter what is given in a call."""
+    """Return the arguments of a call, by parameter."""
     work = OPERATORS[operator](Pair(), torch.device("cpu"), 0, 0, TURN, options)  # type: ignore[arg-type]
     work.make()
     given = {

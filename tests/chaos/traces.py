@@ -1,4 +1,4 @@
-"""What a rank leaves for whoever watches it: events in a file, a line each, and a board in shared memory with what it does now.
+"""The traces of a rank for its watcher: events in a file, a line each, and a board in shared memory with its current action.
 
 A rank may be killed, stopped or hang at any moment; what it wrote before is there. Times are `time.monotonic`, which all processes
 of a machine share.

@@ -38,7 +38,7 @@ def start_server(device: str) -> None:
 
 @dataclass
 class Seen:
-    """What was found of a trial, for `verdict`."""
+    """The observations of a trial, for `verdict`."""
 
     events: list[list[dict[str, Any]]] = field(default_factory=list)  # by rank
     codes: list[int | None] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Trial:
     # --- the end ---
 
     def _watch(self, now: float, alive: list[int], states: list[tuple[int, float]]) -> None:
-        """Whether a rank takes longer than it may."""
+        """Watch whether a rank takes longer than it may."""
         for rank in alive:
             state, since = states[rank]
             since = since or self._began

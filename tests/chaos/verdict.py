@@ -34,7 +34,7 @@ _NO_MEMORY_OF_THREAD = {
 
 
 def judge(injection: Injection, seen: Seen) -> list[Fault]:
-    """What is wrong; nothing, if all is well."""
+    """Return the faults of a trial; empty if all is well."""
     faults: list[Fault] = [("hang", f"rank {rank} {where}") for rank, where in seen.hung.items()]
     if injection.kind == "fork, uses the group":
         for event in _all(seen, "child"):
@@ -57,7 +57,7 @@ def judge(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def calls_of(seen: Seen) -> list[list[dict[str, Any]]]:
-    """By rank, in order."""
+    """Return the calls of each rank, in order."""
     return [[event for event in events if event["event"] == "call"] for events in seen.events]
 
 
@@ -73,7 +73,7 @@ def outcome(seen: Seen) -> dict[str, Any]:
 
 
 def was_done(injection: Injection, seen: Seen) -> bool:
-    """Whether the fault took place: a signal that comes after the end, or an allocation that a call has not, is none."""
+    """True if the fault took place. A signal after the end does not count, nor does an allocation that the call does not make."""
     told = [event for event in _all(seen, "fault") if "nowhere" not in str(event.get("where", ""))]
     if injection.kind in ("kill", "short stop", "long stop", "interrupt", "terminate"):
         return seen.signalled_at is not None
@@ -203,7 +203,7 @@ def _of_threads(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _split(injection: Injection, seen: Seen) -> list[Fault]:
-    """Whether the last calls of all ranks that live ended alike. A rank that was at its end before is left out."""
+    """Return a fault if the last calls of living ranks did not end alike. A rank that had finished before is left out."""
     last = {rank: calls[-1] for rank, calls in enumerate(calls_of(seen)) if calls}
     gone = injection.kind in ("kill", "exit", "leave", "terminate", "never call")
     if gone or _ended_by_libc(injection, seen, injection.victim):

@@ -1,5 +1,5 @@
-"""What ranks compute while faults are injected: every operator, on whole numbers that no other step has; and all else that is to
-be known of an operator here: what is drawn of its calls, and what it cannot take. `operators` lists them.
+"""Operators under injected faults: every operator, on whole numbers that no other step has. Each also says which calls are drawn
+for it, and what it cannot take. `operators` lists them.
 
 A fault may pair step n of one rank with step n + 1 of another, and such a result looks like any other one. So the data of a step
 are random whole numbers, a function of (seed, rank, step); sums of their products are exact in fp32; and a result is right if it
@@ -395,7 +395,7 @@ class AllToAllMatmul(Differentiable):
         return [given["tokens"], given["w_experts"]]
 
     def _weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Of the rows that come to `rank`."""
+        """Return the random weighing of the rows that come to `rank`."""
         rows = sum(len(x) for x in self._routed(rank, n)[0])
         return self.numbers(4, rank, n, (rows, self.N), 2)
 

@@ -8,7 +8,7 @@ import pytest
 
 
 class Ends:
-    """By test: "passed", "skipped", or the type of the first error."""
+    """The end of each test: "passed", "skipped", or the type of the first error."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What the tests of embedding_all_to_all on several GPUs have in common; most of it runs on the ranks."""
+"""Shared code of the tests of embedding_all_to_all on several GPUs; most of it runs on the ranks."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def stragglers(group: dist.ProcessGroup, p: AllGatherMatmul, names: list[str]) -
 
 
 def spans(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> list[Any]:
-    """What a run's timeline holds."""
+    """Return the spans of a run's timeline."""
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 1)
     executor.run(case.tensors)

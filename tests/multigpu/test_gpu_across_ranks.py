@@ -127,7 +127,7 @@ def test_tables_that_do_not_fit_a_peers_are_refused_on_demand(pair: Pool, schedu
 
 
 def spoilt(group: dist.ProcessGroup, schedule: str, by: int) -> tuple[list[bool], tuple[str, str]]:
-    """By row, whether it is NaN, and what the next call says."""
+    """Return, for each row, whether it is NaN, and the error of the next call."""
     own = dist.new_group([0, 1])
     splits, received = torch.tensor([2, 2, 2, 2], device="cuda"), torch.full((2, 2), 2, device="cuda")
     w, rows = torch.ones(2, 16, 12, device="cuda"), None if "dma" in schedule else 8

@@ -49,7 +49,7 @@ def call_and_synchronize(group: dist.ProcessGroup, p: Problem, operator: Any, **
 
 
 def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[str, str]:
-    """What the next call on a failed group raises; a new group works."""
+    """Return the error of the next call on a failed group; a new group works."""
     again = error_of(lambda: ranks.call(group, p, **options))
     fresh = dist.new_group([0, 1])
     assert_right(fresh, p, ranks.call(fresh, p, **options), "a new group after a failure")

@@ -42,8 +42,8 @@ def test_results(pair: Pool, name: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("sizes", [WHOLE, ODD], ids=["whole", "odd"])
 def test_every_schedule(pair: Pool, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """By the operator, three calls in a row with fresh data and poisoned results, behind stragglers, to the bit again, and with the
-    same bits on both."""
+    """Run each schedule by the operator: three calls in a row with fresh data and poisoned results, behind stragglers. Results
+    repeat to the bit, and are the same bits on both ranks."""
     names = pair.run(ranks.every_schedule, *sizes, dtype, 0.01, timeout_s=200)
     builders = {"serial", "one_shot", "two_shot", "chunked"} | ({"tracked"} if sizes == WHOLE else set())
     assert {name.split("[")[0] for name in names[0]} == builders

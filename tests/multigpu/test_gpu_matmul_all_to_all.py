@@ -112,7 +112,7 @@ DISPATCHES = {
 
 @pytest.mark.parametrize("name", DISPATCHES)
 def test_a_dispatch_that_returns_the_tokens_too(pair: Pool, name: str) -> None:
-    """By every schedule; two runs bring more rows than there was room for, so that results are made anew."""
+    """Run every schedule; two runs bring more rows than there was room for, so that results are allocated again."""
     p = DISPATCHES[name]
     assert min(pair.run(dispatch_ranks.every_candidate, p, True, True, timeout_s=120)) >= (2 if p.exact else 1)
 

@@ -41,7 +41,8 @@ def test_results(pair: Pool, name: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("sizes", [WHOLE, ODD], ids=["whole", "odd"])
 def test_every_schedule(pair: Pool, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """By the operator, three calls in a row with fresh data and poisoned results, behind stragglers, and to the bit again."""
+    """Run each schedule by the operator: three calls in a row with fresh data and poisoned results, behind stragglers. Results
+    repeat to the bit."""
     names = pair.run(ranks.every_schedule, *sizes, dtype, 0.01, timeout_s=200)
     assert {name.split("[")[0] for name in names[0]} == {"serial", "scatter", "direct", "tracked", "pulled"}
 

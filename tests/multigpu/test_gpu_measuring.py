@@ -17,7 +17,7 @@ pytestmark = gpu_ranks.MARKS
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """Of its own: workers know the folder of measured times from when they start."""
+    """A pool for this file: workers learn the folder of measured times when they start."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("WEFT_QUIET", "1")
     with Pool(2, backend="nccl") as workers:

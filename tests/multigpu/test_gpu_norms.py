@@ -21,7 +21,7 @@ BUILDERS = [c.name for c in ranks.every(MatmulAllReduce(2, *SIZES, "bf16"))]
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("n", [256, 19], ids=["whole", "odd"])
 def test_sums_are_normed_by_every_schedule(pair: Pool, n: int, dtype: torch.dtype) -> None:
-    """Of the sum and of its norm, to the bit again; with weights of each rank's own, and of all."""
+    """Compare the sum and its norm, which repeat to the bit; with weights of each rank's own, and of all ranks."""
     for m, residual in ((256, True), (301, False)):
         pair.run(ranks.normed, (2, m, 128), n, dtype, residual, 1e-6, timeout_s=200)
 

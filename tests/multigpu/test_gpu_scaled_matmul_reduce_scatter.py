@@ -58,7 +58,8 @@ def test_results(pair: Pool, name: str) -> None:
 @pytest.mark.parametrize("by", ["tensor", "row"])
 @pytest.mark.parametrize("rows", [512, 100], ids=["", "chunks of rows that are no multiple of 4"])
 def test_every_schedule(pair: Pool, rows: int, by: str) -> None:
-    """By the operator, three calls in a row with fresh data and poisoned results, behind stragglers, and to the bit again."""
+    """Run each schedule by the operator: three calls in a row with fresh data and poisoned results, behind stragglers. Results
+    repeat to the bit."""
     case = Case((rows, 512), n=256, by=by)  # type: ignore[arg-type]
     names = pair.run(ranks.every_schedule, case, 0.01, timeout_s=200)[0]
     assert {name.split("[")[0] for name in names} == {"serial", "scatter", "direct"}

@@ -22,7 +22,7 @@ BOUND_S = 10.0
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """Of its own: workers know the folder of measured numbers from when they start."""
+    """A pool for this file: workers learn the folder of measured numbers when they start."""
     if not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("GPU 0 cannot reach GPU 1's memory: weft doctor says more")
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))

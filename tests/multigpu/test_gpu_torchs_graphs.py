@@ -39,7 +39,7 @@ def program(name: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], tor
         return weft.all_gather_matmul(x, [w], 0, group, return_A=False)[1][0]
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        """Of whose backward one operator is forward's other one, with weights that lie otherwise."""
+        """Return a block's result. One operator's backward is the other's forward, with weights in another layout."""
         return x + weft.matmul_reduce_scatter(silu(gathered(silu(x))), back, "sum", 0, group)
 
     def to_experts(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the ranks of `test_schedule_combine` do."""
+"""The code of `test_schedule_combine` that runs on ranks."""
 
 from __future__ import annotations
 

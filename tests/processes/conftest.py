@@ -12,8 +12,8 @@ from weft.launch import PRELOADED, Pool
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What schedules took is kept on disk: not on the user's, and no run of the tests finds another one's. Toy shapes are not
-    worth a warning that they do not overlap."""
+    """Keep the disk cache of schedules' times apart from the user's and from other runs. Do not warn that toy shapes do not
+    overlap."""
     os.environ["WEFT_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["WEFT_QUIET"] = "1"
 

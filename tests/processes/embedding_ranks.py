@@ -1,4 +1,4 @@
-"""What the tests of embedding_all_to_all share: calls as the ranks make them, and what their results must equal."""
+"""Shared code of the tests of embedding_all_to_all: calls as the ranks make them, and their expected results."""
 
 from __future__ import annotations
 

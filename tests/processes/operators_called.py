@@ -23,7 +23,7 @@ TABLES = (weft.EmbeddingBagConfig(10, 4, "users", ("u",)), weft.EmbeddingBagConf
 
 @dataclass(frozen=True)
 class Place:
-    """Of a tensor among the arguments. index: in a list."""
+    """The place of a tensor among the arguments. index: in a list."""
 
     name: str
     index: int | None = None
@@ -39,7 +39,7 @@ class Place:
 
 
 def places(*names: str) -> dict[str, Place]:
-    """Of names such as "Bs[1]"."""
+    """Return the places with names such as "Bs[1]"."""
     parts = [name.rstrip("]").split("[") for name in names]
     return {name: Place(outer, *map(int, index)) for name, (outer, *index) in zip(names, parts, strict=True)}
 
@@ -150,7 +150,7 @@ def module(group: dist.ProcessGroup, input: str) -> Operator:
 
 
 class Features:
-    """As a KeyedJaggedTensor that checks nothing."""
+    """Features as a KeyedJaggedTensor that checks nothing."""
 
     def __init__(self, values: Any, lengths: Any, weights: Any) -> None:
         self.values, self.lengths, self.weights_or_none = (lambda: values), (lambda: lengths), (lambda: weights)

@@ -1,4 +1,4 @@
-"""What the tests of several processes have in common: it runs on the ranks, so it must be importable by name."""
+"""Shared code of the tests of several processes: it runs on the ranks, so it must be importable by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
 
 
 def traces() -> dict[str, list[str]]:
-    """What symmetric memory could leave behind in this process or under a name; all empty when nothing is open."""
+    """Return the traces that symmetric memory could leave in this process or under a name; all empty if nothing is open."""
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own

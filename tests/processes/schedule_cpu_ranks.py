@@ -1,4 +1,4 @@
-"""What the tests of schedules on CPU processes share: problems and their data, runs into poisoned memory, a chain of GEMMs.
+"""Shared code of the tests of schedules on CPU processes: problems and their data, runs into poisoned memory, a chain of GEMMs.
 
 Tolerance. The error against float64, in the norm of the whole output, is at most twice that of torch's own matmul in the same
 dtype, and an fp32 rounding: torch adds up in another order for other shapes, and outputs here may have but a few elements. A
@@ -76,7 +76,7 @@ def inputs(p: AllGatherMatmul, seed: int) -> tuple[torch.Tensor, list[torch.Tens
 
 
 def tensors_of(p: AllGatherMatmul, rank: int, seed: int) -> Tensors:
-    """What `rank` passes to a run; outputs are NaN."""
+    """Return the tensors that `rank` passes to a run; outputs are NaN."""
     x, ws = inputs(p, seed)
     start = sum(p.rows[:rank])
     outputs = {f"y{i}": torch.full((p.m, n), torch.nan, dtype=x.dtype) for i, n in enumerate(p.n)}

@@ -86,7 +86,7 @@ def test_schedules_are_timed_once_where_there_is_no_model(pool: Pool) -> None:
 
 
 def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:
-    """What was measured for one shape is not measured again for another; all ranks go by the slowest."""
+    """GEMMs that were measured for one shape are not measured again for another; all ranks use the slowest times."""
     told = pool.run(ranks.measures_gemms, ranks=2, timeout_s=60)
     for found in told:
         assert found["pinned"] == found["again"] == []

@@ -1,4 +1,4 @@
-"""What operators and the module refuse, whatever they compute.
+"""Refusals that operators and the module share, whatever they compute.
 
 Tensors of other kinds, dimensions, rows, deadlines: refused on every rank, by the argument's name and with what to pass, when
 one rank alone passes them, at a shape that is known (where checks are few) and at a new one; and the next call goes on.
@@ -88,7 +88,7 @@ MAY_BE_NONE = {"biases[0]", "bias", "residual", "norm", "per_sample_weights", "w
 
 
 def other_kinds(group: dist.ProcessGroup, operator: str, known: bool) -> dict[tuple[str, str], str]:
-    """What each rank is told of each kind of tensor in each place, which rank 1 passes. known: after a good call."""
+    """Return each rank's error for each kind of tensor in each place, which rank 1 passes. known: after a good call."""
     call, found = OPERATORS[operator](group), {}
     wanted = call() if known else None
     for name, place in call.tensors.items():
@@ -115,7 +115,7 @@ def test_tensors_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: 
 
 
 def on_meta(group: dist.ProcessGroup, operator: str) -> str:
-    """What each rank is told where all tensors of rank 1 are on meta; the group lives on."""
+    """Return each rank's error if all tensors of rank 1 are on meta; the group lives on."""
     call = OPERATORS[operator](group)
 
     def move(arguments: Any) -> None:
@@ -137,7 +137,7 @@ def test_tensors_on_devices_that_weft_does_not_know_are_refused(pool: Pool, oper
 
 
 def mapped(group: dist.ProcessGroup, operator: str) -> str:
-    """What each rank is told of a call that rank 1 makes inside of vmap; the group lives on."""
+    """Return each rank's error for a call that rank 1 makes inside vmap; the group lives on."""
     call = OPERATORS[operator](group)
     said = told(call if group.rank() == 0 else lambda: torch.vmap(lambda _: leaves(call())[0])(torch.ones(2)))
     call()
@@ -152,7 +152,7 @@ def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator
 
 
 def on_a_destroyed_group(group: dist.ProcessGroup, operator: str) -> list[str]:
-    """What is told of a call whose like were made before, and of the backward of one of them."""
+    """Return the errors of a call like earlier ones, on a destroyed group, and of the backward of an earlier call."""
     own = dist.new_group(list(range(group.size())))
     call = OPERATORS[operator](own)
     given = [place.given(call.arguments) for place in call.tensors.values()]
@@ -274,7 +274,7 @@ DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "matmul_all_to_all", "embeddi
 
 
 def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
-    """What each rank is told of each argument that rank 1 passes, at a known shape; good calls in between."""
+    """Return each rank's error for each argument that rank 1 passes, at a known shape; good calls in between."""
     call, found = OPERATORS[operator](group), []
     call()
     for name, value in bad:
@@ -302,7 +302,7 @@ def test_deadlines_that_no_wait_can_have_are_refused_on_every_rank(pool: Pool, o
 
 
 def made_with_deadlines(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """What becomes of a module, and of an input distribution, with each deadline; in the first case on rank 1 alone."""
+    """Return the outcome of a module, and of an input distribution, with each deadline; in the first case on rank 1 alone."""
     found = []
     for value in DEADLINES:
         of_rank = value if group.rank() == 1 else 5.0
@@ -322,7 +322,7 @@ def test_deadlines_are_looked_at_when_a_module_is_made(pool: Pool) -> None:
 
 
 def deadlines_taken(group: dist.ProcessGroup) -> None:
-    """By every wait: in set-up, in calls of a new and of a known shape, in an all-to-all of gloo's, in `close`."""
+    """Every wait takes the deadline: in set-up, in calls of a new and of a known shape, in an all-to-all of gloo's, in `close`."""
     for seconds in (1e6, 5, 0.9e6, np.float32(7), np.int64(7), Fraction(7, 2)):
         own = dist.new_group([0, 1])
         for make in map(OPERATORS.__getitem__, DIRECT):
@@ -362,7 +362,7 @@ def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str
 
 
 def without_group(group: dist.ProcessGroup, operator: str) -> tuple[bool, str]:
-    """Whether the signature has a default for `group`, and what is told of None."""
+    """Return whether the signature has a default for `group`, and the error for None."""
     call = OPERATORS[operator](group)
     default = inspect.signature(call.call).parameters["group"].default
     return default is None, told(lambda: call(group=None))

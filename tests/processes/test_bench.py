@@ -265,7 +265,7 @@ LOOK_MS, CALL_MS = 0.25, 20.0
 
 
 def _sleepy(group: dist.ProcessGroup) -> dict:
-    """By a clock on which a look takes `LOOK_MS`, and a call on rank 1 `CALL_MS`, whatever else this machine does."""
+    """Time with a clock on which a look takes `LOOK_MS`, and a call on rank 1 `CALL_MS`, whatever else this machine does."""
     ranks = _ranks(group)
     called: list[int] = []
     now_ms = [0.0]

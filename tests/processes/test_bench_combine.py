@@ -50,7 +50,7 @@ def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> No
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
-    """What the arms make of the inputs, beside what the tests' own reference says."""
+    """Return how the arms' results compare with the tests' own reference."""
     work, world = CombineVariants(OPERATOR.spec, SHAPE, Ranks(group, group, torch.device("cpu")), "fp32"), group.size()
     splits = tuple(tuple(map(int, row)) for row in work.all_splits[1])
     hs = [work.rows_at(1, rank) for rank in range(world)]

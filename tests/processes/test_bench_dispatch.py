@@ -203,7 +203,7 @@ def test_a_wrong_variant_is_not_timed(pool: Pool, tmp_path: Path) -> None:
 
 
 class _Recorder:
-    """What a CUDA graph does, without one: the same call again, into the same memory."""
+    """A stand-in for a CUDA graph: it makes the same call again, into the same memory."""
 
     def __init__(self, ranks: Ranks) -> None: ...
 

@@ -229,7 +229,7 @@ def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Poo
 
 
 def _planned(group: dist.ProcessGroup) -> list[dict]:
-    """As on a machine that there is a model of."""
+    """Measure as on a machine with a model."""
     symm.domain(group, "cpu").close()  # and with it what other tests' calls of this shape chose
     model, original = model_of(load_machine("h200"), group.size()), choosing.machine_model
     choosing.machine_model = lambda device, world_size: model  # type: ignore[assignment]
@@ -309,7 +309,7 @@ def test_a_shape_for_which_there_is_no_memory_is_refused(pool: Pool, op: str, pr
 
 
 class _Graph:
-    """What a CUDA graph does, without one: the same call again, into the same memory. `late`: some of it is not done."""
+    """A stand-in for a CUDA graph: it makes the same call again, into the same memory. late: some of it is not done."""
 
     def __init__(self, call, which: int, late: bool) -> None:
         self.call, self.which, self.late, self.output = call, which, late, call(which)

@@ -69,7 +69,8 @@ TAKEN = "two_shot[chunks=2,by=dma,add=gemm]"
 
 
 def _chosen(group: dist.ProcessGroup) -> dict[str, Any]:
-    """What a benchmark says that a call took which overlapped, also when the operator has forgotten it, and when none was made."""
+    """Return the schedule that a benchmark reports for an overlapped call, also if the operator has forgotten it, and if none was
+    made."""
     symm.domain(group, "cpu").close()  # and with it what other tests' calls of this shape chose
     typed = options_of(
         ["matmul_all_reduce", "--preset", "8x4x8", "--ranks", "2", "--device", "cpu", "--option", "residual=true"]

@@ -120,7 +120,7 @@ def _gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _baseline_errors(group: dist.ProcessGroup, block: Block) -> dict[str, float]:
-    """Of `serial`, from a stock module in float64 on whole tensors."""
+    """Return the errors of `serial`, from a stock module in float64 on whole tensors."""
     work = Comparison(block, (), _ranks(group), torch.float32)
     assert list(work.blocks) == ["serial", "compute"]
     stock = {"mlp": StockMLP, "attention": StockAttention}[block.kind](block.model, CPU, torch.float64)
@@ -149,7 +149,7 @@ def test_the_baseline_is_right(pool: Pool, block: Block) -> None:
 
 
 def _sizes(group: dist.ProcessGroup, block: Block) -> list[list[tuple[int, ...]]]:
-    """Of what each arm makes; that of `compute` may hold anything, but as much."""
+    """Return the sizes of each arm's results. The result of `compute` may hold anything, but has the same size."""
     work = Comparison(block, ("weft",), _ranks(group), torch.bfloat16)
     made = [work.results(name, work.call(name)) for name in ("compute", "serial", "weft")]
     assert {value.dtype for of in made for value in of.values()} == {torch.bfloat16}

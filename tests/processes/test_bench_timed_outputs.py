@@ -1,5 +1,5 @@
-"""What is timed is what is checked: a variant that is right when it is called by itself, and wrong in a row of calls or of replays,
-loses its time."""
+"""Timed outputs are checked: a variant that is right in a single call, and wrong in a row of calls or of replays, loses
+its time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the command line cannot do is one sentence on stderr and an exit status, before work starts; never a traceback."""
+"""Refusals of the command line are one sentence on stderr and an exit status, before work starts; never a traceback."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def unused_on_one(group: dist.ProcessGroup) -> tuple[Callable[..., Any], Callabl
 def gradients_unused_on_one(
     group: dist.ProcessGroup,
 ) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
-    """What a sign's gradient is, its backward knows without the one of its result."""
+    """The backward of a sign knows its gradient without that of its result, so on one rank gradients stay unused."""
     rank = group.rank()
 
     def call(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

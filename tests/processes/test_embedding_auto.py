@@ -76,7 +76,7 @@ def test_without_a_model_it_is_direct(pool: Pool, world: int) -> None:
 
 
 def by_models(group: dist.ProcessGroup, p: Problem) -> dict[str, tuple[str, torch.Tensor]]:
-    """By the model of H200s, and by one on which signals of kernels take long."""
+    """Return the choice by the model of H200s, and by a model in which signals of kernels take long."""
     world, found = group.size(), {}
     h200 = model_of(load_machine("h200"), world)
     slow = replace(h200, signal_kernel_us=1e5)

@@ -151,7 +151,7 @@ def beside_the_table(group, options):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_trusted_indices_are_neither_checked_nor_counted(pool: Pool, transport: str) -> None:
-    """What stands where they point is read, without a word; checked ones read as zeros."""
+    """With unchecked indices, the memory that they point to is read without a warning; checked indices read zeros."""
     answers = pool.run(beside_the_table, {"bounds_check": "ignore", "transport": transport}, ranks=2)
     wanted = torch.cat([memory[[1, 0, 6, 5]] for memory, _, _ in answers], dim=1)
     assert torch.equal(torch.cat([output for _, output, _ in answers]), wanted)
@@ -417,7 +417,7 @@ def many_tables(group, p):
 
 
 def test_a_thousand_tables_with_long_names(pool: Pool) -> None:
-    """What ranks compare before the first call is more than one message between them may carry."""
+    """Ranks compare more before the first call than one message between them can carry."""
     tables = tuple(
         weft.EmbeddingBagConfig(5, 2, f"a_table_with_quite_a_long_name_{i}", (f"its_only_feature_{i}",))
         for i in range(1000)

@@ -44,7 +44,7 @@ def wait_for_failure(group: dist.ProcessGroup) -> None:
 
 
 def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], torch.Tensor]:
-    """What the next call on a failed group raises, and the result on a new group."""
+    """Return the error of the next call on a failed group, and the result on a new group."""
     again = error_of(lambda: ranks.call(group, p, **options))
     fresh = dist.new_group(list(range(group.size())))
     return again, ranks.call(fresh, p, **options).clone()

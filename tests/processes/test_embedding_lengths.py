@@ -121,7 +121,7 @@ def caller_of(group: dist.ProcessGroup, way: str) -> Callable[[Any], torch.Tenso
 
 
 def refused(group: dist.ProcessGroup, way: str) -> dict[str, tuple[str, str]]:
-    """What each rank is told of each thing that rank 1 passes; good calls in between."""
+    """Return each rank's error for each input that rank 1 passes; good calls in between."""
     call, found = caller_of(group, way), {}
     good = with_lengths(lambda lengths: lengths)(way)
     # A rank's own samples: all of a local batch, a half of a global one.

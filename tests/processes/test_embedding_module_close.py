@@ -38,7 +38,7 @@ def agrees(group, module: ShardedEmbeddingBagCollection, output: torch.Tensor) -
 
 
 def mapped_bytes() -> int:
-    """Of symmetric memory, of all ranks, in this process."""
+    """Return the mapped bytes of symmetric memory, of all ranks, in this process."""
     ranges = [line.split()[0].split("-") for line in traces()["memfd mappings"]]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
@@ -87,7 +87,7 @@ def test_a_result_that_a_rank_holds_is_refused_on_all_and_stays(pool: Pool) -> N
 
 
 def copies(group) -> list[bool]:
-    """Of what shares memory one is closed, the others go on; what was never called has nothing to give back."""
+    """Close one of several modules that share memory: the others go on. A module that was never called has nothing to return."""
     module = made(group)
     other, half = copy.deepcopy(module), made(group, name="h")
     made(group, device="meta").close()

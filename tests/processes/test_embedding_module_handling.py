@@ -1,5 +1,6 @@
-"""What happens to a `ShardedEmbeddingBagCollection` in a program: its features share values, it is copied, pickled,
-converted and moved. Each result against `torch.nn.functional.embedding_bag` on one rank, each refusal on all ranks.
+"""Handling of a `ShardedEmbeddingBagCollection` in a program: features share values; it is copied, pickled, converted and moved.
+
+Each result is compared with `torch.nn.functional.embedding_bag` on one rank, and each refusal on all ranks.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_its_help_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def losses(printed: str) -> list[tuple[float, float]]:
-    """Of weft's model, and of torch's."""
+    """Return the losses of weft's model, and of torch's."""
     found = re.findall(r"^step +\d+  loss (\S+)  unfused (\S+)  apart \S+$", printed, re.MULTILINE)
     return [(float(ours), float(torchs)) for ours, torchs in found]
 

@@ -1,5 +1,5 @@
-"""What happens when a rank dies, leaves, raises, never comes or is late: the others get an error that names it, at
-once or at the deadline, nobody hangs, nothing is left behind, and a new group of the survivors works.
+"""A rank dies, leaves, raises, never comes or is late: the others get an error that names it, at once or at the deadline. No rank
+hangs, nothing is left behind, and a new group of the survivors works.
 
 Waits here have a deadline of five seconds where a death must be noticed: seeing `PeerLostError` and not `DeadlineError`
 means that it was noticed in less. Each test that kills a rank has a pool of its own.

@@ -102,7 +102,8 @@ CASES = {one.__name__: one for one in (gathered, scattered, scattered_columns, s
 
 
 def of_graph(call: Call, tensors: list[torch.Tensor]) -> int:
-    """What is counted for the graph that torch.compile makes: it compiles nothing while a counter is there."""
+    """Return the FLOPs of the graph that torch.compile makes, counted in its backend: it compiles nothing while a counter is
+    active."""
     found = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Call:
@@ -118,7 +119,7 @@ def of_graph(call: Call, tensors: list[torch.Tensor]) -> int:
 
 
 def counts(group: dist.ProcessGroup, case: str) -> dict[str, tuple[int, int]]:
-    """By how, what weft and torch count."""
+    """Return the counts of weft and torch, by which gradients are wanted."""
     call, by_torch, shapes = CASES[case](group)
     found = {}
     for name, wanted in [("none", False), ("x", True), ("weights", True), ("all", True)]:

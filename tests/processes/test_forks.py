@@ -33,7 +33,7 @@ SAID = "this process was forked from the one that made the group: make a process
 
 
 def in_child(do: Callable[[], Any]) -> Any:
-    """What it gives in a forked child."""
+    """Return the result of a function in a forked child."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -80,5 +80,5 @@ def summed(group: dist.ProcessGroup, operator: str) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_nobody_is_warned_of_a_gradient_that_autograd_made(operator: str, pool: Pool) -> None:
-    """That of a sum has one element, seen everywhere: it is copied, and the caller can do nothing about it."""
+    """The gradient of a sum has one element, expanded: it is copied, and the caller can do nothing about it."""
     pool.run(summed, operator, ranks=2)

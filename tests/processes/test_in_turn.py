@@ -41,7 +41,7 @@ COLLECTIVE = {
 
 
 def call(group: dist.ProcessGroup, operator: str, rows: int = 4, width: int = N, **options: Any) -> torch.Tensor:
-    """Of ones."""
+    """Call the operator with ones."""
     options = {"schedule": "serial", **options}
     x, w = torch.ones(rows, K), torch.ones(K, width)
     if operator == "all_gather_matmul":
@@ -65,7 +65,7 @@ def right(group: dist.ProcessGroup, operator: str, **options: Any) -> bool:
 
 
 def again(group: dist.ProcessGroup, operator: str) -> tuple[str, str]:
-    """What the next call on a failed group raises. A new group works."""
+    """Return the error of the next call on a failed group. A new group works."""
     error = error_of(lambda: call(group, operator))
     assert right(own_group(group), operator)
     return error
@@ -274,7 +274,7 @@ def test_a_rank_that_makes_no_backward_pass(pool: Pool, operator: str, schedule:
 
 
 def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[str, str]:
-    """Of a shape that backward knows, and `taken` for. Rank 1 makes no backward pass, or another call instead."""
+    """Run backward of a shape that it knows, by schedule `taken`. Rank 1 makes no backward pass, or another call instead."""
     own, rank = own_group(group), group.rank()
     w = torch.ones(K, N, requires_grad=True)
 

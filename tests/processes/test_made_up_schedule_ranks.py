@@ -34,7 +34,7 @@ def multiply(group: dist.ProcessGroup, name: str, rows: list[int] | None, return
 
 
 def order_of_lanes(group: dist.ProcessGroup) -> None:
-    """What a run recorded is, lane by lane, what the executor that does nothing does."""
+    """Compare a run's timeline, lane by lane, with the order of the null executor."""
     rank, world, ran, wanted = group.rank(), group.size(), Timeline(), Timeline()
     x, w = torch.randn(8, 12), torch.randn(12, 5)
     with made_up.registered():

@@ -189,7 +189,7 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
 @pytest.mark.parametrize("schedule", ["serial", STORE])
 @pytest.mark.parametrize("dual", ["serial", "dispatch[by=kernel,rest=each]"])
 def test_backward_of_what_forward_takes(pool: Pool, schedule: str, dual: str, known: bool) -> None:
-    """Of one rank's tokens as many as there is room for, and one more, which is refused before anything is done."""
+    """One rank has as many tokens as there is room for, and then one more, which is refused before anything is done."""
     for told, again in pool.run(calls.more_tokens, schedule, dual, known, ranks=2, timeout_s=60):
         assert told.startswith(
             "RefusedError: rank 1: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"

@@ -27,7 +27,7 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 
 @dataclass(frozen=True)
 class Of:
-    """What differs in the tests of one operator: arguments of what runs on the ranks, and what it must find.
+    """The parameters of one operator's tests: arguments of the functions that run on ranks, and their expected results.
 
     forward: up to the schedule, by name. gradients: of `backward`, up to `compiled`; eager calls are `by` this schedule. many: of
     `many_sizes`, for each schedule of `many_by`. layouts_by: schedules of calls with other strides. differs: what all are told.
@@ -234,7 +234,8 @@ def test_every_schedule_of_reduce_scatter(pool: Pool, world: int, dtype: torch.d
 
 @pytest.mark.parametrize(("world", "dtype"), pairs([1, 2, 3, 4, 8], [F32, BF16, F16], *SOME), ids=str)
 def test_every_schedule_of_all_reduce(pool: Pool, world: int, dtype: torch.dtype) -> None:
-    """To the bit again, and the same bits on all ranks; with as many rows for each rank, and with fewer for the last."""
+    """Results repeat to the bit, and are the same bits on all ranks; with as many rows for each rank, and with fewer for the
+    last."""
     whole = (300 if (world, dtype) == (2, F32) else 50) * world  # several tiles, and a part of one
     for m in (whole, whole - 1):
         (names, *_) = pool.run(reduced.every_schedule, m, 40, 24, dtype, 0.02, ranks=world, timeout_s=200)
@@ -246,7 +247,7 @@ def test_every_schedule_of_all_reduce(pool: Pool, world: int, dtype: torch.dtype
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize(("world", "dtype"), pairs([1, 2, 3, 4, 8], [F32, BF16, F16], *SOME), ids=str)
 def test_every_schedule_of_all_gather(pool: Pool, world: int, dim: int, dtype: torch.dtype) -> None:
-    """To the bit again, and the same bits on all ranks."""
+    """Results repeat to the bit, and are the same bits on all ranks."""
     (names, *_) = pool.run(gathered.every_schedule, 299, 40, 24, dim, dtype, 0.02, ranks=world, timeout_s=200)
     assert {name.split("[")[0] for name in names} == {"serial"} | ({"direct", "tracked"} if world > 1 else set())
 
@@ -415,7 +416,7 @@ def test_what_cannot_follow_is_refused(pool: Pool) -> None:
     ("world", "dtype"), pairs([1, 2, 3, 4], [F32, BF16, F16, F64], (1, F32), (2, BF16), (3, F32), (4, F64)), ids=str
 )
 def test_sums_are_normed_by_every_schedule(pool: Pool, world: int, dtype: torch.dtype) -> None:
-    """To the bit again; with as many rows for each rank, and with fewer for the last."""
+    """Results repeat to the bit; with as many rows for each rank, and with fewer for the last."""
     for shape, residual, eps in (((2, 6 * world, 24), True, 1e-6), ((1, 12 * world - 1, 24), False, 0.25)):
         (names, *_) = pool.run(reduced.normed, shape, 40, dtype, residual, eps, ranks=world, timeout_s=200)
         overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if residual else set())

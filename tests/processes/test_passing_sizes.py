@@ -25,7 +25,7 @@ SHORT = ("all_gather_matmul", "matmul_all_reduce", "matmul_all_gather")
 def products(
     group: dist.ProcessGroup,
 ) -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]]:
-    """By operator: a call of x [rows, K], w [K, N] and a residual, on every rank."""
+    """Return, by operator, a call of x [rows, K], w [K, N] and a residual, on every rank."""
     following = {"bias": torch.ones(N), "norm": torch.ones(N)}
     return {
         "all_gather_matmul": lambda x, w, _: weft.all_gather_matmul(x, [w, w * 2], 0, group)[1],

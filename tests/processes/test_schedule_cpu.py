@@ -103,7 +103,7 @@ def test_tensors_may_lie_as_they_like(pool: Pool) -> None:
 
 
 def no_hidden_copies(group, p):
-    """What torch allocates in a run, in bytes, with a transposed weight and rows apart."""
+    """Return the bytes that torch allocates in a run, with a transposed weight and rows apart."""
     tensors = tensors_of(p, group.rank(), 0)
     tensors["w0"] = tensors["w0"].t().contiguous().t()
     tensors["y0"] = torch.full((p.m, p.n[0] + 5), torch.nan)[:, : p.n[0]]
@@ -134,7 +134,7 @@ def timelines(group, p, runs):
 
 
 def overlap(timeline: Timeline) -> bool:
-    """Whether a copy and a matmul were under way at once."""
+    """True if a copy and a matmul ran at the same time."""
     copies, matmuls = spans_of(timeline, "copy"), spans_of(timeline, "matmul")
     return any(c.start_us < m.end_us and m.start_us < c.end_us for c in copies for m in matmuls)
 
@@ -235,7 +235,7 @@ def test_a_wrong_tensor_is_refused_everywhere_and_does_no_harm(pool: Pool, build
 
 
 def refused_before_anything(group, p):
-    """What the rank that refuses has in its output and its peers' memory afterwards."""
+    """Return the contents of the refusing rank's output and of its peers' memory afterwards."""
     rank = group.rank()
     with CpuSchedule(build(p, "shard"), domain_of(group)) as executor:
         ranks.poison(executor)

@@ -38,7 +38,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensors) -> tuple[str, str]:
-    """What the next run on a failed group raises. A new group works."""
+    """Return the error of the next run on a failed group. A new group works."""
     error = error_of(lambda: executor.run(tensors))
     executor.close()
     fresh = domain_of(own_group(group))

@@ -80,7 +80,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def twice(group: dist.ProcessGroup, name: str, compiled: bool) -> dict[str, str]:
-    """What is told where the penalty has a part beside the gradients, so that torch does not find out by itself."""
+    """Return the errors if the penalty has a part beside the gradients, so that torch does not find out by itself."""
     call, found = CALLS[name](group), {}
     if compiled:  # a backend that runs the operators as they are: others refuse themselves
         call = torch.compile(call, backend="eager")
@@ -120,7 +120,7 @@ def test_a_second_derivative_of_what_ranks_have_whole_is_refused(pool: Pool) -> 
 
 
 def first_with_graph(group: dist.ProcessGroup, name: str) -> bool:
-    """Whether gradients are the same with create_graph=True, and the call after a refusal as good as the one before."""
+    """True if gradients are the same with create_graph=True, and the call after a refusal is as good as the one before."""
     call, found = CALLS[name](group), []
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
     for create_graph in (False, True, False):
@@ -143,7 +143,7 @@ def tangent_of(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 
 
 def otherwise(group: dist.ProcessGroup, name: str) -> tuple[list[str], list[str]]:
-    """What is told in forward mode, and inside of transforms of torch.func; the group lives on."""
+    """Return the errors in forward mode, and inside transforms of torch.func; the group lives on."""
     of_two, x, w = CALLS[name](group), torch.randn(4, 8), torch.randn(1, 8, 3)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ def test_other_derivatives_of_layers_are_refused(pool: Pool) -> None:
 
 
 def several(group: dist.ProcessGroup, name: str) -> str:
-    """What is told of several gradients in one backward; each alone is made, and the group lives on."""
+    """Return the error for several gradients in one backward; each alone is made, and the group lives on."""
     call = CALLS[name](group)
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
     y = torch.nan_to_num(call(x, w))
@@ -248,7 +248,7 @@ def test_several_gradients_at_once_are_refused(pool: Pool, name: str) -> None:
 
 
 def made_for_inference(group: dist.ProcessGroup, name: str) -> list[str]:
-    """What is told of a tensor that autograd would not keep, in calls of a shape that is new and of one that is known."""
+    """Return the errors for a tensor that autograd would not keep, in calls of a new and of a known shape."""
     call, said = CALLS[name](group), []
     with torch.inference_mode():
         kept_by_none = torch.randn(4, 8)

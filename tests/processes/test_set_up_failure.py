@@ -30,7 +30,7 @@ LONG_S = 50.0
 
 
 def call(group: dist.ProcessGroup, width: int = 3, **options: Any) -> torch.Tensor:
-    """Of ones."""
+    """Call the operator with ones."""
     x, w = torch.ones(4, 8), torch.ones(8, width)
     return weft.all_gather_matmul(x, [w], 0, group, deadline_s=LONG_S, **options)[1][0]
 

@@ -79,7 +79,7 @@ def _needed(*names: str) -> Iterator[importlib.metadata.Distribution]:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment with the wheel, torch and numpy."""
+    """The Python of an environment with the wheel, torch and numpy."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")

@@ -49,7 +49,7 @@ class Driver:
         return _core.KernelCall(self.handle(number), programs, threads, shared_bytes)
 
     def handle(self, number: int) -> int:
-        """Of one of its kernels."""
+        """Return the handle of one of its kernels."""
         return ctypes.addressof((ctypes.c_size_t * 27).in_dll(self.library, "kernels")) + 72 * number
 
     def calls(self) -> list[tuple]:

@@ -52,7 +52,7 @@ class Issued(NamedTuple):
 
 
 class Host(threading.Thread):
-    """Of one rank. It runs when it is let, until it has issued so much, or has to wait."""
+    """The host of one rank. When resumed, it runs until it has issued so much, or has to wait."""
 
     def __init__(self, rank: int, body: Callable[[Host], None], issued: Callable[[int, Issued], None]) -> None:
         super().__init__(daemon=True)
@@ -77,7 +77,7 @@ class Host(threading.Thread):
         self._back.release()
 
     def resume(self, budget: int) -> bool:
-        """Whether it got on."""
+        """Run on; return True if it made progress."""
         self._budget, self._moved = budget, False
         self._let.release()
         self._back.acquire()
@@ -218,7 +218,7 @@ class Move:
         return True
 
     def launch(self, source: int, target: int, source_rows: int, target_rows: int) -> None:
-        """Of sizes that the device knows."""
+        """Launch with sizes that the device knows."""
         what = {**self._what, "source": source, "target": target, "rows": (source_rows, target_rows)}
         host().issue(host().stream, "launch", what)
 
@@ -331,7 +331,7 @@ def _queued(make: Callable[..., Operation]) -> Callable[..., Operation]:
 
 
 def collect(op: str, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    """What the library does to the targets of all ranks."""
+    """Do to the targets of all ranks what the collective does."""
     if op == "all_gather":
         whole = torch.cat([x.view(torch.uint8) if x.itemsize == 1 else x for x in sources])
         for target in targets:
@@ -351,7 +351,7 @@ class Words:
 
 
 class SymmetricMemory:
-    """Of all ranks, at first full of NaN; as a region of `weft.symm`."""
+    """Symmetric memory of all ranks, at first full of NaN; an implementation of `weft.symm`'s regions."""
 
     def __init__(self, world: int, nbytes: int, fill: int = 0xFF) -> None:
         self.blocks = [torch.full((max(nbytes, 1),), fill, dtype=torch.uint8) for _ in range(world)]

@@ -64,7 +64,7 @@ def made(factor: float = 1.1, **changes: Any) -> SelfCalibration:
 
 
 class Measured:
-    """What a machine with the numbers of `made(1.1)` would measure. took_s: the time of each answer."""
+    """The measurements of a machine with the numbers of `made(1.1)`. took_s: the time of each answer."""
 
     machine, world_size, copy_units = NAME, 2, 64
 

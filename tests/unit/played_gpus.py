@@ -71,7 +71,7 @@ class Played:
     def _issue_runs(
         context: Context, items: issue.StreamItems, runs: int, tensors_of: Callable[[int], dict[str, Any]], host: Host
     ) -> None:
-        """What the host does: as `CudaSchedule.run`, between the caller's own use of what it gives."""
+        """Issue runs as the host does, like `CudaSchedule.run`, between the caller's own uses of its tensors."""
         run = context.run
         for host.number in range(1, runs + 1):
             given = tensors_of(host.number)
@@ -119,7 +119,7 @@ class Played:
             yield False
 
     def _given(self, one: Issued, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[bool]:
-        """What a run needs is written by the caller's stream, right before it."""
+        """Write the run's inputs on the caller's stream, right before it."""
         for target, t in pairs:
             target.copy_(t)
             yield True
@@ -259,7 +259,7 @@ class Played:
                     yield True
 
     def play(self, seed: int) -> None:
-        """To the end. `AssertionError` if all stand still."""
+        """Play to the end. Raise `AssertionError` if all stand still."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # GEMMs are tiny: threads would wait for each other
         try:
@@ -311,7 +311,7 @@ def _lines(source: int, rows: int, width: int, pitch: int) -> torch.Tensor:
 
 
 def _at(like: torch.Tensor, place: int, pitch: int) -> torch.Tensor:
-    """What is at an address, its rows so many bytes apart."""
+    """Return the memory at an address, its rows so many bytes apart."""
     found = torch.empty_like(like)
     for i, line in enumerate(found):
         ctypes.memmove(line.data_ptr(), place + i * pitch, line.nbytes)

@@ -1,4 +1,4 @@
-"""What must hold of every schedule, whatever it does: for the tests of each operator's."""
+"""Checks that every schedule must pass, whatever it does: for the tests of each operator's schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OfRuns: TypeAlias = list[list[Tensors]]
 
 
 def applicable(p: Problem) -> dict[str, Schedule]:
-    """Of all candidates that can do it, by name."""
+    """Return all applicable candidates' schedules, by name."""
     found = {}
     for candidate in candidates(p):
         with contextlib.suppress(NotApplicableError):

@@ -54,7 +54,7 @@ def all_schedules(problem: AllGatherMatmul) -> dict[str, Schedule]:
 
 
 def bytes_leaving(schedule: Schedule, rank: int) -> int:
-    """What a rank sends in one run, added up over its steps."""
+    """Return the bytes that a rank sends in one run, summed over its steps."""
     total = 0
     for lane in schedule.of_rank(rank):
         for step in lane.steps:

@@ -58,7 +58,7 @@ class Event:
 
 
 class Two(Ranks):
-    """Of two ranks the first; what it gathers the second one has doubled. To start together takes a while."""
+    """The first of two ranks; the second one doubles what it gathers. Starting together takes a while."""
 
     def __init__(self, machine: Machine, device: str) -> None:
         super().__init__(None, None, torch.device(device))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def timed(machine: Machine, mode: Mode, device: str, call: Any, **options: Any) -> Timing:
-    """What is reported of `call` beside another arm that takes three times as long on the host and ten times on the device."""
+    """Return the timing of `call` beside another arm that takes three times as long on the host and ten times on the device."""
     arms = {"it": call, "another": lambda which: machine.call(3e-4, 1e-2)}
     return time_arms(arms, Two(machine, device), mode, input_sets=2, seconds=0.2, **options)["it"]
 

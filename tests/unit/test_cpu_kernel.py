@@ -1,4 +1,4 @@
-"""What the native CPU kernel of embedding_all_to_all computes (`cpu_kernel`).
+"""The results of the native CPU kernel of embedding_all_to_all (`cpu_kernel`).
 
 Cheapest first: a known answer; bit-exact against a loop in bag order, over dtypes, widths and options; agreement with
 nn.EmbeddingBag in float64; bad indices.

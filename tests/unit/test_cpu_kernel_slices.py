@@ -1,5 +1,5 @@
-"""What the native CPU kernel of embedding_all_to_all does beside sums (`cpu_kernel`): copies and flags of slices, waits, what it
-says in a timeline, and what it refuses."""
+"""The native CPU kernel of embedding_all_to_all apart from sums (`cpu_kernel`): copies and flags of slices, waits, its timeline,
+and its refusals."""
 
 from __future__ import annotations
 

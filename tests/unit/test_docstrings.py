@@ -1,4 +1,4 @@
-"""What `weft` names is documented: a function's text has each of its arguments, what comes back and what is raised."""
+"""Public names of `weft` are documented: a function's text has each of its arguments, its results and its errors."""
 
 import inspect
 

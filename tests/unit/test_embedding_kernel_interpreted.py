@@ -119,7 +119,7 @@ class Ranks:
         return (rank + epoch) % 2
 
     def announce(self, epoch: int) -> None:
-        """What ranks that have not run yet would have said: that they are ready, and if others wait, that they are done."""
+        """Set the signals of ranks that have not run yet: that they are ready, and if others wait, that they are done."""
         for reader in range(self.world):
             for rank in range(self.world):
                 fingerprint = self.kernels[rank]._fingerprint(self.inputs[rank][1])
@@ -266,8 +266,8 @@ def play_garbage_offsets() -> None:
 
 
 def play_pooling_alone() -> None:
-    """What ranks pool of their own tables, with nobody to send it to, has the bits of all tables in one kernel; and a rank with bad
-    ids says so at its next call."""
+    """Ranks that pool their own tables alone get the bits of all tables in one kernel; a rank with bad ids says so at its next
+    call."""
     from weft.runtime.cuda.embedding import pool_on_gpu
 
     p = problem(2, (8, 3, 300, 5), 6, weighted=True)

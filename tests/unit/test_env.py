@@ -1,4 +1,4 @@
-"""What environment variables mean: seconds that a wait may take, switches, folders."""
+"""The meaning of environment variables: seconds that a wait may take, switches, folders."""
 
 import os
 import re

@@ -28,7 +28,7 @@ class Work:
 
 
 class Group:
-    """Of two ranks, and well."""
+    """A healthy group of two ranks."""
 
     rank, world_size, group = 0, 2, dist.ProcessGroup
 

@@ -38,7 +38,7 @@ class Case:
 
 
 class Rank:
-    """What one rank holds after the exchange, and what its products are, in float64."""
+    """The rows of one rank after the exchange, and its expected products, in float64."""
 
     def __init__(self, case: Case, rank: int, seed: int) -> None:
         self.case, self.rank = case, rank
@@ -165,7 +165,7 @@ class Rank:
     def check_back(
         self, y: torch.Tensor, outbox: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True
     ) -> None:
-        """As `check`: each source's rows by expert, the own ones where this rank's tokens for its experts are."""
+        """Check as `check`: each source's rows by expert, the own rows where this rank's tokens for its experts are."""
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         left = [y.clone(), outbox.clone()]
         for source, expert, rows in self.segments():
@@ -256,7 +256,7 @@ def play_columns(case: Case) -> None:
 
 
 def play_columns_without_room() -> None:
-    """As `play_too_many_rows` and `play_absurd_counts`."""
+    """Play `play_too_many_rows` and `play_absurd_counts` by columns."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         steps: list[dict[str, Any]] = [{"k": (0, 16)}, {"k": (16, 16), "adds": True}]
         held = Rank(case, 1, 5)
@@ -340,7 +340,7 @@ def play_back_without_room() -> None:
 
 
 def play_back_absurd_counts() -> None:
-    """As `play_absurd_counts`."""
+    """Play `play_absurd_counts` for the way back."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
         held = Rank(case, 0, 6)
         h = torch.cat([rows for _, _, rows in held.segments()])
@@ -383,7 +383,7 @@ def play_absurd_counts() -> None:
 
 
 def play_refusals() -> None:
-    """What cannot be right is refused with the values."""
+    """Impossible arguments are refused with their values."""
     good = Rank(Case(2, 3), 0, 1)
     wrong: dict[str, dict[str, Any]] = {
         r"must be \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},

@@ -1,4 +1,5 @@
-"""What every operator of the house has, so that a new one misses nothing: docs/operators.md, "An operator of the house"."""
+"""The requirements that every operator of the house meets, so that a new one misses nothing: docs/operators.md, "An operator of
+the house"."""
 
 from __future__ import annotations
 

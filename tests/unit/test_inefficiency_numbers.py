@@ -1,4 +1,4 @@
-"""What is worked out of losses: sizes that fit, lanes beside each other, rank correlations, the paper's claims, pictures.
+"""Numbers derived from losses: sizes that fit, lanes beside each other, rank correlations, the paper's claims, pictures.
 
 Nothing here measures: rows are made up.
 """

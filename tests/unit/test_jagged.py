@@ -17,7 +17,7 @@ from weft.embedding.jagged import offsets_of
 
 
 class TorchRecLike:
-    """What a torchrec KeyedJaggedTensor answers; it has no fields in common with ours."""
+    """The answers of a torchrec KeyedJaggedTensor; it has no fields in common with ours."""
 
     def __init__(self, keys, values, lengths, weights=None, variable=False, inverse=None):
         self.k, self.v, self.n, self.w, self.variable, self.inverse = keys, values, lengths, weights, variable, inverse

@@ -43,7 +43,7 @@ PUT = {"transport": "put", "slice_size": 3}
 
 
 class NamedDevice:
-    """What the compiler asks Triton's driver: which device is current, and what it is."""
+    """The compiler's questions to Triton's driver: which device is current, and what it is."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

@@ -34,7 +34,7 @@ CALLS = st.lists(st.one_of(NUMBERS, tensors(), st.lists(st.one_of(NUMBERS, tenso
 
 
 def described(item: Any) -> Any:
-    """What a signature says, as torch tells it."""
+    """Return the contents of a signature, read from torch."""
     if isinstance(item, torch.Tensor):
         return "tensor", tuple(item.shape), item.stride(), item.dtype, item.device
     if isinstance(item, list | tuple):

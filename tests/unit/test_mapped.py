@@ -40,7 +40,7 @@ def _domain(rank: int, *mapped: bool) -> Any:
 
 
 def _agree(schedule: Schedule, rank: int) -> None:
-    """As the ranks of two hosts do, 0 and 1, 2 and 3."""
+    """Agree as the ranks of two hosts do, 0 and 1, 2 and 3."""
     agree_on_schedule(schedule, _domain(rank, *(other // 2 == rank // 2 for other in range(4))))
 
 

@@ -1,4 +1,4 @@
-"""What x86 hides: signals and fences of csrc/ on a modelled machine that reorders whatever C++ lets it reorder.
+"""Memory-order faults that x86 hides: signals and fences of csrc/ on a modelled machine with all reorderings that C++ allows.
 
 On x86 a release costs nothing and is always there, stores that bypass the caches are seen in time, and a sleeper that nobody
 woke looks again after 20 ms. So no run here shows a fence that is missing. `memory_order/model.hpp` takes the place of

@@ -1,4 +1,4 @@
-"""What torch.compile may not look into, and what that costs where nobody compiles."""
+"""Functions that torch.compile must not trace, and their cost without compilation."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def pool_of(count: int) -> tuple[OutputPool, Domain]:
 
 
 def result(pool: OutputPool, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a call does: take a buffer, have it filled from outside, lend it."""
+    """Return the result of a call: take a buffer, have it filled from outside, lend it."""
     slot = pool.acquire()
     pool._region.tensor(0, SHAPE, dtype, slot * pool.slot_bytes).fill_(value)
     return pool.lend(slot, SHAPE, dtype)
@@ -108,7 +108,7 @@ def test_as_many_results_as_buffers_but_one_may_be_held(count: int) -> None:
 
 
 def captured(pool: OutputPool) -> tuple[torch.Tensor, int]:
-    """What a call does whose launch becomes part of a graph: its result, and the buffer that replays write."""
+    """Return the result of a call whose launch becomes part of a graph, and the buffer that replays write."""
     slot = pool.acquire()
     return pool.lend(slot, SHAPE, torch.float32, captured=True), slot
 

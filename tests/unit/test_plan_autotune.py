@@ -47,7 +47,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a new process does."""
+    """Forget all times, as in a new process."""
     monkeypatch.setitem(autotune.__globals__, "_known", {})
 
 

@@ -29,7 +29,7 @@ TRUTH = replace(
 
 
 class Measured:
-    """What `TRUTH` would be measured to be; every question takes a second."""
+    """Measurements that give `TRUTH`; every question takes a second."""
 
     machine, world_size, copy_units = "NVIDIA H200", 2, 24
 

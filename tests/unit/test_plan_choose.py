@@ -120,7 +120,7 @@ def test_equal_schedules_are_one() -> None:
 def test_no_run_is_shorter_than_its_bound(
     mode: Mode, shape: tuple[int, int, int], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not simulated is slower than that, and so than what is chosen."""
+    """Candidates that are not simulated are slower than their bound, and so than the chosen one."""
     problem = AllGatherMatmul.even(*shape, model.world_size)
     choice = decide(problem, model, mode=mode)
     assert choice.row("serial").predicted_us is not None

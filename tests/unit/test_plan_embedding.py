@@ -40,7 +40,7 @@ def problem(config: str, dtype: str, record: dict) -> EmbeddingAllToAll:
 
 @pytest.mark.parametrize(("config", "dtype"), measured())
 def test_what_is_taken_was_the_fastest_when_measured(config: str, dtype: str) -> None:
-    """Of this very batch, and of the one for which calls of its size choose."""
+    """The choice was the fastest in measurements of this very batch, and of the batch by which calls of its size choose."""
     records = measured()[config, dtype]
     p = problem(config, dtype, records["direct"])
     for one in (p, plan.typical(p)):

@@ -1,4 +1,4 @@
-"""What operators keep of the shapes that they have met: not too many, and never at the cost of those in use."""
+"""Preparations that operators keep for shapes: not too many, and never at the cost of those in use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Made:
 
 
 def test_nothing_goes_while_a_graph_is_captured() -> None:
-    """To release memory would end the capture."""
+    """A release of memory would end the capture."""
     table, group = Table(), _Group()
     known = [table.keep(group, key, _Made(KEPT_BYTES)) for key in range(KEPT)]  # type: ignore[arg-type]
     met = _Made()

@@ -1,4 +1,4 @@
-"""What tables say beside their numbers: noise as it is, claims within it in parentheses, what peers ran without."""
+"""Remarks beside numbers in tables: noise as it is, claims within it in parentheses, options that peers ran without."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
 
 
 def _records(**ms: float) -> list[dict[str, Any]]:
-    """Of queued calls; single ones are the faster the slower these are."""
+    """Return records of queued calls, and of single calls, which are the faster the slower the queued calls are."""
     return [
         _record(of**power, variant=name, mode=mode)
         for mode, power in (("queued", 1), ("single", -1))
@@ -106,7 +106,7 @@ class _Alone:
 
 
 def _times(monkeypatch: pytest.MonkeyPatch, spread: float, **how: Any) -> tuple[dict[str, Timing], list[str]]:
-    """Of three arms by a clock that gives each a time and a spread; and the arms in the order in which they were measured."""
+    """Time three arms by a clock that gives each a time and a spread. Return also the order in which arms were measured."""
     base_ms, measured = {"serial": 100.0, "weft": 99.0, "other": 50.0}, []
 
     def measure(clock: Any, repetition: int) -> tuple[float, float]:

@@ -24,7 +24,7 @@ CODE = {"commit": "abcdef0123", "source": "0123456789abcdef", "variables": {}, "
 
 
 def _spread(ms: float, noise: float = 0.001) -> dict:
-    """What a record says of a time whose median errs by so much."""
+    """Return a record's fields for a time whose median errs by so much."""
     half = noise * ms * math.sqrt(9) * 1.6832 / 1.2533 / 2
     return {"p20_ms": ms - half, "p50_ms": ms, "p80_ms": ms + half, "repetitions": 9}
 

@@ -162,7 +162,7 @@ def test_nobody_writes_into_a_peer_that_has_not_said_it_is_through_with_the_run_
 
 @pytest.mark.parametrize("by", ["dma", "kernel", "load"])
 def test_all_ranks_add_up_in_the_order_of_ranks(by: str) -> None:
-    """Of one_shot, where each adds up for itself."""
+    """In one_shot each rank reduces for itself."""
     schedule = named(MatmulAllReduce(4, 6, 2, 3, "bf16"), f"one_shot[by={by}]").build()
     for rank in range(4):
         (step,) = (s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Reduce))
@@ -361,7 +361,7 @@ def test_a_norm_costs_the_bytes_that_it_adds() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_row_is_normed_once(world: int) -> None:
-    """By every rank, by one kernel where that has all."""
+    """Every rank norms a row once, with one kernel if that has the whole row."""
     p = MatmulAllReduce(world, 32 * world, 8, 3, "bf16", residual=True, eps=1e-6)
     for name, schedule in applicable(p).items():
         steps = [s for lane in schedule.of_rank(1) for s in lane.steps if isinstance(s, Reduce) and s.norm]

@@ -36,7 +36,7 @@ def test_a_peer_in_the_ring() -> None:
 )
 def test_arithmetic_and_its_text_agree_with_python(data: object, rank: int, i: int) -> None:
     def build(tree: object) -> tuple[Index, int]:
-        """As `Expr` makes it, and as Python computes it."""
+        """Return an expression as `Expr` makes it, and its value as Python computes it."""
         if isinstance(tree, int):
             return tree, tree
         if isinstance(tree, str):

@@ -211,7 +211,7 @@ def test_the_planner_hides_both_exchanges() -> None:
 
 
 def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the output layer of Llama-3-8B; of eight ranks, behind both GEMMs. Joined columns cost the library a copy more."""
+    """The output layer of Llama-3-8B on eight ranks, behind both GEMMs. Joined columns cost the unfused way one more copy."""
     monkeypatch.setenv("WEFT_QUIET", "1")  # what is too small to gain from overlap is done without
     for world, last in ((2, ""), (8, ",last=columns")):
         of_serial = []

@@ -127,7 +127,7 @@ def programs(draw: st.DrawFn) -> list[tuple[Lane, ...]]:
 
 
 def reached(ranks: list[tuple[Lane, ...]], runs: int, held: Event) -> set[Event]:
-    """What happens if `held` does not, played without regard to any order."""
+    """Return the events that can happen if `held` does not, played without regard to any order."""
     steps = {
         Event(0, r, i, n): s
         for r, lanes in enumerate(ranks)

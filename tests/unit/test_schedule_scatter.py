@@ -259,7 +259,7 @@ def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_sum_is_pulled_unasked() -> None:
-    """What it costs to read sums from peers has not been measured."""
+    """The cost of reading sums from peers has not been measured."""
     model = gpu("h200", 2)
     for p in (MatmulReduceScatter(2, 8192, 4096, 4096, "bf16"), MatmulReduceScatter(2, 512, 4096, 4096, "bf16")):
         assert not any(p.takes(one) or p.worth_running(one) for one in candidates(p, ("pulled",)))

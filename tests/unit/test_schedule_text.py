@@ -181,7 +181,7 @@ def test_what_is_unknown_is_refused(path: str, new: Any, message: str) -> None:
 
 
 def edited_json(path: str, new: Any) -> str:
-    """Of `every_kind_of_step`, with something else at one place."""
+    """Return the JSON of `every_kind_of_step` with a change in one place."""
     document = json.loads(to_json(every_kind_of_step()))
     *above, last = path.split(".")
     place = document

@@ -238,7 +238,7 @@ def test_a_broken_or_foreign_file_leaves_derived_numbers_and_a_note(how: str, tm
 
 
 class _Torch:
-    """As much of torch as the doctor asks for of `names`."""
+    """The part of torch that the doctor asks for `names`."""
 
     def __init__(self, *names: str) -> None:
         self.cuda, self.names = self, names

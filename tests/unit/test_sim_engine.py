@@ -45,7 +45,7 @@ def test_behind_a_switch_a_rank_receives_no_more_than_its_port_does() -> None:
 
 
 def test_an_all_gather_writes_and_reads_all_that_it_gathers() -> None:
-    """By its links it takes 10 us; memory for what it receives and forwards, 2 x 2000 bytes, is scarcer here."""
+    """Its links take 10 us; memory is scarcer for the 2 x 2000 bytes that it receives and forwards."""
     d = Draft("gather", 2)
     x, y = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("y", 20, 25, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
@@ -90,7 +90,8 @@ def test_a_slow_copy_takes_no_more_of_a_port_than_it_can_and_leaves_the_rest_to_
 
 
 def test_copying_kernels_beyond_the_device_wait_for_each_other() -> None:
-    """Of four units each copy holds two: six at once, of which none has to wait for a link, take three times as long as two."""
+    """Each copy holds two of four units. Six copies at once, none of which has to wait for a link, take three times as long as
+    two."""
     model = replace(TOY, kernel_copy_units=2, wiring=Wiring(mesh, (1e6,)))
     two, six = (simulate(puts(7, *range(1, n + 1), by="kernel"), model).end_us for n in (2, 6))
     assert six == pytest.approx(3 * two)
@@ -117,7 +118,7 @@ SCARCE = replace(
 
 
 def test_a_matmul_beside_a_copy_loses_what_the_memory_lacks() -> None:
-    """Of the memory the copy that leaves, the one that arrives and the matmul get a third each: they want 0.5, 0.5 and 0.8."""
+    """The leaving copy, the arriving copy and the matmul get a third of the memory each: they want 0.5, 0.5 and 0.8."""
     copied = COPY_US * 0.5 * 3
     matmul_us = copied + MATMUL_US - copied / (0.8 * 3)
     result = simulate(_matmul_and_copy().schedule(), SCARCE)

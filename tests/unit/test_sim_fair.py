@@ -95,7 +95,7 @@ def test_holders_of_all_kinds_take_their_units_together() -> None:
 
 
 def test_a_disturbance_takes_from_what_holders_have_left() -> None:
-    """Of the units a half is held and a fifth is lost: who shares them has three tenths."""
+    """Half of the units are held and a fifth is lost: the sharers have three tenths."""
     loads = [
         Load(share=((1, 1.0),)),
         Load(share=((2, 1.0),), hold=((1, 0.5),)),

@@ -1,4 +1,5 @@
-"""What the models say of real machines: against times measured on two H200s, and what the FiCCO paper saw on MI300X."""
+"""Predictions of the models for real machines, against times measured on two H200s, and the FiCCO paper's observations on
+MI300X."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_on_a_mesh_shards_go_over_one_link_of_seven_and_ficco_uses_all(name: str
 
 
 def _one_peer_at_a_time(schedule: Schedule) -> Schedule:
-    """As the paper's shard overlap does it: all copies on one lane."""
+    """Return the schedule as in the paper's shard overlap: all copies on one lane."""
     senders = [lane for lane in schedule.lanes if lane.resource == "copy"]
     others = [lane for lane in schedule.lanes if lane.resource != "copy"]
     send = Lane("send", "copy", tuple(step for lane in senders for step in lane.steps))

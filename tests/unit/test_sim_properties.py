@@ -107,7 +107,8 @@ APART = ("serial", SHARD, "shard[chunks=2,send=in_turn,by=dma]")
 
 
 def with_nothing_shared(model: Model) -> Model:
-    """Where matmuls and copies share something, a copy that comes sooner or later may come at a worse moment."""
+    """Return a model without sharing. If matmuls and copies share something, a copy that comes sooner or later may come at a
+    worse moment."""
     wiring = Wiring(mesh, model.wiring.numbers)
     return replace(model, copy_disturbance=0.0, kernel_copy_disturbance=0.0, hbm_bytes_per_us=1e12, wiring=wiring)
 
@@ -123,7 +124,7 @@ def test_better_hardware_is_no_slower(model: Model, world: int, what: str, facto
 
 @pytest.mark.parametrize("what", sorted(FASTER))
 def test_each_kind_of_hardware_matters_to_these_schedules(what: str) -> None:
-    """What "no slower" is said of is not a number that nothing depends on."""
+    """The property "no slower" must not hold for numbers that nothing depends on."""
     usual = gpu("h200", 2)
     worse = FASTER[what](usual, 1 / 30)
     assert any(
@@ -134,7 +135,7 @@ def test_each_kind_of_hardware_matters_to_these_schedules(what: str) -> None:
 @RUNS
 @given(models(), st.sampled_from(WORLDS), st.lists(st.floats(0, 500), min_size=4, max_size=4))
 def test_stragglers_delay_by_no_more_than_they_are_late(model: Model, world: int, late: list[float]) -> None:
-    """Where nothing is shared. Where links are, ranks that are no longer in step may send to one place at once."""
+    """The bound holds without sharing. On shared links, ranks that are out of step may send to one place at once."""
     for name in APART:
         schedule, machine = SCHEDULES[world][name], with_nothing_shared(model)
         on_time, found = (simulate(schedule, machine, late_us=us).end_us for us in ((), late[:world]))

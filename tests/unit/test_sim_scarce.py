@@ -31,7 +31,8 @@ def _run(machine: str, world: int) -> tuple[engine._Engine, Simulated]:
 def test_ranks_that_differ_but_share_nothing_scarce_take_speeds_for_each_and_not_for_all_together(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many sets of steps at once as there are on one rank, times ranks; else every rank's steps meet every other's."""
+    """There are as many sets of concurrent steps as on one rank, times ranks; otherwise every rank's steps would meet every
+    other's."""
     world = 12
     apart, found = _run(machine, world)
     assert not found.program.symmetric
@@ -80,7 +81,7 @@ _LOADS = st.lists(st.tuples(_AMOUNTS, _AMOUNTS, _AMOUNTS), min_size=1, max_size=
 
 @given(_LOADS)
 def test_speeds_of_a_part_are_those_beside_all_others(some: list[tuple[dict[int, float], ...]]) -> None:
-    """Of lanes that have one load each: with what is scarce only, and of each part alone."""
+    """Lanes with one load each: with scarce resources only, and for each part alone."""
     loads = [Load(*(tuple(uses.items()) for uses in one)) for one in some]
     lanes = [{i} for i in range(len(loads))]
     scarce = scarce_only(loads, lanes)

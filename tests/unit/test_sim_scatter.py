@@ -126,7 +126,7 @@ def test_tiles_that_run_together_are_there_together() -> None:
 
 @pytest.mark.parametrize(("behind", "longer_us"), [(False, 10.0), (True, 3.0)])
 def test_in_a_graph_a_collective_takes_longer_by_where_it_stands(behind: bool, longer_us: float) -> None:
-    """As a lane's first step, or behind a kernel."""
+    """The collective is a lane's first step, or comes after a kernel."""
     model = replace(gpu("h200", 2), graph_collective_us=10.0, graph_run_us=3.0)
     d = Draft("scattered", 2)
     x, w, whole = (d.buffer(name, 256, 256, "bf16", "scratch") for name in ("x", "w", "whole"))

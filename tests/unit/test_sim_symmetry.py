@@ -44,7 +44,7 @@ SAME = 1e-7
 
 @lru_cache(maxsize=1)
 def _schedules(world: int) -> dict[str, Schedule]:
-    """Of every operator, with equal shards."""
+    """Return the schedules of every operator, with equal shards."""
     moe = AllToAllMatmul.even(24 * world, 96, 64, 4, world)
     slots = tuple(((64 * rank, 32), (64 * rank + 32, 32)) for rank in range(world))
     problems = {
@@ -186,7 +186,7 @@ TABLES = st.lists(
 @settings(max_examples=200)
 @given(TABLES, TABLES, st.sampled_from([(10,) * 4, (10, 20, 10, 20)]), st.sampled_from([TOY, SWITCH]))
 def test_whatever_counters_are_used(set_at: list, wait_at: list, rows: tuple, model: Model) -> None:
-    """What is simulated as one rank ends, or hangs, as all ranks do."""
+    """A simulation as one rank ends, or hangs, as that of all ranks does."""
     schedule = _rings(rows, tuple(set_at), tuple(wait_at))
     found: list[list[float] | None] = []
     for run in (lambda: simulate(schedule, model, runs=2), lambda: _every_rank(schedule, model, "queued")):

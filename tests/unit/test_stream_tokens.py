@@ -132,7 +132,7 @@ def test_what_a_run_waits_for_is_told_from_its_words(
 
 
 def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
-    """Of three, one did not come: tokens of the other have come and are taken, and both lack the same."""
+    """One of three ranks did not come: flags of the other have arrived and are cleared, and both lack the same flag."""
     schedule = next(c for c in candidates(PROBLEMS["3 ranks, uneven"]) if c.name.startswith("shard[chunks=1")).build()
     tokens = tokens_of(schedule)[2]
     found = missing(tokens, [0] * len(tokens), 0)
@@ -141,7 +141,7 @@ def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
 
 
 class Cut(Grouping):
-    """As it was before: what a launch sets may go behind other lanes' waits."""
+    """A grouping without the rule: a launch's sets may go behind other lanes' waits."""
 
     def _may_put_off(self, *_: object) -> bool:
         return True

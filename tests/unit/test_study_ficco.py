@@ -33,13 +33,15 @@ def of(config: str, **ms: float) -> list[dict]:
 
 
 def made_up() -> list[dict]:
-    """Of g1 the pick is the best of the paper's four, 10% behind one of the others; of g2 it is 20% slower than the best."""
+    """Return records: for g1 the pick is the best of the paper's four, 10% behind another one; for g2 it is 20% slower than the
+    best."""
     g1 = of("g1", serial=10.0, shard=40.0, **{PICK["g1"]: 8.0, ficco("2d", "hetero", "fused"): 7.2})
     return g1 + of("g2-m4", serial=12.0, **{PICK["g2"]: 10.0, STUDIED["hetero-fused-1D"]: 8.0})
 
 
 def cells(records: list[dict]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """By the end of a table's title and the first cell of a line; of the table of choices by the first three."""
+    """Return a page's cells by the end of a table's title and the first cell of a line; in the table of choices by the first
+    three."""
     found = {}
     for table in tables(rows_of(records)):
         assert {len(line) for line in table.cells} == {len(table.columns)}
@@ -88,7 +90,7 @@ def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:
 
 @pytest.mark.parametrize(("name", "machine", "ranks"), [("sim-ficco", "mi300x", 8), ("sim-ficco-h200", "h200", 4)])
 def test_the_simulated_records_are_the_models(name: str, machine: str, ranks: int) -> None:
-    """Of two GEMMs. Where the model has changed: `weft reproduce ficco` once more, as benchmarks/README.md has it."""
+    """Checks two GEMMs. If the model has changed, run `weft reproduce ficco` once more, as benchmarks/README.md says."""
     kept = [r for r in files.read([RESULTS / f"{name}.jsonl"]) if r["config"] in ("g5", "g14")]
     now = simulated(machine, ranks, gemms=find_gemms(["g5", "g14"]))
     assert {(r["config"], r["variant"]): r["p50_ms"] for r in now} == pytest.approx(

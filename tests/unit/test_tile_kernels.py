@@ -57,7 +57,7 @@ Segment = tuple[str, int, int, str, int, int, int, str, int, bool]
 
 
 def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int) -> list[Segment]:
-    """What the docstring of `weft.kernels.grouped_matmul` says, of the columns that `GroupedMatmul` names."""
+    """Return the segments by the docstring of `weft.kernels.grouped_matmul`, for the columns that `GroupedMatmul` names."""
     world, mine = len(counts), rank * kernel.experts
     found: list[Segment] = []
     for turn, expert in itertools.product(range(kernel.n_sources), range(kernel.n_experts)):
@@ -132,8 +132,11 @@ def test_other_tiles_of_a_grouped_matmul_are_noticed() -> None:
 
 
 def back_by_kernel(kernel: ReturningMatmul, counts: list[list[int]], rank: int, k: int) -> list[tuple[int, Segment]]:
-    """What the docstring of `weft.kernels.grouped_matmul` says of the way back, with the rank whose memory is written. counts: rows
-    that came, by source, and below them this rank's tokens, by rank."""
+    """Return the segments of the way back by the docstring of `weft.kernels.grouped_matmul`, with the rank whose memory is
+    written.
+
+    counts: rows that came, by source, and below them this rank's tokens, by rank.
+    """
     world = len(counts) // 2
     came, given = counts[:world], counts[world:]
     found: list[tuple[int, Segment]] = []

@@ -184,7 +184,7 @@ def test_two_flows_share_a_link_that_both_go_over(wiring: Wiring, alone_us: floa
 
 
 def test_a_flow_on_a_mesh_disturbs_no_other_pair() -> None:
-    """Of 4 ranks, where everybody sends to everybody."""
+    """Each of 4 ranks sends to all others."""
     wiring = _on(Wiring(mesh, (100.0,)))
     assert simulate(puts(4, 1, 2, 3), wiring).end_us == simulate(puts(4, 2), wiring).end_us  # type: ignore[arg-type]
 
@@ -204,7 +204,7 @@ def test_latencies_of_a_route_add_up_for_copies_and_signals() -> None:
 
 
 def test_a_collective_takes_no_less_than_its_fullest_link() -> None:
-    """Of 4 ranks on two hosts, every NIC sends to two others; on one switch the collective's own rate is the limit."""
+    """Each NIC of 4 ranks on two hosts sends to two others; on one switch the collective's own rate is the limit."""
     d = Draft("gather", 4)
     x, y = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("y", 40, 25, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
