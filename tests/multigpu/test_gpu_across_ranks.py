@@ -60,6 +60,35 @@ def capacity(group: dist.ProcessGroup, differs: bool) -> Any:
 CALLS = [average, scattered_average, rows, dimension, columns, capacity]
 
 
+def attention(group: dist.ProcessGroup, differs: bool) -> Any:
+    layer = weft.nn.ParallelAttention(K, 4, group=group, device="cuda", dtype=torch.bfloat16)
+    return layer(bf16(2, 32, K), rotary=weft.nn.rotary_embedding(64, K // 4, device="cuda") if differs else None)
+
+
+def causal(group: dist.ProcessGroup, differs: bool) -> Any:
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "sequence_dim": None}
+    return weft.nn.ParallelAttention(K, 4, group=group, causal=differs, **options)(bf16(2, 32, K))
+
+
+def activation(group: dist.ProcessGroup, differs: bool) -> Any:
+    function = torch.nn.functional.gelu if differs else torch.nn.functional.silu
+    layer = weft.nn.ParallelMLP(K, 512, group=group, activation=function, device="cuda", dtype=torch.bfloat16)
+    return layer(bf16(2, 32, K))
+
+
+def residual(group: dist.ProcessGroup, differs: bool) -> Any:
+    layer = weft.nn.RowParallelLinear(2 * K, K, group=group, device="cuda", dtype=torch.bfloat16)
+    return layer(bf16(2, 64, K), residual=bf16(2, 32, K) if differs else None)
+
+
+def norm_before(group: dist.ProcessGroup, differs: bool) -> Any:
+    norm = weft.nn.RMSNorm(K, eps=1e-3 if differs else 1e-5, group=group, device="cuda", dtype=torch.bfloat16)
+    return weft.nn.ColumnParallelLinear(K, N, group=group, device="cuda", dtype=torch.bfloat16)(norm(bf16(2, 32, K)))
+
+
+LAYERS = [attention, causal, activation, residual, norm_before]
+
+
 def differ(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple[str, str]:
     """Both ranks know both calls; then each makes another one of them, again and again."""
     own = dist.new_group([0, 1])
@@ -86,6 +115,27 @@ def test_calls_of_known_shapes_are_compared_afterwards(pair: Pool, call: Callabl
         assert "ranks have made different calls" in text
 
 
+@pytest.mark.parametrize("call", LAYERS)
+def test_options_of_layers_are_compared_afterwards(pair: Pool, call: Callable[..., Any]) -> None:
+    for kind, text in pair.run(differ, call, timeout_s=60):
+        assert kind == "PoisonedGroupError", text
+        assert "ranks have called layers with different options" in text
+
+
+def differ_at_first(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple[str, str]:
+    own = dist.new_group([0, 1])
+    found = error_of(lambda: call(own, group.rank() == 1))
+    dist.destroy_process_group(own)
+    return found
+
+
+@pytest.mark.parametrize("call", LAYERS)
+def test_options_of_layers_are_compared_at_the_first_call_of_a_shape(pair: Pool, call: Callable[..., Any]) -> None:
+    for kind, text in pair.run(differ_at_first, call, timeout_s=60):
+        assert kind == "DisagreementError", text
+        assert "ranks call layers with different options" in text
+
+
 def agree(group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> None:
     """All ranks call the same, one of them dawdles; nothing may be said."""
     own = dist.new_group([0, 1])
@@ -105,7 +155,7 @@ def agree(group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> None:
 
 
 def test_calls_that_are_the_same_pass(pair: Pool) -> None:
-    pair.run(agree, CALLS, timeout_s=120)
+    pair.run(agree, [*CALLS, *LAYERS], timeout_s=120)
 
 
 def compared(group: dist.ProcessGroup, function: Callable[..., Any], *arguments: Any) -> Any:

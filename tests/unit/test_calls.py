@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.symm.calls import CallLog, GroupCalls, MadeCalls
+from weft.symm.layers import differ
 
 
 def test_a_refused_call_that_this_rank_has_made_ends_the_group() -> None:
@@ -140,3 +141,62 @@ def test_news_is_told_once() -> None:
 def test_news_that_is_too_old_to_be_compared_says_nothing() -> None:
     here, old = made(*range(1, 40000)), made(7, 7)
     assert here.heard(1, old.news()) == ""
+
+
+def layered(*steps: str, alone: str = "") -> GroupCalls:
+    """Calls that take layers along, a letter each; upper case: layers whose forward is not collective. alone: one that this rank
+    calls before all others."""
+    calls = GroupCalls()
+    for number, step in enumerate([alone + steps[0], *steps[1:]], 1):
+        for layer in step:
+            calls.layers.note(f"Layer({layer})", ord(layer), layer.islower())
+        calls.made.note(number, f"op {number}")
+        calls.begin()
+        calls.end()
+    return calls
+
+
+def test_layers_of_the_same_options_agree() -> None:
+    assert layered("a", "", "bC", "a").made.heard(1, layered("a", "", "bC", "a").made.news()) == ""
+
+
+def test_layers_of_other_options_are_named() -> None:
+    for wrong in ("b", "bC", "cC"):
+        text = layered("a", "aC", "a").made.heard(3, layered("a", wrong, "a").made.news())
+        assert "ranks have called layers with different options, between call 1 and call 3" in text
+        assert f"only on rank 3 Layer({wrong[0]})" in text
+    text = layered("a", "C", "a").made.heard(3, layered("a", "D", "a").made.news())
+    assert "only here Layer(C), and only on rank 3 Layer(D)" in text
+    assert "in another order" in layered("a", "b").made.heard(3, layered("b", "a").made.news())
+
+
+def test_a_layer_without_a_collective_may_be_called_alone() -> None:
+    assert layered("a", "b").made.heard(1, layered("a", "b", alone="C").made.news()) == ""
+    assert "Layer(d)" in layered("a", "b").made.heard(1, layered("a", "d", alone="C").made.news())
+
+
+def test_a_call_of_a_compiled_graph_takes_nothing_along() -> None:
+    assert layered("a", "a").made.heard(1, layered("a", "").made.news()) == ""
+    assert not differ([(1, 0), (0, 2), (1, 2)])
+    assert differ([(1, 0), (0, 2), (1, 3)])
+
+
+def test_options_are_told_once_and_kept_until_their_call_is_made_here() -> None:
+    here, there = layered("a"), layered("a", "b")
+    assert here.made.heard(1, there.made.news()) == ""
+    here.layers.note("Layer(c)", ord("c"), True)
+    here.made.note(2, "op 2")
+    here.begin()
+    here.end()
+    assert "only here Layer(c), and only on rank 1 Layer(b)" in here.made.heard_early()
+    there.begin()
+    there.end()
+    assert b"Layer" not in there.made.news()
+
+
+def test_a_refusal_drops_what_its_call_would_have_taken_along() -> None:
+    calls = GroupCalls()
+    calls.layers.note("Layer(a)", 1, True)
+    calls.begin()
+    calls.refuse("rank 0: bad")
+    assert calls.layers.take().records == (0, 0)

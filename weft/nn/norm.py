@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.operator.layers import replicated, tells_peers, wrong_device
+from weft.operator.layers import compare_options, given, replicated, tells_peers, wrong_device
 from weft.operator.prepared import group_of
 
 
@@ -37,5 +37,9 @@ class RMSNorm(nn.RMSNorm):
         # This rank would raise alone: forward has no collective.
         if self.weight is not None and (wrong := wrong_device(x, self.weight)):
             raise ValueError(f"RMSNorm: {wrong}")
+        compare_options(
+            "RMSNorm", self.group_name, x, is_collective=False, normalized_shape=self.normalized_shape, eps=self.eps,
+            weight=given(self.weight),
+        )  # fmt: skip
         weight = None if self.weight is None else replicated(self.weight, self.group_name)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)

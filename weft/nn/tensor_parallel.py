@@ -30,8 +30,10 @@ from weft.nn.norm import RMSNorm
 from weft.operator.layers import (
     activated,
     as_autocast,
+    compare_options,
     ends_group,
     fill,
+    given,
     replicated,
     require_alike,
     tells_peers,
@@ -168,6 +170,10 @@ class ColumnParallelLinear(_ParallelLinear):
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.require_input(x, self)
+        compare_options(
+            "ColumnParallelLinear", self.group_name, x, is_collective=self.sequence_dim is not None,
+            in_features=self.in_features, out_features=self.out_features, bias=given(self.bias),
+        )  # fmt: skip
         return column_parallel(x, [self], self)[0]
 
 
@@ -200,6 +206,10 @@ class RowParallelLinear(_ParallelLinear):
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)
+        compare_options(
+            "RowParallelLinear", self.group_name, x, in_features=self.in_features, out_features=self.out_features,
+            bias=given(self.bias), residual=given(residual), norm=norm,
+        )  # fmt: skip
         x, weight = as_autocast(x, self.weight)
         bias: torch.Tensor | None = self.bias
         if self.sequence_dim is not None:
@@ -338,10 +348,15 @@ class ParallelMLP(nn.Module):
     @tells_peers
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
         """residual, norm: as `RowParallelLinear` takes them."""
-        self.gate_proj.require_input(x, self)
-        self.down_proj.require_following(x, residual, norm, self)
-        gate, up = column_parallel(x, [self.gate_proj, self.up_proj], self)
-        return self.down_proj(activated(self, gate) * up, residual=residual, norm=norm)
+        gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
+        gate_proj.require_input(x, self)
+        down_proj.require_following(x, residual, norm, self)
+        compare_options(
+            "ParallelMLP", down_proj.group_name, x, hidden=down_proj.out_features, intermediate=down_proj.in_features,
+            activation=self.activation, gate_bias=given(gate_proj.bias), up_bias=given(up_proj.bias),
+        )  # fmt: skip
+        gate, up = column_parallel(x, [gate_proj, up_proj], self)
+        return down_proj(activated(self, gate) * up, residual=residual, norm=norm)
 
 
 class ParallelAttention(nn.Module):
@@ -420,12 +435,19 @@ class ParallelAttention(nn.Module):
         makes them, and Hugging Face's `LlamaRotaryEmbedding`. Not those of this rank's part: nothing broadcasts along S.
         mask: `scaled_dot_product_attention`'s, of the whole sequence and of this rank's heads, [B, heads/W, S, S] or what
         broadcasts to that. residual, norm: as `RowParallelLinear` takes them."""
-        self.q_proj.require_input(x, self)
+        q_proj, k_proj, v_proj, o_proj = self.q_proj, self.k_proj, self.v_proj, self.o_proj
+        q_proj.require_input(x, self)
         if rotary is not None or mask is not None:
             _require(self, self._wrong_attending(x, rotary, mask))
-        self.o_proj.require_following(x, residual, norm, self)
-        q, k, v = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj], self)
-        return self.o_proj(self.attend(q, k, v, rotary, mask), residual=residual, norm=norm)
+        o_proj.require_following(x, residual, norm, self)
+        compare_options(
+            "ParallelAttention", o_proj.group_name, x, hidden=o_proj.out_features,
+            heads=q_proj.out_features // self.head_dim, kv_heads=k_proj.out_features // self.head_dim,
+            head_dim=self.head_dim, causal=self.causal, rotary=given(rotary), mask=given(mask), q_bias=given(q_proj.bias),
+            k_bias=given(k_proj.bias), v_bias=given(v_proj.bias),
+        )  # fmt: skip
+        q, k, v = column_parallel(x, [q_proj, k_proj, v_proj], self)
+        return o_proj(self.attend(q, k, v, rotary, mask), residual=residual, norm=norm)
 
     def _wrong_attending(self, x: torch.Tensor, rotary: Any, mask: Any) -> str:
         world, dim = self.q_proj.world_size, self.sequence_dim

@@ -8,8 +8,9 @@ of the sum. Ranks that step with parts silently drift apart.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from weft.operator.together import tell, together
 from weft.runtime.in_turn import turn_on
 from weft.runtime.opaque import never_left_out, opaque
 from weft.runtime.unfused import all_reduce
+from weft.symm.calls import calls_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,7 +98,7 @@ def _telling(method: F, last: bool) -> F:
         try:
             return method(self, x, *args, **kwargs)
         except BaseException as error:
-            if not isinstance(getattr(x, "_local_tensor", x), FakeTensor):  # no peer takes part in a fake call
+            if not _is_fake(x):
                 tell(error, type(self).__name__, group_of(self.group_name), x, last=last)
             raise
 
@@ -104,6 +106,57 @@ def _telling(method: F, last: bool) -> F:
     function = cast(Any, told)
     function.__code__ = function.__code__.replace(co_name=method.__qualname__)
     return cast(F, told)
+
+
+def _is_fake(x: Any) -> bool:
+    """True for a call in which no peer takes part."""
+    return isinstance(getattr(x, "_local_tensor", x), FakeTensor)
+
+
+def compare_options(
+    layer: str, group_name: str, x: torch.Tensor, *, is_collective: bool = True, **options: object
+) -> None:
+    """Have ranks compare the options of a layer's call, which its operators do not see (`weft.symm.layers`). Called by each layer
+    when its input has been checked, and before its first operator.
+
+    is_collective: whether the layer's forward is. options: numbers, flags, functions and modules; a function is compared by its
+    name, a module by its type and eps. Leave out what ranks may have of their own.
+    """
+    if torch.compiler.is_compiling() or _is_fake(x):
+        return
+    group = group_of(group_name)
+    if group.size() > 1:
+        said = tuple([(name, _named(one) if callable(one) else one) for name, one in options.items()])
+        calls_of(group).layers.note(*_text(layer, said), is_collective)
+
+
+def given(value: object) -> Literal["given"] | None:
+    """Return an option of `compare_options`, of an argument whose value is the rank's own."""
+    return None if value is None else "given"
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(layer: str, options: tuple[tuple[str, object], ...]) -> tuple[str, int]:
+    """Return a layer's options for people, and their fingerprint."""
+    text = f"{layer}({', '.join(f'{name}={value}' for name, value in options)})"
+    return text, int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _named(function: Any) -> str:
+    """Return a name for a function or a module, which is the same on all ranks: no address, no device."""
+    if isinstance(function, functools.partial):
+        options = [
+            f"{name}={value}" for name, value in function.keywords.items() if isinstance(value, int | float | str)
+        ]
+        return ", ".join([f"partial({_named(function.func)}", *options]) + ")"
+    if isinstance(function, nn.Module):
+        kind, own = type(function), vars(function)
+        name, eps = f"{kind.__module__}.{kind.__qualname__}", own.get("eps", own.get("variance_epsilon"))
+        if eps is not None:
+            return f"{name}(eps={eps}, weight={given(own['_parameters'].get('weight'))})"
+        return f"{name}({function.extra_repr()})" if name.startswith("torch.nn.modules.") else name
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:

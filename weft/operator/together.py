@@ -40,6 +40,7 @@ from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, Re
 from weft.runtime.meeting import Topic, meeting_of, said_on, shown
 from weft.schedule import NotApplicableError
 from weft.symm.calls import GroupCalls, calls_of
+from weft.symm.layers import differ, difference
 from weft.words import by_rank
 
 _NUMBER = struct.Struct("<qq")
@@ -208,7 +209,8 @@ def agree(
     except Exception as error:
         refusal = str(error)
     domain = symm.domain(group, device, deadline_s=deadline_s)
-    mine = refusal, calls_of(group).begun, text, details, number
+    noted = calls_of(group).layers.take()
+    mine = refusal, calls_of(group).begun, text, details, number, noted
     try:
         calls = domain.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
     except DeadlineError as error:
@@ -216,16 +218,23 @@ def agree(
         raise DeadlineError(f"{error}. {here}") from error
     if refusals := by_rank((rank, refused) for rank, (refused, *_) in enumerate(calls) if refused):
         raise RefusedError(refusals)
-    for rank, (_, count, theirs, their_details, _) in enumerate(calls):
+    for rank, (_, count, theirs, their_details, *_) in enumerate(calls):
         if (count, theirs, their_details) != calls[0][1:4]:
             more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
-            difference = (
+            text = (
                 f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
                 f"{rank}, call {count}: {theirs}{more[1]}"
             )
-            domain.end(difference)
-            raise DisagreementError(f"{difference}. The ranks are out of step: this group has ended, make a new one")
-    return [number for *_, number in calls]
+            _end(domain, text)
+    if differ([noted.records for *_, noted in calls]):
+        _end(domain, difference([noted.texts for *_, noted in calls]))
+    return [number for *_, number, _ in calls]
+
+
+def _end(domain: symm.Domain, text: str) -> NoReturn:
+    """For what all ranks find out alike."""
+    domain.end(text)
+    raise DisagreementError(f"{text}. The ranks are out of step: this group has ended, make a new one")
 
 
 def _set_up(deadline_s: float | None) -> float | None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weft.operator.derivatives import once
-from weft.operator.layers import require_kept_by
+from weft.operator.layers import compare_options, given, require_kept_by
 from weft.operator.prepared import group_of, size_of
 from weft.operator.together import tell, together
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -57,7 +57,8 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 
 
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Refuse a bias that does not fit before the call's collective; peers are told."""
+    """Refuse a bias that does not fit before the call's collective; peers are told. Have ranks compare whether they have one."""
+    compare_options(of, group_name, x, bias=given(bias))
     if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
         return
     with together(of, group_of(group_name), x, None):

@@ -14,7 +14,7 @@ tensors:
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,7 +24,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
-from weft.operator.layers import as_autocast, ends_group, replicated, require_alike, tells_peers, wrong_device
+from weft.operator.layers import (
+    as_autocast,
+    compare_options,
+    ends_group,
+    given,
+    replicated,
+    require_alike,
+    tells_peers,
+    wrong_device,
+)
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, gathered_columns, row
@@ -90,16 +99,24 @@ class RowwiseParallel(TorchRowwiseParallel):
 class _DividedLinear(nn.Linear):
     """An `nn.Linear` whose parameters are DTensors."""
 
+    is_collective: ClassVar[bool]
+    """Whether every forward is."""
+
     @property
     def group_name(self) -> str:
         assert isinstance(self.weight, DTensor)
         return self.weight.device_mesh.get_group().group_name
 
     def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return this rank's part of x, weight and bias. Refuse a weight that has no memory yet."""
+        """Return this rank's part of x, weight and bias. Refuse a weight that has no memory yet; have ranks compare options."""
         local, weight = _local(x), _local(self.weight)
         if wrong := wrong_device(local, weight):
             raise ValueError(f"{type(self).__name__}: {wrong}")
+        group = x.device_mesh.get_group().group_name
+        compare_options(
+            type(self).__name__, group, x, is_collective=self.is_collective, in_features=self.in_features,
+            out_features=self.out_features, bias=given(self.bias),
+        )  # fmt: skip
         return local, weight, None if self.bias is None else _local(self.bias)
 
 
@@ -107,6 +124,7 @@ class ColwiseLinear(_DividedLinear):
     """An `nn.Linear` that `ColwiseParallel` has divided. joins: whether the output is to be whole on every rank."""
 
     joins: bool
+    is_collective = False  # of an x that is whole, or that another layer has gathered
 
     def gathers(self, x: DTensor) -> bool:
         return _overlaps(self, x, x.placements[0], self.out_features)
@@ -150,6 +168,7 @@ class RowwiseLinear(_DividedLinear):
     """An `nn.Linear` that `RowwiseParallel` has divided. output_layout: `Replicate`, or how it is divided."""
 
     output_layout: Placement
+    is_collective = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor) or _dimension(x.placements[0], x.dim()) != x.dim() - 1:

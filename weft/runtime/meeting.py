@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 import threading
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -25,13 +26,17 @@ import torch.distributed as dist
 
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.symm import Domain, Exchange
+from weft.symm.calls import calls_of
+from weft.symm.layers import Noted, differ, difference
 from weft.words import by_rank
 
 _BYTES = 4096
 _CALL, _REFUSAL = b"C", b"R"
 _EXTRA = 16  # bytes that a call may add for peers to read
 _NOTHING = bytes(_EXTRA)
-_AT = 1 + _EXTRA  # where the compared part begins
+_LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which the call takes along
+_LAYERS_AT = 1 + _EXTRA
+_AT = _LAYERS_AT + _LAYERS.size  # where the compared part begins
 _DIGEST = 16
 _NUMBER = re.compile(r"\b\d+\b")  # a size, not a part of "fp32"
 _MISSED = (
@@ -67,6 +72,7 @@ class Meeting:
         self.lock = threading.Lock()  # held by a call until the work that it has begun is in order, or done
         self._publishing = threading.Lock()
         self._exchange = Exchange(domain, _BYTES)
+        self._layers = calls_of(domain.group).layers
         domain._holders.add(self)
 
     def close(self) -> None:
@@ -75,18 +81,24 @@ class Meeting:
 
     def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
         """Return when every rank is about to do the same. Return each rank's `extra`, 16 bytes, by rank."""
-        payloads = self._publish(_CALL + extra + topic.compared, topic.text, deadline_s)
+        noted = self._layers.take()
+        compared = _LAYERS.pack(*noted.records) + topic.compared
+        payloads = self._publish(_CALL + extra + compared, topic.text, deadline_s)
         if refusals := _refusals(payloads):
             raise RefusedError(refusals)
-        if any(payload[_AT:] != topic.compared for payload in payloads):
-            self._end(payloads, topic)
-        return [payload[1:_AT] for payload in payloads]
+        if any(payload[_LAYERS_AT:] != compared for payload in payloads):
+            if any(payload[_AT:] != topic.compared for payload in payloads):
+                self._end(payloads, topic)
+            if differ([_LAYERS.unpack_from(payload, _LAYERS_AT) for payload in payloads]):
+                self._end_layers(noted)
+        return [payload[1:_LAYERS_AT] for payload in payloads]
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse."""
-        said = text.encode()[: _BYTES - _AT]
+        self._layers.take()
+        said = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
-            return _refusals(self._publish(_REFUSAL + _NOTHING + said, "the call that it refuses", deadline_s))
+            return _refusals(self._publish(_REFUSAL + said, "the call that it refuses", deadline_s))
         except WeftError as error:
             raise type(error)(f"{error}. This rank had refused the call: {text}") from error
 
@@ -109,6 +121,10 @@ class Meeting:
             calls = other or f"{calls}, with other details"
         sizes_differ = len(set(texts)) > 1 and len({_NUMBER.sub("", text) for text in texts}) == 1
         self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint * sizes_differ)
+
+    def _end_layers(self, noted: Noted) -> NoReturn:
+        """Gather the options and disagree. Every rank does, because all have read the same fingerprints."""
+        self.disagree(difference(self.domain.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
         """End the group and raise `DisagreementError`. For errors that all ranks find alike."""

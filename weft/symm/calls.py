@@ -28,8 +28,10 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
+from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted
+
 _NUMBER = struct.Struct("<q")
-_DIGEST = struct.Struct("<qQ")  # a call's number, and the digest up to this call
+_DIGEST = struct.Struct("<qQQQ")  # a call's number, the digest up to this call, and the words of layers
 _KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message is on its way
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -43,6 +45,8 @@ class GroupCalls:
         """Held during a call. A nested call, such as one in a layer, takes it again."""
         self.misused = ""  # the misuse, found before a domain could notify the peers
         self.made = MadeCalls()
+        self.layers = Layers()
+        """Their options, for the next call to take along."""
         self._here: set[int] = set()
         self._there: dict[int, str] = {}
         self._refused_last = 0
@@ -67,11 +71,12 @@ class GroupCalls:
     def end(self) -> str:
         """End the call. Return why a peer has refused it meanwhile, or ''."""
         self.ended = self.begun
-        self.made.end(self.begun)
+        self.made.end(self.begun, self.layers.take())
         return self.refused() if self._there else ""
 
     def refuse(self, text: str, peers: int = 0) -> bytes:
         """Refuse the last call that was begun. Return the message to every peer. peers: how many there are."""
+        self.layers.take()
         with self._lock:
             self.ended = self.begun
             self._here.add(self.begun)
@@ -135,13 +140,16 @@ class MadeCalls:
         self._digests = array("Q", bytes(8 * _KEPT))  # by number
         self._last = self._told = self._agreed = 0
         self._early: dict[int, bytes] = {}  # by rank: news of a call that this rank has not made yet
+        self._layers = MadeLayers(_KEPT)
 
     def note(self, fingerprint: int, what: str) -> None:
         """Add a call, or a part of a call. fingerprint: equal on all ranks that call the same."""
         self._digest, self._what = (self._digest * _FACTOR + fingerprint) & _MASK, what
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, noted: Noted = NOTHING) -> None:
+        """End a call. noted: options of layers that it has taken along."""
         self._digests[number % _KEPT] = self._digest
+        self._layers.end(number, noted)
         self._last = number
 
     def news(self) -> bytes:
@@ -150,25 +158,32 @@ class MadeCalls:
         if number == self._told or not self._digest:
             return b""
         self._told = number
-        return _DIGEST.pack(number, self._digests[number % _KEPT]) + self._what.encode()[:1024]
+        digests = _DIGEST.pack(number, self._digests[number % _KEPT], *self._layers.words(number))
+        return digests + b"\0".join([self._what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
         """Compare a peer's news; return how its calls differ from this rank's, or ''."""
-        number, digest = _DIGEST.unpack_from(message)
+        number, digest, *words = _DIGEST.unpack_from(message)
+        what, *layers = message[_DIGEST.size :].split(b"\0")
+        self._layers.heard(rank, layers)
         if number > self._last:
-            self._early[rank] = message
+            self._early[rank] = message[: _DIGEST.size] + what
             return ""
         if number <= self._last - _KEPT // 2:  # about to be overwritten; newer news will be compared
             return ""
-        if self._digests[number % _KEPT] == digest:
-            self._agreed = max(self._agreed, number)
-            return ""
-        theirs = message[_DIGEST.size :].decode(errors="replace")
-        return (
-            f"ranks have made different calls, between call {self._agreed + 1} and call {number} of this group: the last ones "
-            f"are here {self._what}, and on rank {rank} {theirs}. Call the same on every rank; WEFT_CHECK_CALLS=1 names the "
-            "lines that differ"
-        )
+        between = f"between call {self._agreed + 1} and call {number} of this group"
+        if self._digests[number % _KEPT] != digest:
+            return (
+                f"ranks have made different calls, {between}: the last ones are here {self._what}, and on rank {rank} "
+                f"{what.decode(errors='replace')}. Call the same on every rank; WEFT_CHECK_CALLS=1 names the lines that differ"
+            )
+        if self._layers.differ(number, words):
+            return (
+                f"ranks have called layers with different options, {between}: {self._layers.difference(rank)}. Give a layer the "
+                "same options on every rank"
+            )
+        self._agreed = max(self._agreed, number)
+        return ""
 
     def heard_early(self) -> str:
         """Compare news that arrived before this rank had made the call."""
