@@ -230,6 +230,9 @@ def test_ranks_that_differ_get_an_error(pool: Pool, operator: str, schedule: str
             assert kind in ("DisagreementError", "RefusedError"), f"{name}, rank {rank}: {kind or 'a result'} {text}"
             if name.startswith("return_A"):
                 assert "return_A=False" in text, "a caller knows the argument, and no field of a problem"
+            assert "(world_size=" not in text, f"{name}: the repr of a problem\n{text}"
+            for option in ("out_dtype", "use_fast_accum", "bias"):
+                assert option in text or not name.startswith(option), f"{name}: {text}"
 
 
 def hints_at_rows(group: dist.ProcessGroup) -> list[bool]:

@@ -234,7 +234,14 @@ class _AllGatherScaledMatmul(Operator[_Call]):
         )
 
     def given(self, call: _Call) -> str:
-        return joined("return_A=False" * (call.return_x is False), outer_text("A_shard", call.outer))
+        biased = [f"biases[{i}]" for i, bias in enumerate(call.biases) if bias is not None]
+        return joined(
+            "return_A=False" * (call.return_x is False),
+            f"out_dtypes=[{', '.join(str(TORCH_DTYPE[out]) for out in call.out)}]" * (set(call.out) != {"bf16"}),
+            f"use_fast_accum={call.fast}" * any(fast is True for fast in call.fast),
+            "with " * bool(biased) + ", ".join(biased),
+            outer_text("A_shard", call.outer),
+        )
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}

@@ -212,7 +212,13 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         return rows % world == 0
 
     def given(self, call: _Call) -> str:
-        return joined('reduce_op="avg"' * call.average, outer_text("A", call.outer))
+        return joined(
+            'reduce_op="avg"' * call.average,
+            f"out_dtype={TORCH_DTYPE[call.out]}" * (call.out != "bf16"),
+            "use_fast_accum=True" * (call.fast is True),
+            "with a bias" * (call.bias is not None),
+            outer_text("A", call.outer),
+        )
 
     def inputs(self, p: ScaledMatmulReduceScatter, call: _Call) -> dict[str, Any]:
         tensors = {"x": contiguous(call.x, "A"), "x_scale": call.scale}
