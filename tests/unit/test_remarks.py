@@ -7,7 +7,7 @@ import pytest
 
 from weft.bench.core import harness, remarks
 from weft.bench.core.harness import Timing, is_clear, noise, summarise, time_arms
-from weft.bench.demo import headline
+from weft.bench.demo import LEGEND, headline
 
 QUIET = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
@@ -149,3 +149,8 @@ def test_what_the_last_rows_made_is_shown_once(monkeypatch: pytest.MonkeyPatch) 
     )
     assert sorted(shown) == [(name, name, 1) for name in ("other", "serial", "weft")]
     assert [name for name, _, _ in shown] == measured[-3:], "right after the row"
+
+
+def test_the_demo_says_what_its_columns_are() -> None:
+    for column in ("skew", "extra MB", "first ms", "in parentheses"):
+        assert f"{column}: " in LEGEND

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,6 +28,11 @@ _TRACED = {
     DEFAULT: "weft, direct: a vector is stored where it is needed",
 }
 _TRACES = 5
+LEGEND = (
+    "skew: slowest rank minus fastest, in ms; extra MB: memory beside tables and input, output included; first ms: the first "
+    "call, with set-up; in parentheses: off 1 by less than twice the noise"
+)
+"""Of the table's columns whose names do not say it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,6 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
     config, here = work.config, records.environment("cpu")
     title = f"{OPERATOR.name}, {work.name}, {config.scale}:\n{config.describe()}\n{here['machine']}; commit {here['commit']}"
     if rank == 0:
-        OPERATOR.show(measured, options)
+        OPERATOR.show(replace(measured, notes=(*measured.notes, LEGEND)), options)
     error = max(r["error"] for r in measured.records if r["variant"] in ("direct", "put"))
     return (timelines if rank == 0 else {}), title, headline(measured.records), error
