@@ -308,27 +308,53 @@ def test_an_error_between_collectives_is_a_refusal(pool: Pool, kind: str, traine
         assert alike == ("RefusedError", "ranks 0, 1: on purpose", True)
 
 
-class Narrows:
-    """An activation whose result broadcasts against what it is multiplied with, on one rank."""
+class Changes:
+    """An activation whose result broadcasts against what it is multiplied with, or has another dtype, on one rank."""
 
-    def __init__(self, narrow: bool) -> None:
-        self.narrow = narrow
+    def __init__(self, here: bool, dtype: bool) -> None:
+        self.here, self.dtype = here, dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x[:1] if self.narrow else x.relu()
+        if not self.here:
+            return x.relu()
+        return x.double() if self.dtype else x[:1]
 
 
-def narrowed(group: dist.ProcessGroup, kind: str) -> tuple[str, str]:
-    return error_of(composite(group, kind, Narrows(group.rank() == BAD_RANK)))
+def changed(group: dist.ProcessGroup, kind: str, dtype: bool) -> tuple[str, str]:
+    return error_of(composite(group, kind, Changes(group.rank() == BAD_RANK, dtype)))
 
 
+@pytest.mark.parametrize("dtype", [False, True], ids=["shape", "dtype"])
 @pytest.mark.parametrize("kind", ["mlp", "experts"])
-def test_an_activation_that_changes_the_shape_is_refused(pool: Pool, kind: str) -> None:
+def test_an_activation_that_changes_shape_or_dtype_is_refused(pool: Pool, kind: str, dtype: bool) -> None:
     name = "ExpertParallelMLP" if kind == "experts" else "ParallelMLP"
-    for refused, text in pool.run(narrowed, kind, ranks=WORLD):
+    makes = "torch.float64 of torch.float32: pass a function that keeps the dtype" if dtype else "(1, "
+    for refused, text in pool.run(changed, kind, dtype, ranks=WORLD):
         assert refused == "RefusedError", text
-        assert text.startswith(f"rank 1: {name}: activation makes (1, ")
-        assert text.endswith("pass a function that keeps the shape, such as torch.nn.functional.silu")
+        assert text.startswith(f"rank 1: {name}: activation makes {makes}"), text
+        assert dtype or text.endswith("pass a function that keeps the shape, such as torch.nn.functional.silu")
+
+
+def of_another_dtype(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:
+    """(layer, error, its text) of inputs in fp16, for weights in fp32."""
+    x, found = data(BATCH, LENGTH // WORLD, HIDDEN).half(), []
+    index, weights = torch.zeros(BATCH * LENGTH // WORLD, 1, dtype=torch.long), torch.ones(BATCH * LENGTH // WORLD, 1)
+    experts = weft.nn.ExpertParallelMLP(HIDDEN, HIDDEN, 4, group=group)
+    calls: list[tuple[nn.Module, tuple[torch.Tensor, ...]]] = [(experts, (x, index, weights))]
+    for dim in (1, None):
+        calls.append((weft.nn.ColumnParallelLinear(HIDDEN, HIDDEN, group=group, sequence_dim=dim), (x,)))
+        wide = x.repeat(1, WORLD, 1)
+        calls.append((weft.nn.RowParallelLinear(WORLD * HIDDEN, HIDDEN, group=group, sequence_dim=dim), (wide,)))
+    for layer, given in calls:
+        found.append((type(layer).__name__, *error_of(lambda layer=layer, given=given: layer(*given))))
+    return found
+
+
+def test_an_input_of_another_dtype_is_refused_by_the_layers_name(pool: Pool) -> None:
+    for found in pool.run(of_another_dtype, ranks=WORLD):
+        for name, refused, text in found:
+            assert refused == "RefusedError", text
+            assert f"{name}: x is torch.float16 on cpu and the weight torch.float32 on cpu: use one dtype" in text
 
 
 def ends(group: dist.ProcessGroup, what: str) -> list[tuple[str, str]]:

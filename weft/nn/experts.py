@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft.operator.layers import activated, compare_options, ends_group, fill, tells_peers, wrong_device
+from weft.operator.layers import activated, compare_options, ends_group, fill, require_alike, tells_peers, wrong_device
 from weft.operator.prepared import group_of
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
@@ -155,6 +155,7 @@ class ExpertParallelMLP(nn.Module):
         counts, in any floating dtype."""
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
             raise ValueError(f"{type(self).__name__}: {wrong}")
+        require_alike(self, x, self.get_parameter(self.first_name), self.down_proj)
         compare_options(
             type(self).__name__, self.group_name, x, hidden=self.hidden, intermediate=self.intermediate,
             num_experts=self.num_experts, gated=self.gated, activation=self.activation,

@@ -211,6 +211,7 @@ class RowParallelLinear(_ParallelLinear):
             bias=given(self.bias), residual=given(residual), norm=norm,
         )  # fmt: skip
         x, weight = as_autocast(x, self.weight)
+        require_alike(self, x, weight)
         bias: torch.Tensor | None = self.bias
         if self.sequence_dim is not None:
             y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)
@@ -290,8 +291,8 @@ def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.
     called, which has checked x."""
     first = layers[0]
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
+    require_alike(of, x, *weights)
     if first.sequence_dim is None:
-        require_alike(of, x, *weights)
         return columns(
             x, weights, [b if b is None else b.to(x.dtype) for b in (layer.bias for layer in layers)], first.group_name
         )
@@ -309,7 +310,7 @@ class ParallelMLP(nn.Module):
 
     hidden, intermediate: of the whole layer; intermediate must be divisible by the number of ranks.
     bias: of all three.
-    activation: of one tensor; works on each column alone and keeps the shape.
+    activation: of one tensor; works on each column alone, and keeps the shape and the dtype.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
 
     Children are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's code).

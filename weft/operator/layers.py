@@ -54,12 +54,17 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return `of.activation(x)`. Raise `ValueError` if it has another shape: products with it would broadcast without an error."""
+    """Return `of.activation(x)`. Raise `ValueError` if it has another shape, because products with it would broadcast without an
+    error, or another dtype, which the next operator would refuse by names that the caller does not know."""
     y: torch.Tensor = of.activation(x)
     if y.shape != x.shape:
         raise ValueError(
             f"{type(of).__name__}: activation makes {tuple(y.shape)} of {tuple(x.shape)}: pass a function that keeps the shape, "
             f"such as torch.nn.functional.silu"
+        )
+    if y.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"{type(of).__name__}: activation makes {y.dtype} of {x.dtype}: pass a function that keeps the dtype, or converts back"
         )
     return y
 

@@ -146,6 +146,7 @@ class ColwiseLinear(_DividedLinear):
             y = nn.functional.linear(whole, weight, bias)
         else:
             local, weight = as_autocast(local, weight)
+            require_alike(self, local, weight)
             whole, (y,) = all_gather_matmul(local, [weight.t()], dim, group, return_A=shares)
             if shares:
                 setattr(x, _WHOLE, (like, whole))
@@ -182,6 +183,7 @@ class RowwiseLinear(_DividedLinear):
         mesh, group, dim = x.device_mesh, x.device_mesh.get_group().group_name, _dimension(self.output_layout, x.dim())
         local, weight, bias = self.local_operands(x)
         local, weight = as_autocast(local, weight)
+        require_alike(self, local, weight)
         if whole:
             y = row(local, weight, None if bias is None else bias.to(weight.dtype), group)
         else:
