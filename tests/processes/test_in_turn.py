@@ -34,8 +34,8 @@ LONG_S = 30.0
 K, N, EXPERTS = 16, 32, 2
 OPERATORS = ["all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul"]
 COLLECTIVE = {
-    "all_gather_matmul": "all_gather x_shard -> x",
-    "all_gather_scaled_matmul": "all_gather x_shard -> x",
+    "all_gather_matmul": "all_gather A_shard -> A",
+    "all_gather_scaled_matmul": "all_gather A_shard -> A",
     "all_to_all_matmul": "exchange splits -> received",
 }
 
@@ -112,8 +112,8 @@ def test_known_numbers_of_rows_that_differ(pool: Pool) -> None:
     """gloo would abort one rank, and give the other a wrong result."""
     for kind, text in pool.run(other_rows, ranks=2):
         assert kind == "DisagreementError"
-        assert "rank 0: all_gather x_shard -> x of all_gather_matmul, [12, 16] gathered from 2 ranks" in text
-        assert "rank 1: all_gather x_shard -> x of all_gather_matmul, [20, 16] gathered from 2 ranks" in text
+        assert "rank 0: all_gather A_shard -> A of all_gather_matmul, [12, 16] gathered from 2 ranks" in text
+        assert "rank 1: all_gather A_shard -> A of all_gather_matmul, [20, 16] gathered from 2 ranks" in text
 
 
 def other_parts(group: dist.ProcessGroup) -> tuple[str, str]:
@@ -298,7 +298,7 @@ def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[st
 
 @pytest.mark.parametrize(
     ("taken", "what"),
-    [("serial", "all_gather x_shard again of backward of all_gather_matmul, "),
+    [("serial", "all_gather A_shard again of backward of all_gather_matmul, "),
      ("direct", "schedule 'direct of backward of all_gather_matmul' of gradients of ")],
 )  # fmt: skip
 def test_errors_in_backward_name_the_operator_that_was_called(pool: Pool, taken: str, what: str) -> None:
@@ -345,12 +345,12 @@ def test_a_rank_that_comes_and_does_not_go_on(doing: str) -> None:
         answers = alone.run(stuck, doing)
     errors = [answers[rank][0] for rank in (0, 2)]
     if doing == "hang":
-        assert_deadline(errors, r"rank [02] waited 0.5 s for all_gather x_shard -> x of all_gather_matmul")
+        assert_deadline(errors, r"rank [02] waited 0.5 s for all_gather A_shard -> A of all_gather_matmul")
     else:
         assert answers[BAD_RANK][0][0] == {"raise": "ArithmeticError", "interrupt": "KeyboardInterrupt"}[doing]
         for kind, text in errors:
             assert kind == "PoisonedGroupError"
-            assert "rank 1: all_gather x_shard -> x of all_gather_matmul" in text
+            assert "rank 1: all_gather A_shard -> A of all_gather_matmul" in text
     assert_over([last for _, last in answers])
 
 

@@ -139,7 +139,7 @@ class Prepared:
         self._executors: list[Executor] = []  # of what was chosen
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
-            self._turns = Turns(f"{op.title}, {shown}", self.domain, said)
+            self._turns = Turns(f"{op.title}, {shown}", self.domain, said, op.arguments)
         self._serial = named(p, "serial").build()
         self.results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._steps: list[Unfused] = []  # one, when it is needed; shared with sizes that pass

@@ -67,6 +67,8 @@ class Operator(ABC, Generic[C]):
     """The fields of the form that ranks compare (`given`), and that change nothing in what runs."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
     """The fields that can be differentiated, with the names that callers know."""
+    arguments: ClassVar[Mapping[str, str]] = {}
+    """The names that callers know of buffers with other names, for messages."""
     hint: ClassVar[str] = ""
     """Advice for ranks that describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()

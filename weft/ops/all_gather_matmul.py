@@ -132,6 +132,7 @@ class _AllGatherMatmul(Operator[_Call]):
         "rows": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"x": "A_shard", "Bs": "any of Bs"}
+    arguments: ClassVar[Mapping[str, str]] = {"x_shard": "A_shard", "x": "A"}
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         return call if call.rows is None else call._replace(rows=checked_rows(call.rows, call.x, 0, group))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     """Returns x's gradient, and those of the weights, transposed."""
 
     name, form = "all_gather_matmul_gradients", _Call
+    arguments: ClassVar[Mapping[str, str]] = {"x_shard": "A_shard"}
 
     def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmulGradients:
         x, grads, wts = call
@@ -105,7 +106,7 @@ def reduce_scattered(
     if len(set(rows)) == 1 and partial.device.type == "cuda":
         mine = partial.new_empty(rows[rank], partial.shape[1])
         return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
-    work = begun(turn, "reduce-scatter of x_shard's gradient", all_reduce_single, partial, group=group)
+    work = begun(turn, "reduce-scatter of A_shard's gradient", all_reduce_single, partial, group=group)
     return partial.split(list(rows))[rank], work
 
 

@@ -12,7 +12,7 @@ watchdog apply.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -31,10 +31,13 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The calls of one shape on CPU. The constructor is collective. what: operator and shape. details: compared as well."""
+    """The calls of one shape on CPU. The constructor is collective. what: operator and shape. details: compared as well. arguments:
+    the names that callers know of buffers, for messages."""
 
-    def __init__(self, what: str, domain: Domain, details: str = "") -> None:
-        self.what, self.domain, self._details = what, domain, details
+    def __init__(
+        self, what: str, domain: Domain, details: str = "", arguments: Mapping[str, str] | None = None
+    ) -> None:
+        self.what, self.domain, self._details, self._arguments = what, domain, details, arguments or {}
         self._meeting = meeting_of(domain)
         self._topics: dict[str, Topic] = {}
 
@@ -46,8 +49,9 @@ class Turns:
         """Begin a collective once all ranks have come to it. Return it without waiting for its end."""
         topic = self._topics.get(collective)
         if topic is None:
+            said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
             topic = self._topics[collective] = Topic(
-                f"{collective} of {self.what}", self._details, difference=shown(self.domain, self._details)
+                f"{said} of {self.what}", self._details, difference=shown(self.domain, self._details)
             )
         try:
             self._meeting.meet(topic, deadline_s=deadline_s)
