@@ -29,3 +29,9 @@ def kind(thing: object) -> str:
     """Return the type of a thing with its article: "a list", "an int"."""
     name = type(thing).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def and_list(names: Iterable[str]) -> str:
+    """ "one, another and a third"."""
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last

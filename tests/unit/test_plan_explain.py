@@ -190,7 +190,7 @@ def test_a_choice_that_calls_take_is_said_to_be_taken() -> None:
     ("op", "option", "said"),
     [
         ("all_to_all_matmul", "experts", "experts=0 must be a positive multiple of ranks=2"),
-        ("matmul_reduce_scatter", "experts", "experts=0: matmul_reduce_scatter has none of it"),
+        ("matmul_reduce_scatter", "experts", "experts=0: matmul_reduce_scatter has no such option"),
         ("embedding_all_to_all", "tables", "tables=0: embedding_all_to_all needs the number of tables"),
     ],
 )

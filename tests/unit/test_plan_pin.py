@@ -78,7 +78,9 @@ def test_what_is_proposed_for_an_unknown_name_can_be_pinned(op: str) -> None:
                 continue
             with pytest.raises(ValueError, match="nearest are") as caught:
                 named(p, name)
-            proposed = re.findall(r"\w+(?:\[[^]]+\])?", str(caught.value).partition("nearest are ")[2])
+            nearest, _, listing = str(caught.value).partition("nearest are ")[2].partition("; ")
+            assert listing == f"`weft plan {p.title} --shape M,N,K --all` lists all"
+            proposed = re.findall(r"\w+(?:\[[^]]+\])?", nearest)
             assert 1 <= len(proposed) <= 3
             for one in proposed:
                 named(p, one).build()

@@ -81,12 +81,12 @@ def test_values_of_types_that_are_not_known_are_the_problems_to_check() -> None:
     [
         ({"norm": "yes"}, "norm='yes' is a str: pass True or False"),
         ({"norm": 1e-5}, "norm=1e-05 is a float: pass True or False"),
-        ({"bias": True}, "bias=True: matmul_all_reduce has none of it; its own options are residual, norm"),
+        ({"bias": True}, "bias=True: matmul_all_reduce has no such option; its own options are residual, norm"),
         ({"M": True}, "m=True is a bool: pass a size, a whole number"),
         ({"K": 1.5}, "k=1.5 is a float: pass a size, a whole number"),
         (
             {"gather_dim": 0},
-            "gather_dim=0: matmul_all_reduce has none of it, matmul_all_gather",
+            "gather_dim=0: matmul_all_reduce has no such option (matmul_all_gather and matmul_all_gather_gradients have it)",
         ),
     ],
 )
@@ -97,7 +97,8 @@ def test_an_explanation_refuses_them(given: dict[str, Any], said: str) -> None:
 
 def test_an_operator_without_options_says_so() -> None:
     with pytest.raises(
-        ValueError, match="norm=true: matmul_reduce_scatter has none of it, matmul_all_reduce has; it has no "
+        ValueError,
+        match=r"norm=true: matmul_reduce_scatter has no such option \(matmul_all_reduce has it\); it has no ",
     ):
         option_from_text("matmul_reduce_scatter", "norm=true")
 

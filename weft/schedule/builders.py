@@ -163,7 +163,10 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
             raise ValueError(
                 f"no schedule {name!r} for {problem.title}: none of its builders has one for {problem.text}"
             )
-        raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {nearest}")
+        listing = f"; `weft plan {problem.title} --shape M,N,K --all` lists all" * type(problem).__module__.startswith(
+            "weft."
+        )
+        raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {nearest}{listing}")
     if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
         raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
     chosen = {

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from weft.words import kind
+from weft.words import and_list, kind
 
 ALL_HAVE = ("m", "n", "k", "ranks", "dtype")
 """Keywords that are no operator's own."""
@@ -92,9 +92,10 @@ def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) 
     if not unknown:
         return
     said = ", ".join(f"{name}={given[name]}" for name in sorted(unknown))
-    others = ", ".join(name for name in sorted(having) if unknown <= set(having[name]))
+    others = [name for name in sorted(having) if unknown <= set(having[name])]
+    elsewhere = f" ({and_list(others)} {'have' if len(others) > 1 else 'has'} it)" if others else ""
     own = f"its own options are {', '.join(having[op])}" if having[op] else "it has no options of its own"
-    raise ValueError(f"{said}: {op} has none of it{others and f', {others} has'}; {own}")
+    raise ValueError(f"{said}: {op} has no such option{elsewhere}; {own}")
 
 
 def _names(problem: Any) -> list[str]:

@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft import forks
@@ -35,6 +35,7 @@ from weft.errors import DeadlineError, DisagreementError, PeerLostError, Poisone
 from weft.symm import mesh
 from weft.symm.calls import CallLog, GroupCalls
 from weft.symm.failures import logged
+from weft.words import and_list
 
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
@@ -429,11 +430,6 @@ class Control:
                 time.sleep(0.001)
             except OSError:
                 return
-
-
-def and_list(names: Iterable[str]) -> str:
-    *before, last = names
-    return f"{', '.join(before)} and {last}" if before else last
 
 
 def unusable(text: str, context: str = "") -> PoisonedGroupError:

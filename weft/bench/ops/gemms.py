@@ -102,6 +102,8 @@ def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ..
         shapes = kind.named(name, groups)
         if not shapes:
             known = ", ".join(groups) or f"nothing (there is no {file}: shapes are in the repository, not in the wheel)"
+            if name[0].isdigit():
+                raise ValueError(f"{name!r} is no shape here: write {kind.written}; or give one of the presets {known}")
             raise ValueError(f"no preset {name!r}: give one of {known}, or a shape {kind.written}")
         for shape in shapes:
             same = found.get(shape.name, shape)
