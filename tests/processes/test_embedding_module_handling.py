@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -411,3 +412,20 @@ def compiled(group, what: str) -> list[float]:
 def test_compiled_programs_call_it_with_other_ids(what):
     with Pool(2) as alone:  # Dynamo stays loaded
         assert alone.run(compiled, what, timeout_s=120) == [[0.0] * 4] * 2
+
+
+def compiled_quietly(group) -> tuple[list[bool], list[str]]:
+    """(whether compiled calls give what calls as they are give, what Dynamo warns of)."""
+    alike = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for input, given in (("local_batch", features(group.rank())), ("global_batch", features(0))):
+            module = made(group, input=input)
+            call = torch.compile(module, backend="eager")
+            alike += [torch.equal(call(given).values(), module(given).values().clone()) for _ in range(2)]
+    return alike, [str(one.message) for one in warned if "Dynamo" in str(one.message)]
+
+
+def test_dynamo_does_not_look_into_the_module():
+    with Pool(2) as alone:  # Dynamo stays loaded
+        assert alone.run(compiled_quietly, timeout_s=120) == [([True] * 4, [])] * 2

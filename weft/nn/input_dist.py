@@ -28,6 +28,7 @@ from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.in_turn import begun, turn_on
+from weft.runtime.opaque import opaque
 from weft.words import by_rank, counted
 
 _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
@@ -82,6 +83,7 @@ class InputDist:
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: _Layout | None = None
 
+    @opaque
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """This rank's features of the global batch, and every rank's batch size.
 

@@ -36,7 +36,8 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal untraced
-        if not frames_are_looked_at() and not torch.compiler.is_compiling():
+        # In this order: Dynamo, which traces this where it was not expected, knows the first one.
+        if not torch.compiler.is_compiling() and not frames_are_looked_at():
             return function(*args, **kwargs)
         if untraced is None:
             untraced = torch.compiler.disable(function)
