@@ -91,8 +91,8 @@ def test_weights_by_rows_are_copied_and_warned_about_once(pool: Pool) -> None:
 def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
     expected = {
         "dtype": "A_shard is torch.bfloat16: use torch.float8_e4m3fn",
-        "K": "K=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32",
-        "N": "N of Bs[0]=8 must be a positive multiple of 16, as fp8 GEMMs want it: use 16",
+        "K": "K=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32",
+        "N": "N of Bs[0]=8 must be a positive multiple of 16 for fp8 GEMMs: use 16",
         "no matrix": "Bs is empty",
         "one tensor": "B_scales is one tensor of shape (1,): pass a list",
         "lengths": "B_scales has 2 entries: pass one for each of 1 Bs",

@@ -76,7 +76,7 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
         ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' cannot do any of these shapes: .*peer"),
         ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu has no other"),
         ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
-        ({"dtype": "fp8"}, "must be a positive multiple of 16, as fp8 GEMMs want it"),
+        ({"dtype": "fp8"}, "must be a positive multiple of 16 for fp8 GEMMs"),
         ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),
         ({"preset": "llama"}, "no preset 'llama': give one of measured, llama-3-8b.*or a shape MxNxK"),
         ({"preset": "24x10x16-symmetric"}, "preset 24x10x16-symmetric: torch has symmetric memory on GPUs only"),

@@ -153,7 +153,7 @@ def test_only_bounded_dispatches_can_be_captured() -> None:
 
 
 def test_an_unknown_operator_is_named() -> None:
-    with pytest.raises(ValueError, match="no operator 'all_reduce' can be planned; there is all_gather_matmul"):
+    with pytest.raises(ValueError, match="no operator 'all_reduce' can be planned; use one of all_gather_matmul"):
         plan.explain("all_reduce", **SHAPE, ranks=2)
 
 

@@ -188,7 +188,7 @@ def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
     ("change", "fault"),
     [
         ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
-        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16, fp64"),
+        ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
         ({"eps": -1.0}, "eps=-1.0 must be a finite number from 0 on"),
         ({"eps": float("nan")}, "eps=nan must be"),
@@ -279,9 +279,9 @@ def summed(change: str, weight: tuple[int, int] = (1, 3), out: tuple[int, int] =
         ("weight", {"weight": (4, 3)}, "the norm's weight is [4, 3]: give [1, 3]"),
         ("weight", {"weight": (1, 2)}, "the norm's weight is [1, 2]: give [1, 3]"),
         ("out", {"out": (2, 3)}, "the norm's out is [2, 3]: give [4, 3], as the sum"),
-        ("place", {}, "a sum and its norm are written in one place"),
+        ("place", {}, "a sum and its norm are written to the same place"),
         ("input", {}, "is written, and a is an input"),
-        ("updates", {"accumulate": True}, "a sum that is added to what is there is not normed"),
+        ("updates", {"accumulate": True}, "an accumulating sum cannot be normed"),
     ],
 )  # fmt: skip
 def test_a_norm_must_fit_its_sum(change: str, options: dict[str, Any], fault: str) -> None:

@@ -172,8 +172,8 @@ def test_scaled_gemms_have_schedules_that_overlap() -> None:
     ("change", "fault"),
     [
         ({"dtype": "bf16"}, "dtype='bf16': operands with scales are fp8"),
-        ({"k": 24}, "K=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32"),
-        ({"n": (8,)}, "N of Bs[0]=8 must be a positive multiple of 16, as fp8 GEMMs want it: use 16"),
+        ({"k": 24}, "K=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32"),
+        ({"n": (8,)}, "N of Bs[0]=8 must be a positive multiple of 16 for fp8 GEMMs: use 16"),
         ({"n": (16, 16)}, "one entry for each of n=(16, 16)"),
         (
             {"scaled": replace(BY_TENSOR, out=("int32",))},

@@ -121,7 +121,7 @@ def test_tiles_are_each_row_and_column_once_and_tell_everybody(m: int, n: int, c
     ("change", "fault"),
     [
         ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
-        ({"dtype": "fp8"}, "dtype='fp8': products are in one of fp32, bf16, fp16, fp64"),
+        ({"dtype": "fp8"}, "dtype='fp8' cannot be multiplied here: use one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
     ],
 )

@@ -193,7 +193,7 @@ def test_tiles_are_each_row_and_column_once_chunk_by_chunk(rows: int, n: int, ch
     [
         ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
         ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
-        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16, fp64"),
+        ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
     ],
 )
@@ -206,9 +206,9 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
     ("change", "fault"),
     [
         ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
-        ({"n": 24}, "N=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32"),
-        ({"k": 0}, "K=0 must be a positive multiple of 16, as fp8 GEMMs want it: use 16"),
-        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16"),
+        ({"n": 24}, "N=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32"),
+        ({"k": 0}, "K=0 must be a positive multiple of 16 for fp8 GEMMs: use 16"),
+        ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16"),
         ({"dtype": "fp64"}, "dtype='fp64': results of scaled GEMMs are bf16, fp16 or fp32"),
     ],
 )

@@ -85,7 +85,7 @@ def test_what_precedes_the_tiles_is_before_all_of_them_and_what_follows_after() 
 
 
 def test_tiles_do_not_wait() -> None:
-    with pytest.raises(ValueError, match="kernel k: tiles copy, compute and set, and 'wait    s\\[0\\]' is none of it"):
+    with pytest.raises(ValueError, match="kernel k: tiles may only copy, compute and set, not 'wait    s\\[0\\]'"):
         Tiles(Kernel("k"), "t", 3, (Wait("s"),))
 
 

@@ -229,7 +229,7 @@ def test_a_step_that_does_not_fit(step: Step, message: str) -> None:
         ("add", "out", ("out", "a"), "shapes differ: [(4, 2), (4, 8), (4, 2)]"),
         ("matmul", "square", ("square", "square"), "square[0:+4, 0:+4] is written while square[0:+4, 0:+4] is read"),
         ("addmm", "out", ("a", "a", "out"), "[4, 8] x [4, 8] does not fit into [4, 2]"),
-        ("addmm", "out", ("a", "b", "square"), "[4, 4] is added to a product of [4, 2]: give [4, 2]"),
+        ("addmm", "out", ("a", "b", "square"), "the third input of addmm is [4, 4]: give [4, 2]"),
         ("addmm", "out", ("a", "b", "half"), "dtypes differ: fp32, fp32, fp16, fp32"),
         ("addmm", "out", ("a", "b", "out"), "out[0:+4, 0:+2] is written while out[0:+4, 0:+2] is read"),
     ],
@@ -254,7 +254,7 @@ def test_what_adds_to_its_third_input_does_not_accumulate() -> None:
     lane = d.lane("compute").compute("addmm", y.part(), x.part(), x.part(), x.part())
     verify(d.schedule())
     lane.compute("addmm", y.part(), x.part(), x.part(), x.part(), accumulate=True)
-    assert "an addmm adds to its third input, and does not accumulate" in faults(d.schedule())
+    assert "addmm adds its third input and cannot accumulate too" in faults(d.schedule())
 
 
 def test_elementwise_operations_may_be_in_place() -> None:

@@ -1,6 +1,6 @@
-"""Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch.
+"""Schedules as values, without torch: which rank computes, copies, signals and waits for what, on which lane.
 
-A new operator has one line here, its problem's. Files with builders are in this folder, and need none.
+A new operator needs one line here, the import of its problem. Files with builders in this folder are found by themselves.
 """
 
 import importlib
@@ -56,5 +56,5 @@ __all__ = [
 ]  # fmt: skip
 __all__ += [problem.__name__ for problem in PROBLEMS.values()]
 
-for _file in pkgutil.iter_modules(__path__):  # which registers the builders that are in it
+for _file in pkgutil.iter_modules(__path__):  # importing a file registers its builders
     importlib.import_module(f"{__name__}.{_file.name}")

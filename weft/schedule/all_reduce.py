@@ -1,22 +1,23 @@
-"""GEMM + all-reduce: the sum of all ranks' products on every rank. Which rows are added up while a GEMM goes on with others.
+"""GEMM + all-reduce: the sum of all ranks' products on every rank. The schedules differ in which rows they reduce during the
+GEMM.
 
-    serial     the library's GEMM, then its all-reduce, in place
-    one_shot   every rank gets the whole products of all others, and adds them all up: one way between ranks, for small M
-    two_shot   a direct reduce-scatter, chunk by chunk, and an all-gather: what a rank has added up, the others fetch while it adds
-               up more
-    chunked    a GEMM for each chunk of all rows, of which all ranks add up parts, and fetch them, while later ones are computed
-    tracked    as two_shot, with one kernel for all rows, whose finished tiles send chunks on their way
+    serial     cuBLAS's GEMM, then NCCL's all-reduce, in place
+    one_shot   every rank gets the whole products of all others and reduces them: one transfer between ranks, for small M
+    two_shot   a direct reduce-scatter, chunk by chunk, then an all-gather: peers fetch a reduced chunk while its owner reduces the
+               next ones
+    chunked    a GEMM for each chunk of all rows; all ranks reduce parts of a chunk and fetch them while later chunks are computed
+    tracked    as two_shot, with one kernel for all rows, whose finished tiles trigger the sending of their chunks
 
-What follows, a bias or a residual, is added by who adds up the rows, before these are rounded and go to the others. Their RMSNorm,
-if it is wanted, every rank computes for itself: the kernel that adds them up does it in passing, and where sums are fetched one
-behind the GEMMs, chunk by chunk while later chunks come.
+The rank that reduces a row also adds the bias or residual, before it rounds the row and sends it to the others. Every rank
+computes the RMSNorm for itself. Where the reducing kernel has all rows, it computes the norm in passing. Where sums are fetched,
+the norm runs behind the GEMMs, chunk by chunk while later chunks arrive.
 
-All ranks get the same bits. In one_shot each rank adds up in the order of ranks, its own product rounded like the others; in the
-others a row's owner adds it up (`weft.schedule.partial_products`), and the others copy that
+All ranks get the same bits. In one_shot each rank reduces in the order of ranks, its own product rounded like the others. In the
+other schedules a row's owner reduces it (`weft.schedule.partial_products`), and the others copy the result
 (`weft.schedule.fetched`).
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter
-and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (following operators).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as
+reduce-scatter and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (following operators).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
 from weft.schedule.schedule import LaneDraft, Schedule
 from weft.schedule.steps import ITEM_BYTES, Buffer, Norm, Region
 
-_MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank: beyond, two_shot sends less by far
+_MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank; for larger products two_shot sends far less
 
 
 class _Result:
-    """y, and its norm, if it is wanted, with the weight of that."""
+    """The result y and, if requested, its RMSNorm with the norm's weight."""
 
     def __init__(self, o: PartialProducts, p: MatmulAllReduce) -> None:
         self.d, self._eps = o.d, p.eps
@@ -48,7 +49,7 @@ class _Result:
         self.y = o.d.buffer("y", p.m, p.n, p.dtype, "output")
 
     def norm(self, part: Region) -> Norm | None:
-        """Of a part of y."""
+        """Return the norm of a part of y, or None if the problem has no norm."""
         if self._eps is None:
             return None
         return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)
@@ -57,7 +58,9 @@ class _Result:
         self, fetched: Fetched, source: Place, target: Place, by: Literal["dma", "kernel"],
         pieces: Callable[[int], list[Region]],
     ) -> Schedule:  # fmt: skip
-        """Everybody's sums. pieces: of y, all that has come with the chunks of a number, in as few pieces as it has."""
+        """Fetch all ranks' sums into y, and norm each chunk when it is complete.
+
+        pieces: maps a chunk's number to the regions of y that the chunk covers, as few as possible."""
         if self._eps is None:
             fetched.fetch(source, target, by)
             return self.d.schedule()
@@ -87,10 +90,10 @@ def serial(p: MatmulAllReduce) -> Schedule:
 
 @builder(MatmulAllReduce, by=("dma", "kernel", "load"))
 def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
-    """by dma, kernel: a rank puts its product into a slot of each peer; kernel: in one launch, which says that the slots of the
-    last run have been read. load: who adds up reads the others' products where they were computed.
+    """Put each rank's product into a slot of each peer (dma, kernel), or read the peers' products in place (load).
 
-    GEMMs do not store into slots: a GEMM has one destination, and a rank needs its own product too."""
+    by kernel: one launch does all puts, and also signals that the slots of the last run have been read. GEMMs do not store into
+    slots: a GEMM has one destination, and a rank needs its own product too."""
     o = PartialProducts.overlapped("one_shot", p)
     slots = 1 if by == "load" else p.world_size
     if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
@@ -108,7 +111,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
         parts = [box.part(at=rank) for rank in range(p.world_size)]
     else:
         parts = [box.part(rows=(rank * p.m, p.m)) for rank in range(p.world_size)]
-        own = (RANK * p.m, p.m)  # in everybody's box
+        own = (RANK * p.m, p.m)  # in every rank's box
         compute.matmul(box.part(rows=own), *product)
         if by == "dma":
             made = d.signals("made", 1)
@@ -137,9 +140,10 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
 
 
 class _Gathered(Sums):
-    """Rows that their owners have added up in symmetric memory, and that everybody fetches from there, chunk by chunk.
+    """Rows that their owners reduce in symmetric memory and that all ranks fetch from there, chunk by chunk.
 
-    An owner adds up when all peers have sent for this run: they have fetched all of the last one then."""
+    An owner starts to reduce when all peers have sent their parts of this run: by then they have fetched all sums of the last
+    run."""
 
     gathered = True
 
@@ -151,7 +155,7 @@ class _Gathered(Sums):
         self.fetched.wait_for(lane, number)
 
     def all_read(self, lane: LaneDraft) -> None:
-        """`fetch` says it."""
+        """Do nothing: `fetch` signals it."""
 
     def added(self, lane: LaneDraft, chunk: int) -> None:
         self.fetched.tell(lane, chunk)
@@ -173,7 +177,7 @@ class _Gathered(Sums):
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
-    """By `direct_sums`. Sums are fetched by copies like those that send products, and where GEMMs store these by copy engines."""
+    """Reduce with `direct_sums`, then fetch the sums with the same kind of copy; with by=store, with copy engines."""
     o = PartialProducts.overlapped("two_shot", p)
     pieces, sums = o.chunks(chunks), _Gathered(o, p, chunks)
     direct_sums(o, sums, pieces, by=by, add=add)
@@ -182,13 +186,15 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
 
 @builder(MatmulAllReduce, chunks=(2, 4, 8), by=("dma", "kernel"))
 def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Of each chunk every rank adds up a part. So GEMMs are of whole chunks, and the first sums can be fetched when one chunk of
-    the product has been computed. A chunk is added up behind the GEMM of the next one, during which it comes."""
+    """Reduce chunk by chunk: every rank reduces a part of each chunk.
+
+    So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. A chunk is reduced behind
+    the GEMM of the next chunk, during which its parts arrive."""
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = _Result(o, p), len(o.peers), cut(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y
     parts = [-(-count // world) for _, count in pieces]
-    begins, rows = starts(tuple(parts)), sum(parts)  # of what a rank adds up
+    begins, rows = starts(tuple(parts)), sum(parts)  # of the rows that a rank reduces
 
     def count(owner: Index, c: int) -> Index:
         return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)
@@ -231,7 +237,7 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
-    """By `tracked_sums`."""
+    """Reduce with `tracked_sums`, then fetch the sums with copy engines."""
     o = PartialProducts.overlapped("tracked", p)
     sums = _Gathered(o, p, chunks)
     return sums.fetch(tracked_sums(o, sums, chunks=chunks, to=to), "dma")

@@ -1,4 +1,4 @@
-"""Operators as descriptions: what is asked for. The ways known to do it are in `weft.schedule.builders`."""
+"""Descriptions of operators: what to compute. `weft.schedule.builders` has the ways to compute it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from weft.words import counted, kind
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the planner asks of an operator's description, beside its builders. One of them is `serial`: the library's calls,
-    one after the other, which is what the others are compared with and what says how large the whole operations are."""
+    """The description of an operator: what the planner needs to know beside its builders.
+
+    One builder is `serial`: the NCCL and cuBLAS calls one after the other. It is the baseline for the other schedules, and its
+    steps give the sizes of the whole operations."""
 
     world_size: int
     name: ClassVar[str]
-    """The operator's."""
+    """The name of the operator."""
     title: ClassVar[str]
-    """What messages call it: its name, unless callers do not know the operator by that because others call it for them."""
+    """The name in messages: `name`, unless users never call the operator by that name themselves."""
     tried_on_gpus: ClassVar[bool] = True
-    """Whether its schedules have run and been timed there; if not, none but serial is taken unasked."""
+    """True if its schedules have run and been timed on GPUs. If False, only serial is selected unless a schedule is pinned."""
     rounds_sums: ClassVar[bool] = False
-    """Whether the library, too, rounds what ranks have computed to the result's dtype before it adds it up."""
+    """True if the unfused calls, too, round each rank's product to the result's dtype before NCCL reduces it."""
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -35,9 +37,11 @@ class Problem:
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> Problem:
-        """With even sizes, as plans and benchmarks name them. Options of an operator's own follow as keywords: `weft plan`
-        and `weft bench` have them too. `weft plan NAME --help` is this docstring of an operator's own (what M, N and K are, and
-        examples), and for an option the text that its type is `Annotated` with."""
+        """Return the problem with even sizes, as plans and benchmarks name them.
+
+        An operator's own options follow as keywords; `weft plan` and `weft bench` accept them too. `weft plan NAME --help` prints
+        the docstring of the operator's own method (what M, N and K are, and examples), and for an option the text that its type
+        is `Annotated` with."""
         given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
         if {field.name for field in fields(cls)} != given.keys():
             raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
@@ -45,57 +49,58 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """Sizes, for a line of text."""
+        """The sizes as a line of text."""
         sizes = (f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "world_size")
         return f"{', '.join(sizes)}, {counted(self.world_size, 'rank')}"
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is to be computed."""
+        """True if there is anything to compute."""
         return True
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """(what is alike in problems that differ in one size only, that size): choices are made for a few sizes of each family
-        (`weft.plan.nearby`). Here every problem is a family of its own."""
+        """(problems that differ in one size only, that size).
+
+        Schedules are selected for a few sizes of each family (`weft.plan.nearby`). By default every problem is its own family."""
         return self, 0.0
 
     def resized(self, size: float) -> Problem:
-        """The one of this family that is nearest to a size."""
+        """Return the problem of this family whose size is nearest to `size`."""
         return self
 
     @property
     def not_captured(self) -> str:
-        """Why no CUDA graph can capture it, whatever the schedule; empty if one may."""
+        """The reason why no CUDA graph can capture the problem, whatever the schedule; empty if a graph can."""
         return ""
 
     @property
     def uneven(self) -> str:
-        """How ranks differ, so that each has to be simulated; empty if all do alike."""
+        """The difference between ranks that makes the simulator run each of them; empty if all ranks do the same work."""
         return ""
 
     def takes(self, candidate: Candidate) -> bool:
-        """Whether a call may take it that pins none."""
+        """True if a call without a pinned schedule may use `candidate`."""
         return True
 
     def worth_running(self, candidate: Candidate) -> bool:
-        """Whether to try it where no model says how fast it is: each one that is run costs a first call some milliseconds."""
+        """True if `candidate` should be timed when no model predicts it: each timing costs a first call some milliseconds."""
         return True
 
 
 PROBLEMS: dict[str, type[Problem]] = {}
-"""By the operator's name."""
+"""Problem classes by the name of the operator."""
 
 
 def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
-    """Raises `ValueError` for sizes that cannot be."""
+    """Raise `ValueError` for impossible sizes."""
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in (m, n, k))
     if not whole or world_size < 1:
         raise ValueError(f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1")
 
 
 def require_even(m: int, n: int, k: int, world_size: int) -> None:
-    """Raises `ValueError` for sizes that cannot be, or an m of which ranks do not have equal parts."""
+    """Raise `ValueError` for impossible sizes, or if m is not divisible by the number of ranks."""
     require_sizes(m, n, k, world_size)
     if m % world_size:
         below = m - m % world_size
@@ -104,10 +109,12 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
 
 
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
-    """The operator of that name with even sizes, as `weft.plan.explain` describes them. `ValueError` if it does not go. options:
-    of its `Problem.sized`, of the types that these keywords are annotated with."""
+    """Return the problem of operator `op` with even sizes, as `weft.plan.explain` describes them.
+
+    options: keywords of the operator's `Problem.sized`, with values of the annotated types. Raises `ValueError` if the operator,
+    a size or an option is wrong."""
     if op not in PROBLEMS:
-        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(sorted(PROBLEMS))}")
+        raise ValueError(f"no operator {op!r} can be planned; use one of {', '.join(sorted(PROBLEMS))}")
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):
@@ -123,8 +130,9 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
 
 
 def option_from_text(op: str, given: str) -> tuple[str, Any]:
-    """Return name and value of an option of that operator from "NAME=VALUE". `ValueError` for an option that it does not have, or a
-    text that is no value of it."""
+    """Return the name and value of an option of operator `op` from "NAME=VALUE".
+
+    Raises `ValueError` for an unknown option, or a text that is not a value of it."""
     name, text = own.split(given)
     own.check_names(op, {name: text}, PROBLEMS)
     (annotation,) = (one.annotation for one in own.keywords(PROBLEMS[op].sized) if one.name == name)

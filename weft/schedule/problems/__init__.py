@@ -1,1 +1,1 @@
-"""What operators are asked for: one file for each, under its name, with what makes a problem of it."""
+"""Descriptions of the operators: one file for each operator, under its name."""

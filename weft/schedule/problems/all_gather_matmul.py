@@ -1,4 +1,4 @@
-"""Rows of all ranks, gathered, times each rank's own weights; with scales in fp8."""
+"""All-gather + GEMM: the gathered rows of all ranks times each rank's own weights; with scales for fp8."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
 SCALED_MULTIPLE = 16
-"""Of k and n: what the libraries' fp8 GEMMs take."""
+"""The multiple of k and n that fp8 GEMMs of cuBLAS and torch need."""
 
 
 def require_multiple(name: str, size: int) -> None:
-    """Raises `ValueError` for a size that fp8 GEMMs do not take."""
+    """Raise `ValueError` for a size that fp8 GEMMs do not accept."""
     if size < 1 or size % SCALED_MULTIPLE:
         below = size - size % SCALED_MULTIPLE
         nearest = f"{below} or {below + SCALED_MULTIPLE}" if below else f"{SCALED_MULTIPLE}"
-        raise ValueError(
-            f"{name}={size} must be a positive multiple of {SCALED_MULTIPLE}, as fp8 GEMMs want it: use {nearest}"
-        )
+        raise ValueError(f"{name}={size} must be a positive multiple of {SCALED_MULTIPLE} for fp8 GEMMs: use {nearest}")
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """fp8 operands with fp32 scales: ys[i] = (x * its scales) @ (ws[i] * its scales) + bias[i].
 
-    by "tensor": one scale for a whole matrix; a rank's own is for all of x. "row": one for each row of x, and for each column
-    of a weight. out: the dtype of each y. biased: which have a bias. fast: which are accumulated fast (and less exactly).
+    by "tensor": one scale for a whole matrix; a rank's own x_scale applies to all of x. "row": one scale for each row of x, and
+    for each column of a weight. out: the dtype of each y. biased: True for each y with a bias. fast: True for each y that is
+    accumulated fast (and less exactly).
 
-    Buffers, beside those of the operator: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or [1, n[i]], and
-    bias0, bias1, ... [1, n[i]], where there is one, of the dtype of its y, or, if that is fp8, in bf16; in.
+    Input buffers, beside the operator's: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or [1, n[i]], and for
+    each biased y bias0, bias1, ... [1, n[i]] in the dtype of its y, or in bf16 if y is fp8.
     """
 
     by: Literal["tensor", "row"]
@@ -46,7 +45,7 @@ class Scaled:
         return "bf16" if out == "fp8" else out
 
     def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
-        """Raises `ValueError` for what fp8 GEMMs cannot be."""
+        """Raise `ValueError` for sizes, dtypes or entries that fp8 GEMMs do not support."""
         if dtype != "fp8":
             raise ValueError(f"dtype={dtype!r}: operands with scales are fp8")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
@@ -65,9 +64,9 @@ class Scaled:
 class AllGatherMatmul(Problem):
     """ys[i] = concatenation of all ranks' x_shard along the rows @ ws[i].
 
-    Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
-    `return_gathered` also x [sum(rows), k]; with `scaled`, those that it names. Source: "Design Space Exploration of DMA
-    based Finer-Grain Compute Communication Overlap", II-B.
+    Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with `return_gathered` also
+    x [sum(rows), k]. `scaled` adds the buffers that it names. Source: "Design Space Exploration of DMA based Finer-Grain Compute
+    Communication Overlap", II-B.
 
     Builders: `weft.schedule.serial`, `weft.schedule.ficco`, `weft.schedule.gather`, `weft.schedule.shard`.
     """
@@ -93,7 +92,7 @@ class AllGatherMatmul(Problem):
 
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
-        """[m, k] gathered from equal shards times one [k, n] on every rank."""
+        """Return the problem of one [m, k] gathered from equal shards times one [k, n] on every rank."""
         require_even(m, n, k, world_size)
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 
@@ -120,7 +119,7 @@ class AllGatherMatmul(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Of M. Uneven shards are planned as they are."""
+        """The problem without M, and M of a shard. Uneven shards are planned as they are."""
         if len(set(self.rows)) > 1:
             return self, 0.0
         return replace(self, rows=(1,) * self.world_size), float(self.rows[0])

@@ -1,4 +1,4 @@
-"""All gradients of rows that were gathered and multiplied."""
+"""The backward pass of all-gather + GEMM: all gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AllGatherMatmulGradients(Problem):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmulGradients:
-        """M, N, K: of x_shard [M / ranks, K] and of w [K, N] on each rank.
+        """M, N, K: sizes of forward's x_shard [M / ranks, K] and w [K, N] on each rank.
 
         weft plan all_gather_matmul_gradients --shape 16384,8192,4096 --ranks 8
         """
@@ -43,12 +43,12 @@ class AllGatherMatmulGradients(Problem):
 
     @property
     def rows(self) -> int:
-        """Of a shard."""
+        """The number of rows of a shard."""
         return self.m // self.world_size
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Of M."""
+        """The problem without M, and the rows of a shard."""
         return replace(self, m=self.world_size), float(self.rows)
 
     def resized(self, size: float) -> AllGatherMatmulGradients:

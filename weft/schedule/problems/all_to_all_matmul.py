@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts, and there times these experts' weights."""
+"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class AllToAllMatmul(ExpertsProblem):
-    """Every token to the rank of its expert, and there times the expert's weights.
+    """Every token goes to the rank of its expert and is multiplied there by the expert's weights.
 
-    exact: y has the rows that arrive, which the host has to know; otherwise at least that many. return_x: the tokens that arrive
-    are wanted too.
+    exact: y has exactly as many rows as arrive, which the host has to know; otherwise y has at least as many rows. return_x:
+    return the tokens that arrive too.
 
-    Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below
-    the other, in; y [rows that arrive, n] by expert and then by the rank that they come from, received [ranks, experts] int64,
-    how many these are, and with return_x x [rows that arrive, k] by that rank and then by expert, out. Source: "Design Space
-    Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
+    Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below the
+    other, in; y [rows that arrive, n] by expert and then by source rank, received [ranks, experts] int64, the number of these
+    rows, and with return_x x [rows that arrive, k] by source rank and then by expert, out. Source: "Design Space Exploration of
+    DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
 
     Builders: `weft.schedule.dispatch`, `weft.schedule.ficco_dispatch`.
     """
@@ -34,7 +34,7 @@ class AllToAllMatmul(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"no graph can capture {self.name} that returns exactly the rows that arrive, since the host reads how many; plan it "
+            f"no graph can capture {self.name} that returns exactly the rows that arrive: the host reads their number; plan it "
             "with --option bounded=true (in Python bounded=True), and call it with max_rows"
         )
 
@@ -47,8 +47,10 @@ class AllToAllMatmul(ExpertsProblem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """FiCCO's schedules by columns round at every step, too often for 16 bits: of many ranks not even planned, since that takes
-        longer than all others together."""
+        """Refuse FiCCO's schedules by columns for 16 bits and for more than 8 ranks.
+
+        They round at every step, too often for 16 bits. For many ranks, planning them takes longer than planning all others
+        together."""
         return candidate.builder != "ficco_2d" or ITEM_BYTES[self.dtype] > 2 or self.world_size <= 8
 
     def worth_running(self, candidate: Candidate) -> bool:

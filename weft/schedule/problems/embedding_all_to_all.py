@@ -1,4 +1,4 @@
-"""Bags of embeddings, summed where their tables are, for the ranks whose samples they are of."""
+"""Embedding pooling + all-to-all: each rank sums the bags of its own tables, for the ranks that own the samples."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from weft.schedule.problem import Problem
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
-_MOST_SAMPLES = 1024  # of a rank, that choices are made for
+_MOST_SAMPLES = 1024  # of a rank: the largest size that schedules are selected for
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAllToAll(Problem):
-    """out = for each of a rank's samples the sums of its bags of all tables, side by side; ranks own the tables.
+    """out = for each sample of a rank the sums of its bags of all tables, side by side. Each table is on one rank.
 
-    slots: for each rank, (first column of out, columns) of each of its tables' blocks, by rising column. rows_read: how many
-    rows a bag of each slot sums up, on the average, in the same order; empty: one each.
+    slots: for each rank, (first column of out, columns) of the block of each of its tables, by rising column. rows_read: the
+    average number of rows that a bag of each slot sums, in the same order; empty: one row each.
 
-    Buffers: bags [sum(batch_sizes), slots] in, an element for each bag: its ids, of which a rank has those of its own slots;
-    tables [most rows read, columns] in, where the tables of all slots lie side by side, a rank's own on it: a region of them
-    has as many rows as a bag of it reads, on the average, whichever these are. out [max(batch_sizes), columns] is symmetric,
-    and its first batch_sizes[rank] rows are the result. Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style
-    Communication for Deep Learning Recommendation Systems", III.
+    Buffers: bags [sum(batch_sizes), slots] in, an element for each bag. The element stands for the bag's ids, which a rank has
+    for its own slots only. tables [most rows read, columns] in, the tables of all slots side by side, of which a rank has its
+    own. A region of tables has as many rows as a bag reads on average, whichever rows these are. out [max(batch_sizes), columns]
+    is symmetric, and its first batch_sizes[rank] rows are the result. Source: "Accelerating Multi-GPU Embedding Retrieval with
+    PGAS-Style Communication for Deep Learning Recommendation Systems", III.
 
     Builders: `weft.schedule.slices`.
     """
@@ -54,10 +54,14 @@ class EmbeddingAllToAll(Problem):
         end = 0
         for column, dim in sorted(slot for of_rank in self.slots for slot in of_rank):
             if column != end or dim < 1:
-                raise ValueError(f"slots must cover all columns once: one of {dim} begins at {column}, and not {end}")
+                raise ValueError(
+                    f"slots must cover all columns once: a slot of {dim} columns begins at {column}, not at {end}"
+                )
             end = column + dim
         if not end or any(list(of_rank) != sorted(of_rank) for of_rank in self.slots):
-            raise ValueError(f"slots={self.slots}: there must be one, and a rank's must be in the order of columns")
+            raise ValueError(
+                f"slots={self.slots}: give at least one slot, and each rank's slots in the order of columns"
+            )
 
     @property
     def columns(self) -> int:
@@ -66,11 +70,11 @@ class EmbeddingAllToAll(Problem):
     @classmethod
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str = "fp32", *,
-        tables: Annotated[int | None, "Needed: of all ranks together; as many on each, if that goes."] = None,
+        tables: Annotated[int | None, "Required: number of tables of all ranks together, spread evenly."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
-        """What transport="auto" takes. M: samples of all ranks. N: columns of each table. K: rows that a bag of it reads.
+        """The problem that transport="auto" plans. M: samples of all ranks. N: columns of each table. K: rows that a bag reads.
 
-        serial pools, calls the library's all-to-all, and puts the columns in order.
+        serial pools, calls NCCL's all-to-all, and puts the columns in order.
 
             weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
 
@@ -109,13 +113,15 @@ class EmbeddingAllToAll(Problem):
 
     @staticmethod
     def size_of(batch_sizes: tuple[int, ...]) -> float:
-        """Samples of a rank. An uneven batch is taken for an even one of its largest part; more than so many samples take in
-        proportion to their number, whatever is chosen."""
+        """Return the number of samples of a rank, as a size of the family.
+
+        An uneven batch counts as an even batch of its largest part. Beyond the limit, time grows in proportion to the samples,
+        whatever the schedule."""
         return float(min(max(batch_sizes), _MOST_SAMPLES))
 
     def resized(self, size: float) -> EmbeddingAllToAll:
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
 
     def takes(self, candidate: Candidate) -> bool:
-        """Order and slice size are the caller's to say."""
+        """Refuse candidates with parameters: order and slice size are the caller's choice."""
         return not candidate.parameters

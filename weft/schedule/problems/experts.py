@@ -1,4 +1,4 @@
-"""What both ways between tokens and their experts have in common: how many there are, of whom, and for which expert."""
+"""The base of both MoE operators: the number of tokens, per rank and per expert."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from weft.schedule.steps import ITEM_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProblem(Problem):
-    """experts: of each rank. rows: how many tokens each rank has. n, k: columns and rows of an expert's weights. splits: for each
-    rank, how many of its tokens are for each expert of all ranks, which only the run knows: these are expected; empty: as many for
-    each. most: tokens of a rank that may be for the experts of one other. exact: the host learns how many rows the result has;
-    otherwise it was told, and waits for nothing."""
+    """Tokens of each rank and the experts that they are for.
+
+    experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
+    splits: for each rank, the expected number of its tokens for each expert of all ranks; only the run knows the actual numbers.
+    Empty: equally many for each expert. most: the most tokens that a rank may send to the experts of one other rank. exact: the
+    host learns the number of rows of the result; otherwise the caller passed a number, and the host waits for nothing."""
 
     world_size: int
     experts: int
@@ -30,8 +32,8 @@ class ExpertsProblem(Problem):
     def __post_init__(self) -> None:
         if len(self.rows) != self.world_size or self.experts < 1:
             raise ValueError(
-                f"rows={self.rows}, experts={self.experts}: one number of rows for each of {self.world_size} ranks, and at "
-                f"least one expert on each"
+                f"rows={self.rows}, experts={self.experts}: give one number of rows for each of {self.world_size} ranks, and "
+                f"at least one expert on each"
             )
         if min(self.rows) < 0 or self.k < 0 or self.n < 0 or self.most < 0:
             raise ValueError(f"rows={self.rows}, n={self.n}, k={self.k}, most={self.most}: sizes must not be negative")
@@ -49,11 +51,10 @@ class ExpertsProblem(Problem):
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
-            raise ValueError(f"a rank sends {sent} tokens to one other, and most={self.most}")
+            raise ValueError(f"a rank sends {sent} tokens to one other rank, more than most={self.most}")
 
     def __str__(self) -> str:
-        """As repr, but splits, a number for each expert of all, only where they are not even, and a flag of one problem only where
-        it is set."""
+        """Return repr without `splits` if they are even (a number for each expert of all), and without an unset `return_x`."""
         usual = {"splits": self._even_splits(), "return_x": False}
         shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
@@ -67,17 +68,17 @@ class ExpertsProblem(Problem):
 
     @classmethod
     def even(cls, rows: int, n: int, k: int, experts: int, world_size: int, dtype: str = "bf16") -> Self:
-        """`rows` tokens on each rank, as many for each of `experts` of a rank."""
+        """Return the problem with `rows` tokens on each rank, equally many for each of `experts` experts of a rank."""
         return cls(world_size, experts, (rows,) * world_size, n, k, dtype, most=rows)
 
     @classmethod
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
-        experts: Annotated[int | None, "Needed: of all ranks together; as many on each."] = None,
-        bounded: Annotated[bool, "The host waits for no number of rows: all_to_all_matmul with max_rows, "
-                           "matmul_all_to_all with rows. Only so a graph can capture it (--mode graph)."] = False,
+        experts: Annotated[int | None, "Required: number of experts of all ranks together, equally many on each."] = None,
+        bounded: Annotated[bool, "The host does not wait for the number of rows: all_to_all_matmul with max_rows, "
+                           "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
-        """M: tokens of a rank, each once for each of its experts; as many are taken to be for each. [K, N]: an expert's weights.
+        """M: tokens of a rank, one copy for each of their experts, equally many for each expert. [K, N]: an expert's weights.
 
         weft plan all_to_all_matmul --shape 8192,14336,4096 --option experts=8
 
@@ -112,6 +113,6 @@ class ExpertsProblem(Problem):
 
     @property
     def tokens(self) -> str:
-        """How many each rank has, for a line of text."""
+        """The number of tokens of each rank as text."""
         rows = str(self.rows[0]) if len(set(self.rows)) == 1 else f"({', '.join(map(str, self.rows))})"
         return f"{rows} tokens"

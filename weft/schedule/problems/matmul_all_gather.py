@@ -1,4 +1,4 @@
-"""Each rank's product, to all ranks."""
+"""GEMM + all-gather: each rank's product on all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.words import counted
 class MatmulAllGather(Problem):
     """y = all ranks' x @ w, one below the other; with `columns` side by side.
 
-    Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering for
-    Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather behind its producer).
+    Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering
+    for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather behind its producer).
 
     Builders: `weft.schedule.gathered_product`.
     """
@@ -32,7 +32,7 @@ class MatmulAllGather(Problem):
 
     def __post_init__(self) -> None:
         if self.dtype not in SUMMED:
-            raise ValueError(f"dtype={self.dtype!r}: products are in one of {', '.join(SUMMED)}")
+            raise ValueError(f"dtype={self.dtype!r} cannot be multiplied here: use one of {', '.join(SUMMED)}")
         require_sizes(self.m, self.n, self.k, self.world_size)
 
     @classmethod
@@ -40,7 +40,7 @@ class MatmulAllGather(Problem):
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
         gather_dim: Annotated[int, "0 joins the products' rows, -1 their columns."] = 0,
     ) -> MatmulAllGather:  # fmt: skip
-        """M, N, K: M rows of K columns, times [K, N], on each rank, and all ranks' products to each.
+        """x [M, K] times w [K, N] on each rank, and all ranks' products on each rank.
 
         weft plan matmul_all_gather --shape 4096,8192,4096
 
@@ -52,12 +52,12 @@ class MatmulAllGather(Problem):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of y."""
+        """The shape of y."""
         return (self.m, self.world_size * self.n) if self.columns else (self.world_size * self.m, self.n)
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Of M."""
+        """The problem without M, and M."""
         return replace(self, m=1), float(self.m)
 
     def resized(self, size: float) -> MatmulAllGather:

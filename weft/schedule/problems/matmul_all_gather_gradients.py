@@ -1,4 +1,4 @@
-"""Both gradients of products that went to all ranks."""
+"""The backward pass of GEMM + all-gather: both gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllGatherGradients(MatmulAllGather):
-    """grad_x = own @ wt and grad_w = xt @ own, where own is the part of the sum over ranks of g in which this rank's product lay.
+    """grad_x = own @ wt and grad_w = xt @ own. own: this rank's part of the sum over ranks of g, where its product lay in y.
 
-    Buffers: g [ranks * m, n], with `columns` [m, ranks * n], the transposed x and w, xt [k, m] and wt [n, k], in; grad_x [m, k] and
-    grad_w [k, n] out.
+    Buffers: g [ranks * m, n], with `columns` [m, ranks * n], the transposed x and w, xt [k, m] and wt [n, k], in; grad_x [m, k]
+    and grad_w [k, n] out.
 
     Builders: `weft.schedule.gathered_product_gradients`.
     """

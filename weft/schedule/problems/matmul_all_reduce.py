@@ -1,4 +1,4 @@
-"""Products of all ranks, added up, and the whole sum to each rank."""
+"""GEMM + all-reduce: the sum of all ranks' products on each rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllReduce(Problem):
-    """y = the sum of all ranks' x @ w, on every rank. A residual may be added to it, and its RMSNorm wanted too: normed = y /
-    sqrt(the mean of a row's squares + eps) * norm.
+    """y = the sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual, and its RMSNorm.
 
-    bias, residual: whether one is added. eps: of the norm; None: there is none.
+    normed = y / sqrt(the mean of a row's squares + eps) * norm. bias, residual: True if it is added. eps: of the norm; None: no
+    norm.
 
     Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:
     Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and
@@ -41,16 +41,16 @@ class MatmulAllReduce(Problem):
         if self.eps is not None:
             checked_eps(self.eps)
         if self.dtype not in SUMMED:
-            raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in one of {', '.join(SUMMED)}")
+            raise ValueError(f"dtype={self.dtype!r} cannot be reduced: use one of {', '.join(SUMMED)}")
         require_sizes(self.m, self.n, self.k, self.world_size)
 
     @classmethod
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
-        residual: Annotated[bool, "A residual is added to the sum."] = False,
-        norm: Annotated[bool, "The sum's RMSNorm is wanted too."] = False,
+        residual: Annotated[bool, "Add a residual to the sum."] = False,
+        norm: Annotated[bool, "Return the RMSNorm of the sum too."] = False,
     ) -> MatmulAllReduce:  # fmt: skip
-        """M rows of K columns, times [K, N], on each rank, and the whole sum on each.
+        """x [M, K] times w [K, N] on each rank, and the whole sum on each.
 
         weft plan matmul_all_reduce --shape 8192,8192,4096
 
@@ -60,7 +60,7 @@ class MatmulAllReduce(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Of the rows that a rank adds up."""
+        """The problem without M, and the number of rows that a rank reduces."""
         return replace(self, m=self.world_size), float(-(-self.m // self.world_size))
 
     def resized(self, size: float) -> MatmulAllReduce:

@@ -1,4 +1,4 @@
-"""Rows times the weights of their experts, and back to the ranks whose tokens they are."""
+"""GEMM + MoE combine: rows times the weights of their experts, and back to the ranks of their tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllToAll(ExpertsProblem):
-    """What came to a rank's experts times their weights, and every row back to the rank that it came from.
+    """The rows that came to a rank's experts times the experts' weights; every row returns to the rank that it came from.
 
-    exact: the host reads how many tokens there are; otherwise it was told, and waits for nothing.
+    exact: the host reads the number of tokens; otherwise the caller passed a number, and the host waits for nothing.
 
-    Buffers: h [rows that came, k] by local expert and then by the rank that they came from, received [ranks, experts] int64, how
-    many these are, splits [1, experts of all] int64, this rank's tokens for each expert, w [experts * k, n], one expert below the
-    other, in; y [rows[rank], n] in the order of this rank's tokens, by expert of all, out. Source: "T3: Transparent Tracking &
+    Buffers: h [rows that came, k] by local expert and then by source rank, received [ranks, experts] int64, the number of these
+    rows, splits [1, experts of all] int64, this rank's tokens for each expert, w [experts * k, n], one expert below the other,
+    in; y [rows[rank], n] in the order of this rank's tokens, by expert of all, out. Source: "T3: Transparent Tracking &
     Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2.
 
     Builders: `weft.schedule.combine`.
@@ -31,7 +31,7 @@ class MatmulAllToAll(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"no graph can capture {self.name} without rows, since the host reads how many there are; plan it with "
+            f"no graph can capture {self.name} without rows: the host reads the number of rows; plan it with "
             "--option bounded=true (in Python bounded=True), and call it with rows"
         )
 

@@ -1,4 +1,4 @@
-"""Products of all ranks, added up, and to each rank its rows."""
+"""GEMM + reduce-scatter: the sum of all ranks' products, each rank's rows on that rank."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class MatmulReduceScatter(Problem):
 
     def __post_init__(self) -> None:
         if self.dtype not in SUMMED:
-            raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in one of {', '.join(SUMMED)}")
+            raise ValueError(f"dtype={self.dtype!r} cannot be reduced: use one of {', '.join(SUMMED)}")
         require_even(self.m, self.n, self.k, self.world_size)
 
     @property
     def rows(self) -> int:
-        """Of a rank's result."""
+        """The number of rows of a rank's result."""
         return self.m // self.world_size
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Of M."""
+        """The problem without M, and the rows of a rank's result."""
         return replace(self, m=self.world_size), float(self.rows)
 
     def resized(self, size: float) -> MatmulReduceScatter:
@@ -58,7 +58,7 @@ class MatmulReduceScatter(Problem):
         return self.m > 0 and self.n > 0 and self.k > 0
 
     def takes(self, candidate: Candidate) -> bool:
-        """GEMMs that read what they add to from a peer have not been timed on GPUs."""
+        """Refuse `pulled`: GEMMs that accumulate into a peer's partial sums have not been timed on GPUs."""
         return candidate.builder != "pulled"
 
     def worth_running(self, candidate: Candidate) -> bool:

@@ -1,4 +1,4 @@
-"""Products of fp8 operands of all ranks, scaled, added up, and to each rank its rows."""
+"""Scaled fp8 GEMM + reduce-scatter: the sum of all ranks' products, each rank's rows on that rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatmulReduceScatter(MatmulReduceScatter):
-    """y = this rank's rows of the sum of all ranks' (x * its scales) @ (w * its scales) + bias, x and w in fp8, the products, which
-    travel and are added up, in `dtype`.
+    """y = this rank's rows of the sum of all ranks' (x * its scales) @ (w * its scales) + bias.
 
-    by "tensor": one scale for all of x, one for all of w. "row": one for each row of x, and for each column of w. biased: whether
-    each rank's product has a bias. fast: whether it is accumulated fast (and less exactly).
+    x and w are fp8. The products travel and are reduced in `dtype`. by "tensor": one scale for all of x, one for all of w. "row":
+    one scale for each row of x, and for each column of w. biased: True if each rank's product has a bias. fast: True if the GEMM
+    accumulates fast (and less exactly).
 
     Buffers: x [m, k], w [k, n], x_scale [1, 1] or [m, 1], w_scale [1, 1] or [1, n], in fp32, and with `biased` bias [1, n] in
-    `dtype`, in; y [m / ranks, n] out. Source: that of `MatmulReduceScatter`, for data that is not scaled.
+    `dtype`, in; y [m / ranks, n] out. Source: the same as of `MatmulReduceScatter`, for unscaled data.
 
     Builders: `weft.schedule.scatter`.
     """
@@ -32,7 +32,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     fast: bool
 
     def __post_init__(self) -> None:
-        MatmulReduceScatter.__post_init__(self)  # super() does not find a class with slots
+        MatmulReduceScatter.__post_init__(self)  # super() fails in a dataclass with slots
         if self.dtype == "fp64":
             raise ValueError("dtype='fp64': results of scaled GEMMs are bf16, fp16 or fp32")
         require_multiple("K", self.k)
@@ -40,16 +40,15 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
-        """As matmul_reduce_scatter, with one scale for x and one for w. dtype: of the result; fp8, which is that of the
-        operands, stands for bf16.
+        """matmul_reduce_scatter with one scale for x and one for w. dtype: of the result; fp8, the operands' dtype, means bf16.
 
-            weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
+        weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
         """
         return cls(ranks, m, n, k, "bf16" if dtype == "fp8" else dtype, "tensor", False, False)
 
     @property
     def scaled(self) -> Scaled:
-        """What is scaled how, as all problems with one or several such GEMMs say it."""
+        """The scaling of the GEMM, in the form that all problems with scaled GEMMs share."""
         return Scaled(self.by, (self.dtype,), (self.biased,), (self.fast,))
 
     @property

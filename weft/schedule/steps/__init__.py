@@ -1,4 +1,4 @@
-"""Step kinds, one file each, and lanes of them. `weft.schedule.steps.base` says what a kind says of itself."""
+"""The kinds of steps, one file each, and lanes of steps. `weft.schedule.steps.base` says what a kind defines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Resource: TypeAlias = Literal["compute", "copy"]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Steps in order on one resource: "compute" (a stream for kernels) or "copy" (a stream for copy engines)."""
+    """A sequence of steps on one resource: "compute" (a stream for kernels) or "copy" (a stream for copy engines)."""
 
     name: str
     resource: Resource

@@ -1,4 +1,4 @@
-"""What ranks tell each other about one exchange, compared."""
+"""The comparison of the sizes that both sides of one exchange expect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Agree(Step):
-    """Spoil what came from ranks that sent something else than this rank takes it for.
+    """Fill with NaN the rows from ranks that sent other sizes than this rank expects.
 
-    expected: a row for each of W ranks, the counts of what comes from there. sent: W tables of W rows, one below the other; row
-    `row` of the table of a rank is what that one says that it sent here. out: what came, the rows of each rank below those of
-    the ranks before it, as many as its expected counts add up to. Where a rank's two rows differ, its rows in `out` become NaN.
+    expected [W, counts]: row r is what this rank expects from rank r. sent [W * W, counts]: W tables of W rows, one below the
+    other; row `row` of rank r's table is what rank r says that it sent here. out: the rows that came, by source rank, as many
+    from each as its expected counts add up to. If the two rows of a rank differ, its rows in `out` become NaN.
     """
 
     kind: ClassVar[str] = "agree"
@@ -37,7 +37,7 @@ class Agree(Step):
         yield from differing([where.dtype(self.expected), where.dtype(self.sent), "int64"])
         (ranks, counts), told = (self.expected.rows, self.expected.cols), (self.sent.rows, self.sent.cols)
         if told != (ranks * ranks, counts):
-            yield f"tables of all ranks are {[ranks * ranks, counts]} for {[ranks, counts]} expected, and not {list(told)}"
+            yield f"sent is {list(told)}: for expected {[ranks, counts]} give {[ranks * ranks, counts]}, a table of each rank"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"compare {self.sent.buffer}"

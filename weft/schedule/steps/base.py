@@ -1,10 +1,10 @@
-"""What a kind of step says of itself, once: whoever checks, orders, prices, prints or stores steps goes by that.
+"""The base class of steps. A kind of step defines its properties once; checks, simulator, printing and storage use them.
 
-A new kind is a frozen dataclass that derives from `Step`, in a file of its own. It has the regions it touches, and numbers or
-expressions, as fields. What runs it is an entry in each executor (`weft.runtime.cpu.steps.bind`,
-`weft.runtime.cuda.compile.emit`), and, if it is a step of serial schedules, in `weft.runtime.unfused.bind`, which calls the library
-instead of an executor; one that has none refuses it by name. The simulator prices it by the memory that it moves, unless it has an
-entry in `weft.sim.costs`.
+A new kind is a frozen dataclass that derives from `Step`, in a file of its own. Its fields are the regions that it touches, and
+numbers or expressions. To run it, add an entry to each executor (`weft.runtime.cpu.steps.bind`,
+`weft.runtime.cuda.compile.emit`). A step of serial schedules also needs an entry in `weft.runtime.unfused.bind`, which calls NCCL
+and cuBLAS directly. An executor without an entry refuses the step by name. The simulator prices the memory that a step moves,
+unless `weft.sim.costs` has an entry for it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CounterId: TypeAlias = tuple[Index, str, Index]
 """(rank that owns the counter, signals' name, index), in numbers."""
 Counters: TypeAlias = Counter[CounterId]
 KINDS: dict[str, type[Step]] = {}
-"""By the name that files call it by."""
+"""Kinds of steps by their name in files."""
 _NOTHING_SET: Mapping[CounterId, int] = MappingProxyType({})
-_PLAIN = (Region, Norm, TileKernel)  # values of which nothing matters but their fields
+_PLAIN = (Region, Norm, TileKernel)  # values that consist of their fields only
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """`count` sets of a counter of the own rank; with `previous`, those of the run before."""
+    """A wait for `count` sets of a counter of this rank; with `previous`, for those of the run before."""
 
     signal: str
     index: Index
@@ -40,7 +40,7 @@ class Awaited:
 
 
 class Step:
-    """What holds unless a kind says otherwise: work for the device that touches no memory, sets nothing and waits for nothing."""
+    """A step with the defaults: work for the device that touches no memory, sets no signal and waits for none."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -50,82 +50,83 @@ class Step:
             KINDS[cls.kind] = cls
 
     def accesses(self) -> tuple[Access, ...]:
-        """The regions that it reads, writes or updates, its operands in order."""
+        """Return the regions that the step reads, writes or updates, its operands in order."""
         return ()
 
     def sets(self) -> Mapping[CounterId, int]:
-        """Of a step in numbers: how often it adds one to which counters."""
+        """Return how often a step in numbers increments which counters."""
         return _NOTHING_SET
 
     @property
     def awaits(self) -> Awaited | None:
-        """What it stands still for."""
+        """The counter that the step waits for; None if it does not wait."""
         return None
 
     @property
     def meets(self) -> bool:
-        """Whether it begins when all ranks have come to it."""
+        """True if the step begins only when all ranks have reached it."""
         return False
 
     @property
     def occupies(self) -> bool:
-        """Whether it keeps a queue busy, or the host: other lanes are given theirs before this one gets more."""
+        """True if it keeps a queue or the host busy: other lanes are then served before this lane gets more."""
         return True
 
     @property
     def needs_unit(self) -> bool:
-        """Whether it takes a compute unit."""
+        """True if the step takes a compute unit."""
         return False
 
     @property
     def in_place(self) -> bool:
-        """Whether it may write exactly what it reads."""
+        """True if the step may write exactly the region that it reads."""
         return False
 
     @property
     def decisive(self) -> tuple[int, ...]:
-        """The numbers of those operands without whose elements there is nothing to do."""
+        """The numbers of the operands that decide if there is work: if one of them is empty, the step does nothing."""
         return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
 
     @property
     def is_empty(self) -> bool:
-        """Of a step in numbers: whether there is nothing to do."""
+        """True if a step in numbers has nothing to do."""
         accesses = self.accesses()
         return any(is_empty(accesses[number].region) for number in self.decisive)
 
     @property
     def inner(self) -> tuple[Step, ...]:
-        """Of a loop or a kernel: what it does again and again."""
+        """The repeated steps of a loop or a kernel."""
         return ()
 
     @property
     def own_variables(self) -> frozenset[str]:
-        """Those that have a value only in its body."""
+        """The variables that have a value only in the step's body."""
         return frozenset()
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What it says beside where: steps with the same ones, on operands of the same sizes, cost the same."""
+        """The fields that are not places: steps with equal settings, on operands of equal sizes, cost the same."""
         return tuple(one for one in self.values() if isinstance(one, str | bool | float | None))
 
     def values(self) -> tuple[Any, ...]:
-        """Of its fields, in order."""
+        """Return the values of the fields, in order."""
         return values_of(self)
 
     def with_fields(self, change: Callable[[Any], Any]) -> Self:
-        """With each field as `change` makes it."""
+        """Return a copy with `change` applied to each field."""
         return type(self)(*[change(getattr(self, name)) for name in _names_of(type(self))])
 
     def put_in(self, values: Values, partly: bool) -> Step:
-        """With numbers for its variables; with `partly`, others are left."""
+        """Substitute values for the step's variables; with `partly`, leave variables without a value."""
         return _fields_put_in(self, values, partly)
 
     def faults(self, where: Declared) -> Iterator[str]:
-        """What is wrong with a step in numbers whose regions are all inside their buffers."""
+        """Yield the errors of a step in numbers whose regions are all inside their buffers."""
         yield from ()
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        """Its name in a timeline, without rows and columns. at: "@2" for another rank than its own. number: an index's value."""
+        """Return the name in a timeline, without rows and columns. at: "@2" for another rank than its own. number: an index's
+        value."""
         return " ".join([self.kind, *(f"{a.region.buffer}{at(a.region.at)}" for a in self.accesses() if a.writes)])
 
     def __str__(self) -> str:
@@ -134,7 +135,7 @@ class Step:
 
 
 def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
-    """A step, region, kernel or index in numbers: its variables have these values. With `partly`, others are left."""
+    """Substitute values for the variables of a step, region, kernel or index. With `partly`, leave variables without a value."""
     if type(item) in (int, str):  # most are
         return item
     if isinstance(item, Expr):
@@ -147,10 +148,10 @@ def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
 
 
 def _fields_put_in(item: Any, values: Values, partly: bool) -> Any:
-    """Itself, if that changes nothing."""
+    """Substitute values in the fields of `item`; return `item` itself if nothing changes."""
     kind = type(item)
     old = values_of(item)
-    # As `put_in`, which is called for the others only: a large schedule has a million values.
+    # This repeats `put_in` for the common types, since a large schedule has a million values.
     new = [
         one
         if (of := type(one)) is int or of is str or of is bool
@@ -166,7 +167,7 @@ _NAMES: dict[type, tuple[str, ...]] = {}
 
 
 def _names_of(kind: Any) -> tuple[str, ...]:
-    """Of its fields."""
+    """Return the names of the fields of a dataclass."""
     if kind not in _NAMES:
         _NAMES[kind] = tuple(field.name for field in fields(kind))
     return _NAMES[kind]
@@ -176,7 +177,7 @@ _VALUES: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
 
 
 def values_of(item: Any) -> tuple[Any, ...]:
-    """Of its fields, in order."""
+    """Return the values of the fields of `item`, in order."""
     found = _VALUES.get(type(item))
     if found is None:
         found = _VALUES[type(item)] = getter(_names_of(type(item)))
@@ -184,14 +185,14 @@ def values_of(item: Any) -> tuple[Any, ...]:
 
 
 def getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Of these attributes: a large schedule has a million."""
+    """Return a function that gets these attributes as a tuple. It is fast: a large schedule has a million of them."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda item: tuple([getattr(item, name) for name in names])
 
 
 def variables_of(item: Any) -> Set[str]:
-    """The names in all expressions of a step, region or index but its own loop's."""
+    """Return the variables in all expressions of a step, region or index, without the variables of its own loop."""
     found = set[str]()
     _add_variables(item, found)
     return found
@@ -214,7 +215,7 @@ def _add_variables(item: Any, found: set[str]) -> None:
 
 
 def totals_of(item: Any) -> list[Total]:
-    """The sums over what buffers hold in a step of a rank."""
+    """Return the sums over contents of buffers that a rank's step has."""
     if type(item) in (int, str):
         return []
     if isinstance(item, Expr):

@@ -1,4 +1,4 @@
-"""The library's collectives."""
+"""NCCL's and gloo's collectives."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ _REDUCING = ("reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Collective(Step):
-    """The library's collective over all ranks. All ranks call it in one order.
+    """A collective of torch.distributed over all ranks. All ranks call their collectives in one order.
 
-    all_gather: every rank's `src` to every rank's `dst`, one below the other. all_to_all: of every rank's `src` the rows of
-    rank r, as many as its `dst` has, to rank r, where the ranks' parts lie side by side. exchange: of the rows of `src` the
-    first sent[0] to rank 0, the next sent[1] to rank 1 ...; below each other in `dst` received[0] rows of rank 0, ...
-    reduce_scatter: of the sum of all ranks' `src` the first dst.rows rows to rank 0, the next ones to rank 1 ... all_reduce:
-    the sum of all ranks' `src` in every rank's `dst`.
+    all_gather      every rank's `src` into every rank's `dst`, one below the other
+    all_to_all      the rows of `src` in blocks, one for each rank, with as many rows as that rank's `dst` has; `dst` holds all
+                    ranks' blocks side by side
+    exchange        the first sent[0] rows of `src` to rank 0, the next sent[1] to rank 1, ...; `dst` holds received[0] rows of
+                    rank 0, then received[1] rows of rank 1, ...
+    reduce_scatter  of the sum of all ranks' `src` the first dst.rows rows to rank 0, the next rows to rank 1, ...
+    all_reduce      the sum of all ranks' `src` in every rank's `dst`
     """
 
     kind: ClassVar[str] = "collective"
@@ -49,14 +51,14 @@ class Collective(Step):
 
     @property
     def is_empty(self) -> bool:
-        return False  # all ranks come to it, those too that have nothing
+        return False  # all ranks call it, even those without rows
 
     def faults(self, where: Declared) -> Iterator[str]:
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])
         if (self.src.at, self.dst.at) != (where.rank, where.rank):
             yield "a collective is between buffers of the rank that calls it"
         if self.op in _REDUCING and where.dtype(self.src) not in SUMMED:
-            yield f"{where.dtype(self.src)} is not added up: {', '.join(SUMMED)} are"
+            yield f"{where.dtype(self.src)} cannot be reduced: use one of {', '.join(SUMMED)}"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"{self.op} {self.src.buffer}{at(self.src.at)} -> {self.dst.buffer}{at(self.dst.at)}"
@@ -70,7 +72,7 @@ class Collective(Step):
 
 
 def disagreement(steps: Sequence[Collective]) -> str:
-    """What is wrong with one collective as the ranks call it, in numbers; "" if nothing is."""
+    """Return the mismatch between all ranks' calls of one collective, in numbers; "" if they match."""
     rows = [cast(int, step.src.rows) for step in steps]
     into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]
     if len({step.op for step in steps}) > 1:
@@ -114,7 +116,7 @@ def _reduce_scatter(steps: Sequence[Collective], rows: list[int], into: _Shapes)
 
 def _all_reduce(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     shapes = [(r, cast(int, s.src.cols)) for r, s in zip(rows, steps, strict=True)]
-    return "" if len({*shapes, *into}) == 1 else f"the ranks add up {shapes} into {into}: all must be alike"
+    return "" if len({*shapes, *into}) == 1 else f"the ranks reduce {shapes} into {into}: all shapes must be equal"
 
 
 _CHECKS: dict[str, Callable[[Sequence[Collective], list[int], _Shapes], str]] = {

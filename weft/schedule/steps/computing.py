@@ -1,4 +1,4 @@
-"""Arithmetic: operations on whole regions, and the sum of several."""
+"""Arithmetic steps: operations on whole regions, and sums of several regions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What an executor and a cost model must know of an operation: how many inputs, of which the last ones may be left out,
-    and its arithmetic per output element."""
+    """An operation as executors and cost models see it: inputs, how many of the last inputs are optional, and flops per output
+    element."""
 
     inputs: int
     flops_per_element: float = 0.0
@@ -24,12 +24,12 @@ class Op:
         return self.inputs - self.optional <= inputs <= self.inputs
 
 
-# matmul: [m, k] x [k, n] -> [m, n] and 2k per element. addmm: of a, b and then c [m, n], which is not the output, c + a @ b, summed
-# before the one rounding.
-# scaled_matmul: the same of fp8 operands, then their fp32 scales, [1, 1] each, or [m, 1] and [1, n]: (a * scale) @ (b * scale),
-# and, if there is one, + bias [1, n], of the output's dtype. scaled_matmul_fast: with the library's fast accumulation.
-# embedding_bag: [m, bags] of ids x [rows, n] -> [m, n]: sums of `rows` rows, on the average, of tables whose columns lie side
-# by side; the ids of a row's bags say which ones. The others work element by element.
+# matmul: [m, k] x [k, n] -> [m, n], 2k flops per element. addmm: inputs a, b, and c [m, n], which is not the output: c + a @ b, rounded
+# once.
+# scaled_matmul: fp8 operands a and b, then their fp32 scales, [1, 1] each, or [m, 1] and [1, n], and an optional bias [1, n] in the
+# output's dtype: (a * scale) @ (b * scale) + bias. scaled_matmul_fast: with cuBLAS's fast accumulation.
+# embedding_bag: [m, bags] of ids x [rows, n] -> [m, n]: the sum of on average `rows` rows, which the ids select, of tables whose
+# columns lie side by side. The other operations work element by element.
 OPS = {
     "matmul": Op(2),
     "addmm": Op(3),
@@ -48,7 +48,7 @@ MATMULS = (*PLAIN_MATMULS, *SCALED_MATMULS)
 
 @dataclass(frozen=True, slots=True)
 class Compute(Step):
-    """out = op(*inputs), or out += with `accumulate`. Ops: see `OPS`."""
+    """out = op(*inputs), or out += op(*inputs) with `accumulate`. See `OPS` for the operations."""
 
     kind: ClassVar[str] = "compute"
     op: str
@@ -81,9 +81,9 @@ class Compute(Step):
             if k != k2 or out != (m, n):
                 yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
             if added and added != [out]:
-                yield f"{list(added[0])} is added to a product of {list(out)}: give {list(out)}"
+                yield f"the third input of addmm is {list(added[0])}: give {list(out)}, as the product"
             if added and self.accumulate:
-                yield "an addmm adds to its third input, and does not accumulate: take matmul with accumulate=True"
+                yield "addmm adds its third input and cannot accumulate too: use matmul with accumulate=True"
         elif self.op == "embedding_bag":
             (m, _), (_, n), out = shapes
             if out != (m, n):
@@ -119,9 +119,10 @@ class Compute(Step):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Step):
-    """out = the sum of `parts`, added up in fp32 (fp64 in itself) in their order and rounded once; or out += with `accumulate`.
-    Behind the first, a part of one row is added to each of out's. norm: of out, as it was rounded. A step whose only part is its
-    own out adds nothing up and writes its norm alone."""
+    """out = the sum of `parts`, reduced in order in fp32 (fp64 in fp64) and rounded once; or out += with `accumulate`.
+
+    A part of one row, if it is not the first, is added to each row of out. norm: of out as rounded. A step whose only part is its
+    own out writes only its norm."""
 
     kind: ClassVar[str] = "reduce"
     out: Region
@@ -131,7 +132,7 @@ class Reduce(Step):
 
     @property
     def norms_only(self) -> bool:
-        """Whether there is nothing to add up."""
+        """True if there is nothing to reduce, only a norm to compute."""
         return self.norm is not None and self.parts == (self.out,) and not self.accumulate
 
     def accesses(self) -> tuple[Access, ...]:
@@ -151,13 +152,13 @@ class Reduce(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from differing([where.dtype(access.region) for access in self.accesses()])
         if not self.parts:
-            yield "there is nothing to add up: name one part at least"
+            yield "there is nothing to reduce: name at least one part"
         else:
             of_rows = {(part.rows, part.cols) for part in self.parts[1:]} - {(1, self.out.cols)}
             if len(shapes := of_rows | {(one.rows, one.cols) for one in (self.parts[0], self.out)}) > 1:
                 yield f"shapes differ: {sorted(map(str, shapes))}"
         if where.dtype(self.out) not in SUMMED:
-            yield f"{where.dtype(self.out)} is not added up: {', '.join(SUMMED)} are"
+            yield f"{where.dtype(self.out)} cannot be reduced: use one of {', '.join(SUMMED)}"
         if self.norm is not None:
             yield from self._wrong_norm(self.norm)
 
@@ -171,9 +172,9 @@ class Reduce(Step):
         if (norm.out.buffer, norm.out.at) == (self.out.buffer, self.out.at) and overlap(
             box_of(norm.out), box_of(self.out)
         ):
-            yield "a sum and its norm are written in one place: give each its own"
+            yield "a sum and its norm are written to the same place: give each its own"
         if self.accumulate:
-            yield "a sum that is added to what is there is not normed, since others may add to that too: norm it when all have"
+            yield "an accumulating sum cannot be normed, since other steps may still add to it: norm it after the last one"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         total = f"{self.out.buffer}{at(self.out.at)}"

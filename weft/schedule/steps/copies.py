@@ -1,4 +1,4 @@
-"""Copies."""
+"""Copy steps, within a rank and between ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from weft.schedule.steps.base import Step, differing
 
 CopyBy: TypeAlias = Literal["dma", "kernel"]
 COPY_UNITS = 64
-"""Compute units that a copy by kernel takes at most."""
+"""The most compute units that a copy by kernel takes."""
 LATE_COPY_UNITS = 16
-"""Compute units of copies by kernel whose sizes only the run knows, beside GEMMs that fill the GPU, on all lanes together: enough
-for four fifths of a port's rate, and few to wait for."""
+"""The most compute units, over all lanes, of copies by kernel that have dynamic sizes and run beside GEMMs that fill the GPU. They
+suffice for four fifths of a port's rate, and are few to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy(Step):
-    """dst = src, or dst += src with `accumulate`. A put if `dst` is a peer's, a get if `src` is, a gather or scatter if both are
-    this rank's.
+    """dst = src, or dst += src with `accumulate`.
 
-    by "dma": a copy engine. by "kernel": loads and stores of the compute units, at most COPY_UNITS of them.
+    The copy is a put if `dst` is a peer's, a get if `src` is, a gather or scatter if both are this rank's. by "dma": a copy
+    engine. by "kernel": loads and stores of the compute units, at most COPY_UNITS of them.
     """
 
     kind: ClassVar[str] = "copy"
@@ -49,7 +49,7 @@ class Copy(Step):
         if given != wanted:
             yield f"a copy of {list(given)} does not fit into {list(wanted)}"
         if self.accumulate and where.dtype(self.dst) not in SUMMED:
-            yield f"{where.dtype(self.dst)} is not added to: {', '.join(SUMMED)} are"
+            yield f"{where.dtype(self.dst)} cannot be accumulated: use one of {', '.join(SUMMED)}"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         sign = "+>" if self.accumulate else "->"

@@ -1,4 +1,4 @@
-"""What is done again and again: loops, written out before a run, and the tiles of a persistent kernel, which are not."""
+"""Repeated steps: loops, which are unrolled before a run, and the tiles of a persistent kernel, which are not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.schedule.steps.signals import Set
 
 
 class _Repeated(Step):
-    """Has a body, in which its index is a variable."""
+    """A step with a body, in which its index is a variable."""
 
     __slots__ = ()
     index: str
@@ -36,7 +36,7 @@ class _Repeated(Step):
 
 @dataclass(frozen=True, slots=True)
 class For(_Repeated):
-    """`body` for `index` = 0 .. extent - 1, one after the other. Steps of the body may use Expr(index)."""
+    """`body` for `index` = 0 .. extent - 1, one iteration after the other. Steps of the body may use Expr(index)."""
 
     kind: ClassVar[str] = "for"
     index: str
@@ -44,10 +44,10 @@ class For(_Repeated):
     body: tuple[Step, ...]
 
     def put_in(self, values: Values, partly: bool) -> Step:
-        return self  # `unrolled` writes it out
+        return self  # `unrolled` replaces it by its iterations
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        raise ValueError(f"a loop has no name in a timeline, the steps in it do: {self}")
+        raise ValueError(f"a loop has no name in a timeline: unroll it first, its steps have names: {self}")
 
     def __str__(self) -> str:
         return f"for {self.index} in 0..{self.extent}: {_inside(self.body)}"
@@ -55,13 +55,13 @@ class For(_Repeated):
 
 @dataclass(frozen=True, slots=True)
 class Tiles(_Repeated):
-    """A persistent kernel: `body` for `index` = 0 .. extent - 1, taken in that order, many at a time.
+    """A persistent kernel: `body` for `index` = 0 .. extent - 1, started in that order, many at a time.
 
-    The steps of one tile follow each other; tiles are not ordered. All begin after what comes before on the lane, and the
-    lane goes on when all have ended. Bodies copy, compute and set; they do not wait, since nothing says how many tiles run
-    at once, and one that waits may keep the one that it waits for from starting.
+    The steps of one tile follow each other; tiles are not ordered. All tiles begin after the steps before them on the lane, and
+    the lane goes on when all have ended. Bodies copy, compute and set. They do not wait: nothing says how many tiles run at once,
+    so a waiting tile may keep the tile that it waits for from starting.
 
-    kernel: which one, with its parameters, for executors that do all of `body` at once (`weft.schedule.kernels`).
+    kernel: the kernel and its parameters, for executors that run all of `body` at once (`weft.schedule.kernels`).
     """
 
     kind: ClassVar[str] = "tiles"
@@ -72,14 +72,10 @@ class Tiles(_Repeated):
 
     def __post_init__(self) -> None:
         if not isinstance(self.kernel, TileKernel):
-            raise ValueError(
-                f"tiles of {self.kernel!r}: give the kernel as a value, of those in weft.schedule.kernels or a new one"
-            )
+            raise ValueError(f"tiles of {self.kernel!r}: pass a kernel of weft.schedule.kernels, or a new TileKernel")
         for step in self.body:
             if not isinstance(step, Copy | Compute | Set):
-                raise ValueError(
-                    f"kernel {self.kernel.name}: tiles copy, compute and set, and {str(step)!r} is none of it"
-                )
+                raise ValueError(f"kernel {self.kernel.name}: tiles may only copy, compute and set, not {str(step)!r}")
 
     def sets(self) -> Mapping[CounterId, int]:
         found: Counters = Counter()
@@ -98,7 +94,7 @@ class Tiles(_Repeated):
         return replace(self, kernel=kernel, extent=extent, body=put_in(self.body, values, partly=True))
 
     def tile(self, number: int) -> tuple[Step, ...]:
-        """Of tiles in numbers, the body of one."""
+        """Return the body of one tile, of tiles in numbers."""
         body: tuple[Step, ...] = put_in(self.body, {self.index: number})
         return body
 
@@ -110,14 +106,15 @@ class Tiles(_Repeated):
 
 
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
-    """(values of `numbers`, in how many of `tiles` they have them), by rising values, for tiles of an extent in numbers.
-    values: of variables beside the tile's own, where the body is not in numbers."""
+    """Return (values of `numbers`, number of `tiles` that have these values), by rising values, for an extent in numbers.
+
+    values: of variables beside the tile's own, if the body is not in numbers."""
     extent = cast(int, tiles.extent)
     if extent == 0:
         return []
     if not any(isinstance(number, Expr) for number in numbers):
         return [(cast(tuple[int, ...], numbers), extent)]
-    # Mostly they depend on a tile's place within its sample, and one sample tells for all.
+    # Most depend on a tile's place within its sample only, so one sample is enough.
     period = math.lcm(*(n.period(tiles.index) for n in numbers if isinstance(n, Expr)))
     at = np.arange(min(period, extent) or extent)
     turns = extent // len(at) + (at < extent % len(at))
@@ -135,7 +132,7 @@ def _inside(body: tuple[Step, ...]) -> str:
 
 
 def unrolled(steps: tuple[Step, ...], values: Values, *, partly: bool = False) -> tuple[Step, ...]:
-    """`steps` in numbers, loops written out, tiles not. With `partly`, other variables are left."""
+    """Return `steps` in numbers, with loops unrolled and tiles kept. With `partly`, leave other variables."""
     result: list[Step] = []
     for step in steps:
         if isinstance(step, For):

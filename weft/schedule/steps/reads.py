@@ -1,4 +1,4 @@
-"""Sizes that only a run knows."""
+"""Reads of sizes that are known only during a run (dynamic sizes)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Read(Step):
-    """Take the numbers in `region`, all of a buffer: steps after it on this lane may have sizes and places that depend on them
-    (`weft.schedule.expr.total`), with the values of now, whatever is in the buffer later.
+    """Read the numbers in `region`, a whole buffer: steps after it on this lane may have sizes and places that depend on them.
 
-    by "device": kernels know them. by "host": the host does too, for which it waits; copy engines take sizes from the host
-    only, and an output whose size depends on them is made then. by "meanwhile": kernels know them at once, and the host learns
-    them while the lane goes on; an output whose size depends on them is made with room for more, and cut.
+    `weft.schedule.expr.total` writes such sizes. They have the values at the time of the read, whatever the buffer holds later.
+
+        device     kernels know the numbers
+        host       the host knows them too, and waits for them; an output whose size depends on them is allocated then. Copy engines
+                   need this: they take sizes from the host only
+        meanwhile  kernels know them at once, and the host learns them while the lane goes on; an output whose size depends on
+                   them is allocated with room for more rows, and cut
     """
 
     kind: ClassVar[str] = "read"
@@ -37,9 +40,9 @@ class Read(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         buffer = where.buffers[where.rank][self.region.buffer]
         if self.region.buffer not in where.held:
-            yield f"nothing says what {self.region.buffer} holds (Draft.holds)"
+            yield f"nothing says what {self.region.buffer} holds: call Draft.holds"
         elif buffer.dtype != "int64" or box_of(self.region) != (0, buffer.rows, 0, buffer.cols):
-            yield f"it reads numbers: all of a buffer of int64, and this is {buffer.dtype}"
+            yield f"a read takes a whole buffer of int64, and {self.region} is {buffer.dtype}"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"read {self.region.buffer}"

@@ -1,4 +1,4 @@
-"""Setting signals and waiting for them: the only order across lanes and ranks."""
+"""Setting signals and waiting for signals: the only order across lanes and ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from weft.schedule.steps.base import Awaited, CounterId, Step
 
 @dataclass(frozen=True, slots=True)
 class Set(Step):
-    """Add one to a counter of rank `at`. Release: what this lane did before is visible to whoever waits for it. signal: the
-    name, or the `Signals` themselves."""
+    """Add one to a counter of rank `at`, with release semantics: a waiter sees everything that this lane did before.
+
+    signal: the name, or the `Signals` value."""
 
     kind: ClassVar[str] = "set"
     signal: str
@@ -45,10 +46,10 @@ class Set(Step):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Step):
-    """Wait until this rank's counter has been set `count` times in this run. Acquire.
+    """Wait until this rank's counter has been set `count` times in this run, with acquire semantics.
 
-    With `previous`: `count` times in the run before (at the first run there was none, and nothing is waited for). That is
-    how a producer learns that a buffer which it wants to fill again has been read.
+    With `previous`: `count` times in the run before; the first run waits for nothing. That is how a producer learns that the
+    reader is done with a buffer which it wants to fill again.
     """
 
     kind: ClassVar[str] = "wait"
