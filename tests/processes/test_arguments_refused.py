@@ -178,7 +178,7 @@ def test_a_destroyed_group_is_refused(pool: Pool, operator: str) -> None:
 
 NO_DIMENSION = "pass the number of a dimension, an int"
 NO_NUMBER = "pass a whole number for each rank"
-NO_EPS = "must be a finite number from 0 on: it is added to the mean of a row's squares"
+NO_EPS = "must be a finite number of at least 0: it is added to the mean of a row's squares"
 NO_DEADLINE = "must be positive, and at most 1000000: it is how many seconds a wait may take"
 # For operators that gather: (argument, what rank 1 passes, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [

@@ -406,8 +406,8 @@ def test_what_cannot_follow_is_refused(pool: Pool) -> None:
         assert "norm is torch.float64 on cpu and x is torch.float32 on cpu" in told["a norm of another dtype"]
         assert "norm is torch.float32 on meta and x is torch.float32 on cpu" in told["a norm elsewhere"]
         assert 'op="avg" is of sums alone' in told["the mean's norm"]
-        assert "eps='0' must be a finite number from 0 on" in told["no number"]
-        assert "eps=-1e-09 must be a finite number from 0 on" in told["a negative number"]
+        assert "eps='0' must be a finite number of at least 0" in told["no number"]
+        assert "eps=-1e-09 must be a finite number of at least 0" in told["a negative number"]
         assert "eps=0.5 is of a norm, and none is wanted" in told["a number for nothing"]
         assert "eps=None and norm=" in told["no number, below"]
 

@@ -123,8 +123,8 @@ def test_what_cannot_be_is_refused_on_every_rank_with_the_fix(pool: Pool) -> Non
         "rows of shape": "output_shape=(24, 2, 16) is none of A (24, 32) @ B (32, 16)",
         "a word for a size": "output_shape[1]='16' is a str: pass a whole number",
         "another shape": "output_shape=(2, 12, 16) is none of A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or, with A as (24, 32)",
-        "add": "an fp8 GEMM with scales does not add to what came: take add=reduce",
-        "tracked": "its kernel multiplies no fp8: take direct[...] or scatter",
+        "add": "an fp8 GEMM with scales cannot accumulate: use add=reduce",
+        "tracked": "its kernel does not support fp8: use direct[...] or scatter",
         "deadline": "deadline_s=0 must be positive",
     }
     for told in pool.run(ranks.errors, ranks=2, timeout_s=60):

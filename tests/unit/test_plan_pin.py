@@ -104,7 +104,7 @@ def test_what_a_builder_does_by_default_is_not_in_names() -> None:
         "dispatch[by=dma,rest=together]",
         "dispatch[by=dma,rest=together,send=at_once]",
     ]
-    with pytest.raises(ValueError, match=re.escape("it is written 'dispatch[by=dma,rest=each]'")):
+    with pytest.raises(ValueError, match=re.escape("write it as 'dispatch[by=dma,rest=each]'")):
         named(p, "dispatch[by=dma,rest=each,send=in_turn]")
     assert named(p, "dispatch_by_expert[by=dma,chunks=3,send=at_once]").build().lanes[-1].name == "to +3"
 
@@ -114,18 +114,18 @@ def test_what_a_builder_does_by_default_is_not_in_names() -> None:
     [
         (
             "shard[chunks=0,send=in_turn,by=dma]",
-            "chunks is a number from 1 to 999999 or a proportion such as 2:1:1, and not '0'",
+            "chunks must be a number from 1 to 999999 or a proportion such as 2:1:1, not '0'",
         ),
-        ("shard[chunks=03,send=in_turn,by=dma]", "and not '03'"),
+        ("shard[chunks=03,send=in_turn,by=dma]", "not '03'"),
         (
             "shard[chunks=1000000,send=in_turn,by=dma]",
-            "from 1 to 999999 or a proportion such as 2:1:1, and not '1000000'",
+            "from 1 to 999999 or a proportion such as 2:1:1, not '1000000'",
         ),
         ("shard[chunks=2,send=in_turn,by=kernel,by=no,by=dma]", "by is given more than once"),
-        ("shard[by=dma,chunks=3,send=in_turn]", "it is written 'shard[chunks=3,send=in_turn,by=dma]'"),
-        ("shard[chunks=1:0,send=in_turn,by=dma]", "and not '1:0'"),
-        ("shard[chunks=2,send=late,by=dma]", "send is in_turn or at_once, and not 'late'"),
-        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps is a number from 0 to 999999, and not '1:2'"),
+        ("shard[by=dma,chunks=3,send=in_turn]", "write it as 'shard[chunks=3,send=in_turn,by=dma]'"),
+        ("shard[chunks=1:0,send=in_turn,by=dma]", "not '1:0'"),
+        ("shard[chunks=2,send=late,by=dma]", "send must be in_turn or at_once, not 'late'"),
+        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps must be a number from 0 to 999999, not '1:2'"),
     ],
 )
 def test_values_that_a_parameter_cannot_have_are_named(name: str, message: str) -> None:
@@ -146,9 +146,13 @@ def test_messages_name_splits_that_are_not_even_only() -> None:
 @pytest.mark.parametrize(
     ("rows", "gathered", "remedy"),
     [
-        ((3, 4), False, "shards of (3, 4) rows have no common chunks: give every rank 3 or 4, or take shard or gather"),
-        ((3, 5), False, "give every rank 4, or take shard or gather"),
-        ((4, 4), True, "chunks do not lie in its order: call with return_A=False, or take shard or gather"),
+        ((3, 4), False, "shards of (3, 4) rows have no common chunks: give every rank 3 or 4, or use shard or gather"),
+        ((3, 5), False, "give every rank 4, or use shard or gather"),
+        (
+            (4, 4),
+            True,
+            "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather",
+        ),
     ],
 )
 def test_what_ficco_cannot_do_is_said_with_the_remedy(rows: tuple[int, int], gathered: bool, remedy: str) -> None:

@@ -190,9 +190,9 @@ def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
         ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
         ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
-        ({"eps": -1.0}, "eps=-1.0 must be a finite number from 0 on"),
+        ({"eps": -1.0}, "eps=-1.0 must be a finite number of at least 0"),
         ({"eps": float("nan")}, "eps=nan must be"),
-        ({"eps": float("inf")}, "eps=inf must be a finite number from 0 on"),
+        ({"eps": float("inf")}, "eps=inf must be a finite number of at least 0"),
         ({"m": True}, "m=True, n="),
     ],
 )
@@ -204,7 +204,7 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
 @pytest.mark.parametrize(
     ("name", "m", "why"),
     [
-        ("tracked[chunks=1,to=dma]", 15, "m=15 rows are not as many for each of 2 ranks"),
+        ("tracked[chunks=1,to=dma]", 15, "m=15 must be divisible by world_size=2"),
         ("tracked[chunks=2,to=store]", 14, "tiles go to their owner one by one"),
         ("two_shot[chunks=4,by=dma,add=gemm]", 6, "rows of a rank's part: 3 cannot be cut into 4 pieces"),
         ("one_shot[by=dma]", 1 << 21, "2 whole products are more than 256 MiB: take two_shot"),
@@ -303,7 +303,7 @@ def test_numbers_of_any_kind_are_an_eps(eps: Any) -> None:
 
 @pytest.mark.parametrize("eps", [-1.0, float("inf"), float("nan"), 10**400, True, RANK, "a", None])
 def test_what_is_no_number_from_zero_on_is_no_eps(eps: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"eps={eps!r} must be a finite number from 0 on")):
+    with pytest.raises(ValueError, match=re.escape(f"eps={eps!r} must be a finite number of at least 0")):
         summed("eps", eps=eps)
 
 

@@ -105,7 +105,10 @@ def test_sums_of_what_a_buffer_holds(contents: list[int], bounds: list[tuple[int
     ],
 )  # fmt: skip
 def test_only_arithmetic(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no expression of a schedule|null bytes|no number and no variable"):
+    with pytest.raises(
+        ValueError,
+        match=r"is not an expression of a schedule|null bytes|neither a number nor a variable",
+    ):
         Expr(text)
 
 

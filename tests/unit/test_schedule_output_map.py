@@ -148,7 +148,7 @@ def test_random_trees(seed: int, world: int, collective: str, gemm: bool) -> Non
         schedule, told = None, str(error)
     if schedule is None:
         assert gemm
-        assert "GEMMs that add to what comes wait for it in turn: use add='reduce'" in told
+        assert "GEMMs that add to arriving chunks wait for them in order: use add='reduce'" in told
         return
     check(collective, schedule, seed, runs=2)
 
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "unwritten where it belongs": (
         lambda: scatter(ranks={2: lambda m: without(m, 3)}),
-        "chunk 3 of rank 2, its own rows: it is unwritten here, where it belongs: add local(3)",
+        "chunk 3 of rank 2, its own rows: its owner does not keep it: add local(3)",
     ),
     "written twice": (
         lambda: scatter(ranks={0: lambda m: m.remote_map(1, to=2, op="update")}),
@@ -246,13 +246,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "outside": (
         lambda: scatter(ranks={1: lambda m: without(m, 0).remote_map(0, to=4, op="update")}),
-        "chunk 0 of rank 1, rows of rank 2: to=4 is no rank of this group: use 0 to 3",
+        "chunk 0 of rank 1, rows of rank 2: to=4 is not a rank of this group: use 0 to 3",
     ),
     "outside, as an expression": (
         lambda: schedule_of(
             [without(maps.ring_reduce_scatter(20, 4), 0).remote_map(0, to=RANK + 1, op="update")] * 4, SCATTER
         ),
-        "chunk 0 of rank 3, rows of rank 0: to=4 is no rank of this group: use 0 to 3",
+        "chunk 0 of rank 3, rows of rank 0: to=4 is not a rank of this group: use 0 to 3",
     ),
     "waits for more than come": (
         lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=3)}),
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
                 2: lambda m: without(m, 1).dma_map(1, to=3, op="update", after=2),
             }
         ),
-        "chunk 0 of rank 3, rows of rank 0: rank 2 sends updates here, and remote_map keeps nothing here",
+        "chunk 0 of rank 3, rows of rank 0: rank 2 sends updates here, but remote_map keeps no chunk here",
     ),
     "round and round": (
         lambda: scatter(world=4, ranks={
@@ -283,19 +283,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             2: lambda m: without(m, 2).dma_map(2, to=0, op="update", after=2),
         }),
         "chunk 0 of rank 0, rows of rank 1: it waits for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits "
-        "for chunk 0 of rank 0: none is ever sent: have one go elsewhere",
+        "for chunk 0 of rank 0: none of them is ever sent: send one of them elsewhere",
     ),
     "a store among updates": (
         lambda: scatter(ranks={0: lambda m: without(m, 0).remote_map(0, to=3)}),
-        "chunk 0 of rank 0, rows of rank 1: op='store' would take the place of what rank 3 computes: use op='update'",
+        "chunk 0 of rank 0, rows of rank 1: op='store' would overwrite the product of rank 3: use op='update'",
     ),
     "a sum in the wrong place": (
         lambda: scatter(ranks={0: lambda m: without(m, 0).local(0)}),
-        "chunk 0 of rank 0, rows of rank 1: local, and rank 1 keeps it: use remote_map(0, to=...) or dma_map(0, to=..., after=...)",
+        "chunk 0 of rank 0, rows of rank 1: local, but rank 1 keeps it: use remote_map(0, to=...) or dma_map(0, to=..., after=...)",
     ),
     "a result sent away": (
         lambda: scatter(ranks={0: lambda m: without(m, 3).dma_map(3, to=3, op="update", after=2)}),
-        "chunk 3 of rank 0, its own rows: to=3, and what becomes of it is this rank's result: use local(3)",
+        "chunk 3 of rank 0, its own rows: to=3, but the chunk is this rank's result: use local(3)",
     ),
     "another number of chunks": (
         lambda: scatter(ranks={1: lambda m: maps.ring_reduce_scatter(20, 4, per_rank=2, rank=1)}),
@@ -303,11 +303,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "chunks of no rank": (
         lambda: OutputMap(20, 6).schedule(SCATTER),
-        "chunks=6 must be a multiple of world_size=4, for each rank's rows to be cut into as many: use 4 or 8",
+        "chunks=6 must be a multiple of world_size=4, so that each rank's rows have equally many: use 4 or 8",
     ),
     "other rows": (
         lambda: maps.ring_reduce_scatter(16, 4).schedule(SCATTER),
-        "the map is of 16 rows, and the problem's output has 20: use OutputMap(rows=20, ...)",
+        "the map has 16 rows, and the problem's output has 20: use OutputMap(rows=20, ...)",
     ),
     "uneven rows": (
         lambda: maps.all_to_all(21, 4).schedule(MatmulInto("all_to_all", 4, N, K, "fp32")),
@@ -315,12 +315,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an order with a chunk twice": (
         lambda: replace(maps.ring_reduce_scatter(20, 4), order=(0, 1, 1, 3)).schedule(SCATTER),
-        "chunk 1 of rank 0: order=[0, 1, 1, 3] says place 1: it must name each of the 4 places, 0 to 3, once",
+        "chunk 1 of rank 0: order=[0, 1, 1, 3] has place 1: it must have each of the 4 places, 0 to 3, once",
     ),
     "an order of fewer": (lambda: OutputMap(20, 4, order=(0, 1)), "order has 2 places and chunks=4: give each chunk its place"),
     "a map too few": (
         lambda: schedule_of([maps.ring_reduce_scatter(20, 4)] * 3, SCATTER),
-        "3 maps, and world_size=4: give one for each rank",
+        "3 maps for world_size=4: give one map for each rank",
     ),
     "no such chunk": (lambda: OutputMap(20, 4).local(4), "chunk 4 is none of 4: use 0 to 3"),
     "no such op": (
@@ -329,15 +329,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no rank": (
         lambda: OutputMap(20, 4).remote_map(1, to="left", op="update"),  # type: ignore[arg-type]
-        "chunk 1: to='left' is no rank: use a number, or an expression such as (RANK + 1) % 4",
+        "chunk 1: to='left' is not a rank: use a number, or an expression such as (RANK + 1) % 4",
     ),
     "after nothing": (lambda: OutputMap(20, 4).dma_map(1, to=0, after=0), "chunk 1: after=0 must be at least 1"),
-    "no chunks": (lambda: OutputMap(20, 0), "rows=20, chunks=0: an output has rows from 0 and chunks from 1 on"),
+    "no chunks": (lambda: OutputMap(20, 0), "rows=20, chunks=0: give at least 0 rows and 1 chunk"),
     "no such collective": (
         lambda: MatmulInto("broadcast", 4, N, K, "fp32"),  # type: ignore[arg-type]
         "collective='broadcast' is not known: use one of reduce_scatter, all_gather, all_to_all",
     ),
-    "no ranks": (lambda: MatmulInto("all_gather", 0, N, K, "fp32"), "world_size=0, n=3, k=2: ranks are 1 at least, and sizes 0"),
+    "no ranks": (lambda: MatmulInto("all_gather", 0, N, K, "fp32"), "world_size=0, n=3, k=2: give at least 1 rank, and sizes"),
     "no engine": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, engines=0),
         "engines=0 must be at least 1",
@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a gather's chunk that is not kept": (
         lambda: gathered(lambda m: without(m, 3).dma_map(3, to=(RANK + 3) % 4)),
-        "chunk 3 of rank 0, its own rows: it is unwritten here, where it belongs: add local(3)",
+        "chunk 3 of rank 0, its own rows: its owner does not keep it: add local(3)",
     ),
     "a gather's chunk that never comes": (
         lambda: gathered(lambda m: without(m, 1)),
@@ -368,23 +368,23 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a gather's chunk back to its rank": (
         lambda: gathered(lambda m: m.dma_map(2, to=(RANK + 3) % 4)),
-        "chunk 2 of rank 0, rows of rank 3: to=3 is written twice: that rank has computed it: leave it out",
+        "chunk 2 of rank 0, rows of rank 3: to=3 would be written twice: that rank computes the chunk; drop this call",
     ),
     "a gather's chunk stored by who does not compute it": (
         lambda: gathered(lambda m: without(m, 0).remote_map(0, to=(RANK + 3) % 4)),
-        "chunk 0 of rank 0, rows of rank 1: remote_map, and no GEMM of this rank computes it: use dma_map(0, to=3, op='store'",
+        "chunk 0 of rank 0, rows of rank 1: remote_map, but no GEMM of this rank computes the chunk: use dma_map(0, to=3, op=",
     ),
     "a gather that updates": (
         lambda: gathered(lambda m: without(m, 0).dma_map(0, to=(RANK + 3) % 4, op="update")),
-        "chunk 0 of rank 0, rows of rank 1: op='update' adds to what nothing has written on rank 3: use op='store'",
+        "chunk 0 of rank 0, rows of rank 1: op='update' would add to unwritten memory on rank 3: use op='store'",
     ),
     "a gather's chunk that is local elsewhere": (
         lambda: gathered(lambda m: without(m, 0).local(0)),
-        "chunk 0 of rank 0, rows of rank 1: local, and rank 1 computes it: use dma_map(0, to=..., after=1), or nothing",
+        "chunk 0 of rank 0, rows of rank 1: local, but rank 1 computes it: use dma_map(0, to=..., after=1), or no call",
     ),
     "an exchange to another": (
         lambda: exchanged(lambda m: without(m, 0).remote_map(0, to=(RANK + 2) % 4)),
-        "chunk 0 of rank 0, rows of rank 1: to=2, and an all-to-all brings it to rank 1: use to=1",
+        "chunk 0 of rank 0, rows of rank 1: to=2, but an all-to-all sends the chunk to rank 1: use to=1",
     ),
     "an exchange that waits for others": (
         lambda: exchanged(lambda m: without(m, 0).dma_map(0, to=(RANK + 1) % 4, after=2)),

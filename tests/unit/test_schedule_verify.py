@@ -158,7 +158,7 @@ def test_an_uninitialised_read() -> None:
         edited(push(), lambda s: replace(s, src=part, dst=replace(s.dst, col=2, cols=6)) if isinstance(s, Copy) else s)
     )
     fault = r"rank (\d), lane compute, step 2: silu y\[0:\+4, 0:\+8\] = box\[0:\+4, 0:\+8\] \| it reads box@\1\[0:\+4, 0:\+2\]"
-    assert re.search(fault + ", which nothing has written in this run", text)
+    assert re.search(fault + ", which no step has written in this run", text)
 
 
 def test_what_an_earlier_run_has_written_is_nothing() -> None:
@@ -167,7 +167,7 @@ def test_what_an_earlier_run_has_written_is_nothing() -> None:
     x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
     d.lane("compute").compute("silu", y.part(), box.part()).copy(x.part(), box.part())
     text = faults(d.schedule())
-    assert "it reads box@0[0:+4, 0:+8], which nothing has written in this run" in text
+    assert "it reads box@0[0:+4, 0:+8], which no step has written in this run" in text
     assert text.endswith("(and 5 times more)")
 
 
@@ -290,7 +290,7 @@ def test_declarations() -> None:
     assert "symmetric memory has one size on all ranks, and rows are 4 - rank * 5" in faults(
         replace(schedule, buffers=(bad,))
     )
-    assert "its sizes on the ranks are [(4, 8), (-1, 8)], and none can be negative" in faults(
+    assert "its sizes on the ranks are [(4, 8), (-1, 8)]: sizes must not be negative" in faults(
         replace(schedule, buffers=(bad,))
     )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
@@ -353,7 +353,10 @@ def polling(lanes: int, by: CopyBy = "kernel") -> Schedule:
 def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
     text = faults(polling(3))
     assert "rank 0, lane compute, step 1: silu y[0:+4, 0:+8] = x[0:+4, 0:+8]" in text
-    assert "it may never get a compute unit: all 132 may be held by lanes that poll (to 0, to 1, to 2)" in text
+    assert (
+        "it may never get a compute unit: lanes that poll (to 0, to 1, to 2) for steps that need one may hold all 132"
+        in text
+    )
     verify(polling(2))
     verify(polling(3), compute_units=304)
     verify(polling(3, "dma"), compute_units=1)

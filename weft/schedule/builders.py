@@ -1,7 +1,7 @@
-"""The ways known to do what a description asks for: builders, and the candidates that they make with their parameters.
+"""Builders, and the candidates that they make: the known ways to run an operator.
 
-A builder is a function from a description (and its own parameters) to a `Schedule`. Registering it is all it takes: it is
-then run, simulated, verified, traced and weighed by the planner like the others.
+A builder is a function from a description (and its own parameters) to a `Schedule`. Once registered, it is run, simulated,
+verified, traced and weighed by the planner like the others.
 
     @builder(AllGatherMatmul, chunks=(1, 2, 4))
     def my_schedule(p: AllGatherMatmul, *, chunks: int) -> Schedule: ...
@@ -25,11 +25,11 @@ from weft.schedule.schedule import Schedule
 
 
 class NotApplicableError(ValueError):
-    """Why a builder has no schedule for a description; the text is shown to the user."""
+    """The reason why a builder has no schedule for a description; users see the text."""
 
 
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
-    """Of a schedule that was pinned."""
+    """Return the error for a pinned schedule that does not support `problem`."""
     return NotApplicableError(
         f'schedule {name!r} cannot do {problem.title} of {problem.text}: {why}. Pass schedule="serial", or pin none'
     )
@@ -56,11 +56,12 @@ _NUMBER, _PROPORTION = re.compile("0|[1-9][0-9]{0,5}"), re.compile("[1-9][0-9]{0
 def builder(
     problem: type, **parameters: tuple[Any, ...]
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated function as a way to do `problem`, once for each combination of its parameters' values. A value
-    that is the function's default is not in a candidate's name, so that names stay what they were when a parameter is added.
+    """Register the decorated function as a builder for `problem`, once for each combination of its parameters' values.
 
-    A function of the same name and module takes the place of the one before it (a notebook's cell run again); of another
-    module it is a `ValueError`.
+    A candidate's name leaves out values that are the function's defaults, so names stay the same when a parameter is added.
+
+    A function replaces a registered function of the same name and module (a notebook's cell run again). If the registered
+    function is from another module, raise `ValueError`.
     """
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
@@ -78,22 +79,23 @@ def builder(
 
 
 def unregister(problem: type, name: str) -> None:
-    """Forget a builder (a test that made one up cleans up after itself)."""
+    """Remove a builder (for tests that register one)."""
     del _builders[problem][name]
 
 
 def builders_of(problem: type) -> tuple[tuple[str, Callable[..., Schedule]], ...]:
-    """The builders registered for `problem`, by name."""
+    """Return the builders registered for `problem`, by name."""
     return tuple((name, entry.function) for name, entry in _builders.get(problem, {}).items())
 
 
 def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
-    """Every registered way to do `problem` (or those of the named builders), serial first. A candidate's `build()` may
-    raise `NotApplicableError`."""
+    """Return every candidate for `problem` (or those of the named builders), serial first.
+
+    A candidate's `build()` may raise `NotApplicableError`."""
     known = _builders.get(type(problem), {})
     for name in builders or ():
         if name not in known:
-            raise ValueError(f"no schedule {name!r} for {problem.title}; there are {', '.join(known)}")
+            raise ValueError(f"no schedule {name!r} for {problem.title}; use one of {', '.join(known)}")
     found = []
     for name in builders or sorted(known, key=lambda name: name != "serial"):
         entry = known[name]
@@ -103,12 +105,14 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
 
 
 def named(problem: Problem, name: str) -> Candidate:
-    """The candidate of that name. Beside those of `candidates`, which are the ones that are tried: with any number from the
-    least listed one on, where a builder's parameter is a number, and with any proportion, where one is listed.
+    """Return the candidate with this name.
 
-    A name is written in one way, so that ranks that pin the same compare equal: parameters in their order, those left out that
-    have their defaults. `ValueError` with that name if it is written in another way, with what is wrong in it, or with the
-    nearest names that have a schedule for this problem.
+    Beside the candidates of `candidates`, which are the ones that are tried, a name may have other values. A parameter with
+    numbers takes any number from the least listed one on. A parameter with proportions takes any proportion.
+
+    Each candidate has one spelling, so that ranks that pin the same schedule compare equal: parameters in their order, without
+    defaults. Raises `ValueError` with the right spelling, with the error in the name, or with the nearest names that have a
+    schedule for `problem`.
     """
     entry, chosen = _parsed(problem, name)
     if entry is not None and chosen is not None:
@@ -119,8 +123,9 @@ def named(problem: Problem, name: str) -> Candidate:
 
 
 def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
-    """The builder and the listed values of its parameters that a candidate of `candidates` has by this name; without going through
-    all candidates, which takes milliseconds."""
+    """Return the builder and the listed values of its parameters that `name` stands for, None for what is not listed.
+
+    It does not go through all candidates, which takes milliseconds."""
     head, _, rest = name.partition("[")
     entry = _builders.get(type(problem), {}).get(head)
     if entry is None:
@@ -137,7 +142,7 @@ def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any
 
 
 def _named_otherwise(problem: Problem, name: str) -> Candidate:
-    """One that is not listed; `ValueError` if there is none."""
+    """Return the candidate of a name with values that are not listed; raise `ValueError` if there is none."""
     known = {candidate.name: candidate for candidate in candidates(problem)}
     if name in known:
         return known[name]
@@ -155,7 +160,7 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
         if entry is None and head == "serial":
             raise ValueError(
                 f"no schedule 'serial' for {problem.title}, and every problem needs one: register a builder named serial for "
-                f"{type(problem).__name__}, the library's calls one after the other"
+                f"{type(problem).__name__}, the NCCL and cuBLAS calls one after the other"
             )
         by_likeness = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
         near = itertools.islice((one for one in by_likeness if _applies(known[one])), 3)
@@ -175,7 +180,7 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
     }
     found = entry.candidate(problem, chosen)
     if found.name != name:
-        raise ValueError(f"no schedule {name!r}: it is written {found.name!r}")
+        raise ValueError(f"no schedule {name!r}: write it as {found.name!r}")
     return found
 
 
@@ -188,7 +193,7 @@ def _applies(candidate: Candidate) -> bool:
 
 
 def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
-    """What `text` says for a parameter with these values."""
+    """Return the value of a parameter that `text` stands for."""
     for value in listed:
         if text == str(value):
             return value
@@ -201,10 +206,10 @@ def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
     known = [str(value) for value in listed if value not in numbers and value not in proportions]
     known += [f"a number from {min(numbers)} to {_MOST}"] if numbers else []
     known += [f"a proportion such as {proportions[-1]}"] if proportions else []
-    raise ValueError(f"{where} is {' or '.join(known)}, and not {text!r}")
+    raise ValueError(f"{where} must be {' or '.join(known)}, not {text!r}")
 
 
-@lru_cache(maxsize=2)  # a first call checks that it can be built, and builds it
+@lru_cache(maxsize=2)  # a first call builds each schedule twice: to check it, and to run it
 def _built(function: Callable[..., Schedule], problem: Problem, given: tuple[tuple[str, Any], ...]) -> Schedule:
     chosen = dict(given)
     try:

@@ -1,4 +1,4 @@
-"""One way to do an operator, by name: what builders make of a description, and what descriptions and the planner judge."""
+"""A candidate: one way to run an operator, by name. Builders make candidates; descriptions and the planner judge them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to do a described operator: a builder with its parameters, those left out that have their defaults."""
+    """A builder with its parameters; parameters with default values are left out."""
 
     builder: str
     parameters: tuple[tuple[str, Any], ...]

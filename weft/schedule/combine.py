@@ -1,29 +1,32 @@
-"""Rows are multiplied by their experts' weights and sent back to the ranks whose tokens they are: what follows a dispatch.
+"""GEMM + MoE combine: rows are multiplied by their experts' weights and sent back to the ranks of their tokens, after a dispatch.
 
-    h         rows at their experts' rank: by expert, and for one expert by the rank that they came from
-    counts    two tables [ranks, experts] one below the other: how many rows of h each rank has for each local expert, and how
-              many of this rank's tokens each rank has for each of its experts
+    h         rows at their experts' rank: by expert, and for one expert by source rank
+    counts    two tables [ranks, experts], one below the other: rows of h from each rank for each local expert, and this rank's
+              tokens for each expert of each rank
     y         this rank's tokens, by expert of all ranks: each rank's rows are one block of it
 
-Every number of rows follows from a rank's own two tables: how many rows it sends to each other, and where each block of its
-result begins. So nothing is exchanged before the GEMMs, and a rank sends a block without knowing where it belongs: the receiver
-does. Tables that do not fit those of a peer would leave rows that nobody wrote: ranks send theirs beside the rows, and spoil
-what came from a rank whose table says something else than their own (`weft.schedule.steps.Agree`). The GEMMs of many (source,
-expert) segments are one kernel, which reads rows in place and puts those of one source together. What is done first can be sent
-first in two ways:
+Every number of rows follows from a rank's own two tables: how many rows it sends to each rank, and where each block of its result
+begins. So nothing is exchanged before the GEMMs, and a sender need not know where a block belongs: the receiver knows. If the
+tables of two ranks disagree, some rows would stay unwritten. So ranks send their tables beside the rows, and fill with NaN the
+rows from a rank whose table differs from their own (`weft.schedule.steps.Agree`).
 
-    combine            source by source: rank + 1's rows first, then those of rank + 2 ..., the own last, so that no two ranks send
-                       to one and nothing is left to be sent when the own rows are multiplied
-    combine_by_expert  expert by expert, a few at a time for all sources: every weight is read once, and the last are sent last
+The GEMMs of many (source, expert) segments are one kernel. It reads rows in place and writes the rows of one source side by side.
+Two orders let the first results leave first:
 
-and what has been computed gets to its rank in three ways:
+    combine            source by source: the rows of rank + 1 first, then of rank + 2, ..., its own last. So no two ranks send to
+                       one, and the others' rows have been sent when the own rows are multiplied
+    combine_by_expert  expert by expert, a few at a time for all sources: every weight is read once, and the last experts are
+                       sent last
 
-    dma      the receiver's copy engine takes it from the sender, straight into the result
-    kernel   the sender's kernel puts it into a slot at the receiver, which copies from there: for sizes that the host does not know
-    store    the GEMM itself stores it into that slot: no copy at the sender's
+Results reach their rank in three ways:
 
-Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (staggered producers, stores
-into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
+    dma      the receiver's copy engine copies them from the sender, straight into the result
+    kernel   the sender's kernel puts them into a slot at the receiver, which copies them from there: for sizes that the host does
+             not know
+    store    the GEMM itself stores them into that slot: no copy at the sender
+
+Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (staggered producers,
+stores into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ _TILE = "t"
 
 @builder(MatmulAllToAll)
 def serial(p: MatmulAllToAll) -> Schedule:
-    """The library's GEMMs; what they made is put in the order of sources; then its all-to-all."""
+    """Run cuBLAS's GEMMs, sort their rows by source, then run NCCL's all-to-all."""
     d, world, expert = _Combine("serial", p), p.world_size, Expr(_TILE)
     lane, of_expert = d.learn(d.lane("compute"), "host"), (d.first_in_h(0, expert), d.of_expert(expert))
     room = sum(p.rows)
@@ -67,7 +70,7 @@ def serial(p: MatmulAllToAll) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4), by=("dma", "kernel", "store"))
 def combine(p: MatmulAllToAll, *, chunks: int, by: Transport) -> Schedule:
-    """chunks: in how many parts the experts of a peer's rows are taken."""
+    """Multiply source by source. chunks: number of parts into which a peer's experts are cut."""
     d = _Sending("combine", p, by, chunks)
     for distance in range(1, p.world_size):
         for c, piece in enumerate(d.pieces):
@@ -79,7 +82,8 @@ def combine(p: MatmulAllToAll, *, chunks: int, by: Transport) -> Schedule:
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """chunks: in how many parts the experts are taken. 1: everything is multiplied at once, then everything is sent."""
+    """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: multiply everything, then send
+    everything."""
     d = _Sending("combine_by_expert", p, by, chunks)
     for c, piece in enumerate(d.pieces):
         d.multiply(0, p.world_size, *piece)
@@ -89,7 +93,7 @@ def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "ker
 
 
 class _Combine(Draft):
-    """The caller's tensors, and the numbers that follow from `counts`."""
+    """A draft with the caller's tensors, and the sizes that follow from `counts`."""
 
     def __init__(self, name: str, p: MatmulAllToAll) -> None:
         super().__init__(name, p.world_size)
@@ -105,33 +109,33 @@ class _Combine(Draft):
         self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
 
     def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
-        """Copy both tables where numbers are read from. also_to: further places for `received`, in the same launch."""
+        """Copy both tables into `counts`, and read them. also_to: further places for `received`, in the same launch."""
         world = self.world_size
         for place in (self.counts.part(rows=(0, world)), *also_to):
             lane.copy(self._received.part(), place, "kernel")
         return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
 
     def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """Rows of h from `source`, for so many local experts."""
+        """Return the number of rows of h from `source`, for `count` local experts from `first` on."""
         return self._of_row(source, first, count)
 
     def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
-        """This rank's tokens for so many experts of `rank`."""
+        """Return the number of this rank's tokens for `count` experts of `rank` from `first` on."""
         return self._of_row(self.world_size + rank, first, count)
 
     def of_expert(self, expert: Index) -> Index:
-        """Rows of h for a local expert."""
+        """Return the number of rows of h for a local expert."""
         return total("counts", expert, self._all, self.p.experts)
 
     def first_in_h(self, source: Index, expert: Index) -> Index:
-        """Where in h the rows of a local expert that came from `source` begin."""
+        """Return the first row in h of a local expert's rows from `source`."""
         begin: Index = 0
         for any_source in range(self.world_size):
             begin = begin + self.received(any_source, 0, expert)
         return begin + total("counts", expert, source * self.p.experts + expert, self.p.experts)
 
     def first_in_y(self, rank: Index, expert: Index = 0) -> Index:
-        """Where in y the rows that an expert of `rank` has made begin."""
+        """Return the first row in y of the rows that an expert of `rank` has made."""
         return total("counts", self._all, self._all + rank * self.p.experts + expert)
 
     def matmul(self, out: Region, rows: tuple[Index, Index], expert: Index) -> Compute:
@@ -144,16 +148,19 @@ class _Combine(Draft):
 
 
 class _Sending(_Combine):
-    """Rows of others are computed into a slot for each, and sent in `chunks` parts of the experts (`pieces`) with a signal each.
+    """A draft that computes peers' rows into a slot for each peer, and sends them in `chunks` parts of the experts (`pieces`).
 
-    A slot is filled again when its reader has said that it has read all of it: once in every run, whatever the sizes."""
+    Each part has its signal. A slot is filled again only when its reader has signaled that it has read all of it: once in every
+    run, whatever the sizes."""
 
     def __init__(self, name: str, p: MatmulAllToAll, by: Transport, chunks: int) -> None:
         super().__init__(name, p)
         if p.world_size == 1:
-            raise NotApplicableError("one rank has nobody to send to")
+            raise NotApplicableError("one rank has no peer to send to")
         if by == "dma" and not p.exact:
-            raise NotApplicableError("copy engines take sizes from the host, which may not wait for them here")
+            raise NotApplicableError(
+                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel or store"
+            )
         self.pieces = cut(p.experts, chunks, what="experts of a rank")
         read_by: ReadBy = "host" if by == "dma" else "device"
         self._by, peers = by, p.world_size - 1
@@ -163,7 +170,7 @@ class _Sending(_Combine):
                 self.buffer("outbox", *room, "scratch"),
                 self.buffer("inbox", *room, "symmetric"),
             )
-        else:  # one is at the sender, the other at the receiver
+        else:  # dma: at the sender; store: at the receiver
             self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
         self._sent = self.buffer("sent", p.world_size**2, p.experts, "int64", "symmetric")
         self._free, self._there = self.signals("free", peers), self.signals("there", peers * chunks)
@@ -189,7 +196,7 @@ class _Sending(_Combine):
             lane.wait(self._free, i, previous=True)
 
     def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
-        """The rows of so many ranks, from the one so far ahead on, for so many experts."""
+        """Multiply the rows of `n_sources` ranks, from the rank `first_source` ahead on, for `count` experts from `first` on."""
         p, expert = self.p, Expr(_TILE) + first
         at = peer(p.world_size, first_source) if self._by == "store" else RANK
         kernel = ReturningMatmul(
@@ -210,7 +217,9 @@ class _Sending(_Combine):
         return self.matmul(out, (self.first_in_h(source, expert), rows), expert)
 
     def send(self, distance: int, chunk: int) -> None:
-        """To the rank so far ahead what these experts have made of its rows; by copy engines, those fetch it that it is for."""
+        """Send to the rank `distance` ahead the rows that a chunk of experts has made of its tokens.
+
+        With copy engines, the receiver fetches them."""
         number, to = (distance - 1) * len(self.pieces) + chunk, peer(self.world_size, distance)
         piece = self.pieces[chunk]
         if self._by == "kernel":
@@ -227,7 +236,7 @@ class _Sending(_Combine):
             self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
-        """Put what came in its place, compare what was sent, and let those who sent it send again."""
+        """Copy the rows that came into y, compare the sizes, and release the slots to their senders."""
         chunks, world = len(self.pieces), self.world_size
         if self._by == "dma":
             placed = self.signals("placed", 1)
@@ -244,7 +253,7 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """What these experts of the rank so far behind have made of this rank's tokens."""
+        """Copy the rows that these experts of the rank `distance` behind have made of this rank's tokens into y."""
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK
@@ -252,5 +261,6 @@ class _Sending(_Combine):
         lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
 
     def _slot(self, distance: int) -> int:
-        """Where the rows for the rank so far ahead begin, and at the receiver those from the one so far behind."""
+        """Return the first row of the slot for the rank `distance` ahead; at the receiver, of the slot from the rank `distance`
+        behind."""
         return (distance - 1) * self.p.most

@@ -1,26 +1,26 @@
-"""Tokens go to the ranks of their experts and are multiplied there: mixture of experts, with sizes that only the run knows.
+"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there, with sizes that only the run knows.
 
-    splits   what this rank sends to each expert of all ranks, for tokens sorted by expert
-    counts   the splits of all ranks, [ranks, experts of all ranks]: everybody puts his own into everybody's
-    inbox    a slot for each other rank, with room for what it may send
+    splits   the number of tokens that this rank sends to each expert of all ranks; tokens are sorted by expert
+    counts   the splits of all ranks, [ranks, experts of all ranks]: each rank puts its own row into every rank's counts
+    inbox    a slot for each other rank, with room for the most tokens that it may send
 
-    to peers: read counts; to each peer its tokens, in one piece, into the slot there; raise `arrived`
-    compute:  exchange splits; read counts; the own tokens, in place; then, as they arrive, those of the others
+    to peers: read counts; put the tokens for each peer into the slot there, in one piece; set `arrived` there
+    compute:  exchange splits; read counts; multiply this rank's own tokens, in place; then the others' as they arrive
 
-The GEMMs of many (source, expert) segments are one kernel. It puts rows where they belong in the result: by expert, and for
-one expert by the rank that they come from. So nothing is put in order before or after, and only what leaves the rank is
-copied. What is there first can be multiplied first in two ways:
+The GEMMs of many (source, expert) segments are one kernel. It stores rows where they belong in the result: by expert, and for one
+expert by source rank. So no tokens are sorted before or after, and only tokens that leave the rank are copied. Two orders let the
+first tokens be multiplied first:
 
     dispatch            source by source, the own tokens first: while they are multiplied all others travel
     dispatch_by_expert  expert by expert, a few at a time from all sources: every weight is read once
 
-Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they
-are computed: while it waits nothing can be queued behind. Where the result has exactly the rows that arrive (`exact`) the
-host reads in any case, but while the GEMMs run.
+Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they are
+computed; while the host waits it can enqueue nothing. If the result has exactly the rows that arrive (`exact`), the host reads
+the sizes in any case, but while the GEMMs run.
 
-Blocks padded to a capacity would need no sizes either. They are no candidate: with room for all that a rank may send to one other
-they are as many times larger as there are ranks, and with less, tokens are lost, which no other schedule does. The benchmark of
-all_to_all_matmul has the library's way of it, with just enough room for the tokens that it sends, as `padded`.
+Blocks padded to a capacity would need no sizes either, but they are no candidate. With room for every token that a rank may send
+to one other, the blocks are as many times larger as there are ranks. With less room tokens are lost, as in no other schedule. The
+benchmark of all_to_all_matmul measures this variant with NCCL, with just enough room for the tokens that it sends, as `padded`.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (tokens go all-to-all
 before the GEMMs of experts), III-C with figure 5 (asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained
@@ -43,15 +43,15 @@ from weft.schedule.steps import Compute, Copy, Region
 
 Transport: TypeAlias = Literal["dma", "kernel"]
 Send: TypeAlias = Literal["in_turn", "at_once"]
-"""To one peer after the other, which behind a switch brings the first tokens soonest; or to all, over the links of a mesh."""
+"""in_turn: to one peer after the other, fastest for the first tokens behind a switch. at_once: over all links of a mesh."""
 Columns: TypeAlias = tuple[int, int]
-"""(first, count) of tokens' columns, which are k."""
+"""(first, count) of the k columns of tokens."""
 _TILE = "t"
 
 
 @builder(AllToAllMatmul)
 def serial(p: AllToAllMatmul) -> Schedule:
-    """The library's all-to-all; what came is put in the order of experts; then their GEMMs."""
+    """Run NCCL's all-to-all, sort the tokens by expert, then run cuBLAS's GEMMs of the experts."""
     d, world, experts = _Dispatch("serial", p, "scratch"), p.world_size, p.experts
     room = sum(p.rows)
     unordered = d.x or d.buffer("unordered", room, p.k, p.dtype, "scratch")
@@ -79,7 +79,8 @@ def serial(p: AllToAllMatmul) -> Schedule:
 def dispatch(
     p: AllToAllMatmul, *, by: Transport, rest: Literal["each", "together"], send: Send = "in_turn"
 ) -> Schedule:
-    """rest: a launch for the tokens of each other rank when they are there, or one when all are."""
+    """Multiply source by source. rest: one launch for each other rank when its tokens arrive, or one launch when all have
+    arrived."""
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError("the rest comes from one rank")
     d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
@@ -96,7 +97,8 @@ def dispatch(
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=("in_turn", "at_once"))
 def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int, send: Send = "in_turn") -> Schedule:
-    """chunks: in how many parts the experts are taken. 1: everything arrives, then everything is multiplied at once."""
+    """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: one launch when all tokens have
+    arrived."""
     pieces = cut(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
@@ -109,7 +111,7 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int, send: S
 
 
 class _Dispatch(Draft):
-    """The caller's tensors, and the numbers that follow from `counts`."""
+    """A draft with the caller's tensors, and the sizes that follow from `counts`."""
 
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
         super().__init__(name, p.world_size)
@@ -126,7 +128,7 @@ class _Dispatch(Draft):
         self.x = self.buffer("x", self.arriving, p.k, p.dtype, "output") if p.return_x else None
 
     def rows(self, source: Index, expert: Index) -> Index:
-        """From `source`, for a local expert."""
+        """Return the number of rows from `source` for a local expert."""
         first = self._mine(source) + expert
         return total("counts", first, first + 1)
 
@@ -138,11 +140,11 @@ class _Dispatch(Draft):
         return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
 
     def first_of_block(self, source: Index, expert: Index) -> Index:
-        """Where in what `source` sends here a local expert's rows begin."""
+        """Return the first row of a local expert's tokens in what `source` sends here."""
         return total("counts", self._mine(source), self._mine(source) + expert)
 
     def first_of_result(self, source: Index, expert: Index) -> Index:
-        """Where in y the rows of a local expert that come from `source` begin."""
+        """Return the first row in y of a local expert's tokens from `source`."""
         experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
         first = RANK * self.p.experts + expert
         return experts_before + total("counts", first, source * self._all + first, self._all)
@@ -155,12 +157,12 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """The caller learns how many rows came, from whom and for which expert."""
+        """Copy to the caller's `received` how many rows came from each rank for each local expert."""
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 
     def _of_all(self, number_of: Callable[[int], Index]) -> Index:
-        """The sum over sources."""
+        """Return the sum over all source ranks."""
         result: Index = 0
         for source in range(self.p.world_size):
             result = result + number_of(source)
@@ -171,21 +173,24 @@ class _Dispatch(Draft):
         return total("counts", row + first, row + end)
 
     def _mine(self, source: Index) -> Index:
-        """Of the row of `source` in counts, where this rank's experts begin."""
+        """Return the element of counts where this rank's experts begin in the row of `source`."""
         return source * self._all + RANK * self.p.experts
 
 
 class Sending(_Dispatch):
-    """Sizes are exchanged on the computing lane, and tokens sent to the inbox of others on one more, or on one for each peer, in
-    `chunks` parts with a signal each."""
+    """A draft that exchanges sizes on the compute lane, and sends tokens into the peers' inboxes on other lanes.
+
+    There is one lane for all peers, or a lane for each peer. Tokens go in `chunks` parts with a signal each."""
 
     def __init__(self, name: str, p: AllToAllMatmul, by: Transport, send: Send, chunks: int = 1) -> None:
         super().__init__(name, p, "symmetric")
         world = p.world_size
         if world == 1:
-            raise NotApplicableError("one rank has nobody to send to")
+            raise NotApplicableError("one rank has no peer to send to")
         if by == "dma" and not p.exact:
-            raise NotApplicableError("copy engines take sizes from the host, which may not wait for them here")
+            raise NotApplicableError(
+                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel"
+            )
         if send == "at_once" and world == 2:
             raise NotApplicableError("there is one peer to send to")
         self._by, self._chunks = by, chunks
@@ -215,7 +220,7 @@ class Sending(_Dispatch):
                 sender.set(self._taken, i)
 
     def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
-        """To every other rank the tokens of so many of its experts, or these columns of them."""
+        """Send to every other rank the tokens for `count` of its experts from `first` on, or only these columns of them."""
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
             begin = to * self.p.experts
@@ -232,7 +237,9 @@ class Sending(_Dispatch):
     def multiply(
         self, distances: list[int], first: int, count: int, columns: Columns | None = None, adds: bool = False
     ) -> None:
-        """The tokens of the ranks so far back, 0 for the own, for so many experts; or these columns of them. adds: to y."""
+        """Multiply the tokens of the ranks `distances` behind, 0 for this rank, for `count` experts from `first` on.
+
+        columns: only these columns of the tokens. adds: accumulate into y."""
         expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
         kernel = GroupedMatmul(
             self.counts.name, self.tokens.name, self._inbox.name, self.weights.name, self.y.name, self.p.experts, self.p.most,
@@ -241,10 +248,10 @@ class Sending(_Dispatch):
         self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
     def done(self) -> Schedule:
-        """What was read and multiplied may be written again. Whoever gets tokens knows that they were sent after the lane had read
-        counts, but nothing of other lanes.
+        """Release buffers for the next run, after all lanes have read counts.
 
-        Tokens that are wanted too are copied behind all GEMMs: where the host learns sizes meanwhile, it knows them then."""
+        A peer that gets tokens knows that they were sent after their lane had read counts, but nothing about other lanes. Tokens
+        for the caller (`return_x`) are copied after all GEMMs: the host then knows sizes that it reads meanwhile."""
         if self.x:
             for distance in range(self.world_size):
                 source = peer(self.world_size, -distance) if distance else RANK
@@ -267,13 +274,14 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Of the tokens of the rank so far back, 0 for the own, so many where they lie."""
+        """Return the region of `rows` tokens of the rank `distance` behind, 0 for this rank, from token `first` on, where they
+        lie."""
         if distance:
             return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
-        """Where in x the tokens of `source` begin: behind those of the ranks before it."""
+        """Return the first row in x of the tokens of `source`: behind those of the ranks before it."""
         begin: Index = 0
         for before in range(self.world_size - 1):
             counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)
@@ -281,5 +289,5 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Where in the inbox of a rank the tokens of the one so many places before it begin."""
+        """Return the first row in a rank's inbox of the tokens from the rank `distance` behind it."""
         return (self.world_size - 1 - distance) * self.p.most

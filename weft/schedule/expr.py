@@ -1,14 +1,14 @@
-"""Whole numbers that a schedule leaves open: the rank, the turn of a loop, what a buffer holds.
+"""Integers that a schedule leaves open: the rank, the index of a loop, the contents of a buffer.
 
-A schedule is written once for all ranks. Where a number depends on who runs it, it is an `Expr`, made by ordinary
-arithmetic from variables, and becomes a number when a rank is put in:
+A schedule is written once for all ranks. A number that depends on the rank is an `Expr`, made by ordinary arithmetic from
+variables. It becomes a number when the rank is substituted:
 
     peer = (RANK + 1) % 4
     value(peer, rank=3) == 0;  str(peer) == "(rank + 1) % 4";  Expr("(rank + 1) % 4") == peer
 
-Its text is also its form in JSON. `lookup((5, 3, 8), RANK)` is a number that follows no formula, such as the rows of
-uneven shards. `total("counts", 0, RANK)` is the sum of what the first elements of this rank's buffer `counts` hold when the
-schedule runs: so sizes are written that only the device knows.
+Its text is also its form in JSON. `lookup((5, 3, 8), RANK)` is a number that follows no formula, such as the rows of uneven
+shards. `total("counts", 0, RANK)` is the sum of the first elements of this rank's buffer `counts` at the time of the run: it
+writes sizes that only the device knows.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _SIGNS: dict[type[ast.operator], tuple[ast.operator, str, int]] = {
     ast.Add: (ast.Add(), "+", 1), ast.Sub: (ast.Sub(), "-", 1), ast.Mult: (ast.Mult(), "*", 2),
     ast.FloorDiv: (ast.FloorDiv(), "//", 2), ast.Mod: (ast.Mod(), "%", 2),
 }  # fmt: skip
-"""Of a sign, its node, how it is written and how it binds."""
+"""For each operator: its node, its symbol and its precedence."""
 
 
 MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 << 20
-"""Limits of expressions that come as text: of a sum the depth is its number of terms."""
+"""Limits of expressions that come as text. The depth of a sum is its number of terms."""
 
 
 class Expr:
-    """An expression over variables with + - * // %, lookups in tables of numbers, and sums over what buffers hold."""
+    """An expression over variables with + - * // %, lookups in tables of numbers, and sums over contents of buffers."""
 
     __slots__ = ("_compiled", "_node", "text")
 
@@ -50,19 +50,23 @@ class Expr:
             node = _parsed(source) if isinstance(source, str) else source
             _check(node)
             self.text = ast.unparse(node)
-        except (SyntaxError, RecursionError, MemoryError) as error:  # MemoryError: the parser's word for too deep
-            raise ValueError(f"{str(source)[:80]!r} is no expression of a schedule: {error}") from error
+        except (
+            SyntaxError,
+            RecursionError,
+            MemoryError,
+        ) as error:  # MemoryError: the parser's error for too deep nesting
+            raise ValueError(f"{str(source)[:80]!r} is not an expression of a schedule: {error}") from error
         self._node = node
         self._compiled: tuple[CodeType, frozenset[str]] | None = None
 
     def _code(self) -> tuple[CodeType, frozenset[str]]:
-        # Large schedules have many expressions that nothing evaluates one by one.
+        # Compiled on demand: large schedules have many expressions that are never evaluated one by one.
         if self._compiled is None:
             self._compiled = _compiled(self.text)
         return self._compiled
 
     def variables(self) -> frozenset[str]:
-        """Names that take a value; of a buffer that is summed up, its contents."""
+        """Return the names that need a value; for a summed buffer, the buffer's name."""
         return self._code()[1]
 
     def evaluate(self, values: Values) -> int:
@@ -76,19 +80,19 @@ class Expr:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def over(self, values: Mapping[str, Any]) -> int | np.ndarray:
-        """`evaluate` for many values at once: arrays in, an array out."""
+        """Evaluate for many values at once: arrays in, an array out."""
         return _over(self._node, values)
 
     def period(self, name: str) -> int:
-        """p, if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
+        """Return p if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
         return _period_of(self, name)
 
     def totals(self) -> tuple[int, tuple[Total, ...]]:
-        """(number, what is added to it) of a sum of numbers and totals; `ValueError` if it is anything else."""
+        """Return (number, totals) of a sum of numbers and totals; raise `ValueError` for any other expression."""
         return _totals(self._node)
 
     def partly(self, values: Values) -> Index:
-        """With some of its variables put in; a plain number if none is left."""
+        """Substitute some of the variables; return a plain number if none is left."""
         given = tuple((name, values[name]) for name in self.variables() if name in values)
         may_be_kept = all(isinstance(one, int | tuple) for _, one in given)
         return _put_in_once(self, given) if may_be_kept else _put_in(self, given)
@@ -124,8 +128,8 @@ class Expr:
         raise TypeError(f"{self.text} has a value on each rank, and whether it is 0 is not known yet: {_PER_RANK}")
 
     def __eq__(self, other: object) -> bool:
-        # With a number it is False and cannot raise: steps and regions are compared, whose fields are expressions or numbers. So
-        # `if RANK == 1:` is never taken; what such a comparison is handed to refuses it (`no_comparison`).
+        # False for a number. It cannot raise, since comparing steps and regions compares expressions with numbers. So
+        # `if RANK == 1:` is never taken; `require_index` refuses the bool of such a comparison.
         return isinstance(other, Expr) and self.text == other.text
 
     def __hash__(self) -> int:
@@ -161,20 +165,20 @@ _put_in_once = lru_cache(maxsize=1 << 13)(_put_in)  # as of `_joined`
 
 
 class Held:
-    """What a buffer holds, row by row, to be summed up many times: sums from each element to the end are kept."""
+    """The contents of a buffer, row by row, with cached prefix sums: sums from each element to the end."""
 
     def __init__(self, contents: Sequence[int]) -> None:
         self.contents = np.asarray(contents, np.int64)
         self._sums: dict[int, np.ndarray] = {}
 
     def __getitem__(self, part: slice) -> int:
-        """The sum of the elements there: of a `Held`, `sum` has nothing left to do."""
+        """Return the sum of the elements in this slice, so that `sum` of it is the number itself."""
         first, end, step = part.indices(len(self.contents))
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
     def over(self, first: Any, end: Any, step: int) -> np.ndarray:
-        """For many parts at once; bounds are counted from the front."""
+        """Return the sums of many slices at once; bounds are counted from the front."""
         sums, first = self._to_the_end(step), np.asarray(first)
         last = first + np.maximum(0, -((first - end) // step)) * step
         found: np.ndarray = sums.take(first, mode="clip") - sums.take(last, mode="clip")
@@ -190,7 +194,7 @@ class Held:
 
 Index: TypeAlias = int | Expr
 Values: TypeAlias = Mapping[str, int | Sequence[int] | Held]
-"""Of variables by name: numbers, and for buffers what they hold, row by row."""
+"""Values of variables by name: numbers, and for buffers their contents, row by row."""
 
 
 class Total(NamedTuple):
@@ -206,27 +210,30 @@ _PER_RANK = "write what differs between ranks as lookup((0, 1), RANK), or as ari
 
 
 INDEX_TYPES = frozenset({int, Expr})
-"""Of what is an index without a further look."""
+"""Types that need no further check to be an index."""
 
 
 def require_index(index: Index, what: str) -> None:
-    """`TypeError` for what is neither a whole number nor an expression, and for True or False: what Python makes of `RANK == 1`,
-    which is the same on all ranks."""
+    """Raise `TypeError` for anything but an integer or an expression, and for bools.
+
+    Python evaluates `RANK == 1` to False when the schedule is written, for all ranks."""
     if isinstance(index, bool):
         raise TypeError(
             f"{what}={index}: Python compares expressions when the schedule is written, not on each rank: {_PER_RANK}"
         )
     if not isinstance(index, Expr) and not hasattr(index, "__index__"):
-        raise TypeError(f"{what}={index!r}: {kind(index)} is no whole number or expression of the rank; divide with //")
+        raise TypeError(
+            f"{what}={index!r}: {kind(index)} is neither a whole number nor an expression of the rank; divide with //"
+        )
 
 
 def value(index: Index, **variables: int) -> int:
-    """The number that `index` is for these values of its variables."""
+    """Return the number that `index` has for these values of its variables."""
     return index.evaluate(variables) if isinstance(index, Expr) else index
 
 
 def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
-    """The sum of elements first, first + step, ... before `end` of what this rank's `buffer` holds, counted row by row."""
+    """Return the sum of elements first, first + step, ... before `end` of this rank's `buffer`, counted row by row."""
     return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
 
 
@@ -238,7 +245,7 @@ def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
 
 
 def lookup(table: Sequence[int], index: Index) -> Index:
-    """`table[index]`; a plain number if all entries are the same."""
+    """Return `table[index]`; a plain number if all entries are equal."""
     require_index(index, "index")
     if len(set(table)) == 1:
         return table[0]
@@ -257,12 +264,12 @@ def _tuple(numbers: Sequence[int]) -> ast.Tuple:
 
 
 def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
-    return _joined(left, type(sign), right)  # type: ignore[arg-type]  # takes `__hash__` of the class for that of its instances
+    return _joined(left, type(sign), right)  # type: ignore[arg-type]  # mypy takes `__hash__` of the class for that of its instances
 
 
 @lru_cache(maxsize=1 << 14)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
-    made = Expr.__new__(Expr)  # its parts were checked and written when they were made: a long sum grows term by term
+    made = Expr.__new__(Expr)  # its parts were checked when they were made: a long sum grows term by term
     node, symbol, binds = _SIGNS[sign]
     made._node, made._compiled = ast.BinOp(_node_of(left), node, _node_of(right)), None
     made.text = f"{_operand(left, binds)} {symbol} {_operand(right, binds + 1)}"
@@ -270,7 +277,7 @@ def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
 
 
 def _operand(index: Index, binds: int) -> str:
-    """Its text beside a sign: as `ast.unparse` has it, in parentheses where its own sign binds less."""
+    """Return the text beside an operator, as `ast.unparse` writes it: in parentheses if the operand's own operator binds less."""
     sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
     return f"({index})" if sign is not None and _SIGNS[type(sign)][2] < binds else str(index)
 
@@ -279,7 +286,7 @@ def _node_of(index: Index) -> ast.expr:
     return index._node if isinstance(index, Expr) else _constant(int(index))
 
 
-@lru_cache(maxsize=1 << 13)  # nodes are not changed: expressions share them
+@lru_cache(maxsize=1 << 13)  # nodes are immutable: expressions share them
 def _constant(number: int) -> ast.Constant:
     return ast.Constant(number)
 
@@ -309,7 +316,7 @@ def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
 
 @lru_cache(maxsize=64)  # tables of thousands of numbers, which many expressions have in common
 def _numbers_of(table: ast.Tuple) -> np.ndarray | None:
-    """Its entries, if all of them are numbers."""
+    """Return the entries of a table as an array; None if some are not numbers."""
     if not all(isinstance(entry, ast.Constant) for entry in table.elts):
         return None
     return np.array([cast(ast.Constant, entry).value for entry in table.elts])
@@ -328,7 +335,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _bound(node: ast.expr | None) -> ast.expr:
-    assert node is not None  # _check lets no slice without both bounds in
+    assert node is not None  # _check refuses slices without both bounds
     return node
 
 
@@ -365,13 +372,13 @@ def _period(node: ast.AST, name: str) -> int:
     period = 1
     for part in ast.iter_child_nodes(node):
         period = math.lcm(period, _period(part, name))
-        if not period:  # nothing makes it another one: of a long sum the first number tells
+        if not period:  # 0 stays 0, whatever the other terms are
             break
     return period
 
 
 def _partly(node: ast.expr, values: Values) -> ast.expr:
-    """Numbers for names, and for what then has no name in it."""
+    """Substitute numbers for names, and fold the parts that have no name left."""
     match node:
         case ast.Name(id=name) if name in values:
             found = values[name]
@@ -400,7 +407,7 @@ def _partly(node: ast.expr, values: Values) -> ast.expr:
 
 
 def _folded(node: ast.expr) -> int:
-    """Of numbers: most are a sum or a product of two, which needs no compiler."""
+    """Evaluate an expression of numbers. Most are a sum or a product of two numbers, which need no compiler."""
     match node:
         case ast.BinOp(left=ast.Constant(value=int(left)), op=sign, right=ast.Constant(value=int(right))) if right:
             return int(_OPERATORS[type(sign)](left, right))
@@ -408,7 +415,8 @@ def _folded(node: ast.expr) -> int:
 
 
 def _parsed(text: str) -> ast.expr:
-    """Parse an expression that may have come in a file; `SyntaxError` also beyond the limits on its length, depth and numbers."""
+    """Parse an expression that may come from a file; raise `SyntaxError` also beyond the limits on its length, depth and
+    numbers."""
     if len(text) > MOST_LETTERS:
         raise SyntaxError(f"it has {len(text)} letters, and at most {MOST_LETTERS} are allowed")
     node = ast.parse(text, mode="eval").body
@@ -428,11 +436,11 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _check(node: ast.expr) -> None:
-    """Only arithmetic: an expression that came in a file is evaluated, so it may not be anything else."""
+    """Allow arithmetic only: an expression from a file is evaluated."""
     match node:
         case ast.Constant(value=bool()) | ast.Name(id="sum"):
             raise ValueError(
-                f"{ast.unparse(node)!r} is no number and no variable of a schedule: sum(buffer[first:end]) is a sum"
+                f"{ast.unparse(node)!r} is neither a number nor a variable of a schedule: write sums as sum(buffer[first:end])"
             )
         case ast.Constant(value=int()) | ast.Name():
             return
@@ -461,7 +469,7 @@ def _check(node: ast.expr) -> None:
                 raise ValueError(f"{ast.unparse(node)!r}: the step of a sum is a number between 1 and {MOST_STRIDE}")
         case _:
             raise ValueError(
-                f"{ast.unparse(node)!r} is no expression of a schedule: use + - * // %, variables, numbers, tables, and "
+                f"{ast.unparse(node)!r} is not an expression of a schedule: use + - * // %, variables, numbers, tables, and "
                 f"sum(buffer[first:end])"
             )
 

@@ -1,13 +1,13 @@
-"""Chunks that every rank makes in symmetric memory, and that all ranks fetch from there into their results: an all-gather behind
-whatever makes them.
+"""Chunks in symmetric memory that all ranks fetch into their results: an all-gather behind any producer.
 
-Results are ordinary memory, into which peers cannot write. Where a producer would send its chunks, they would land in symmetric
-memory, and be copied once more. So it says that they are there, and everybody copies them to where they belong: each byte once.
-The own ones are the first to be there, and are copied first; then those of the rank behind, so that no two fetch from one.
+Results are ordinary memory, into which peers cannot write. If a producer sent its chunks, they would land in symmetric memory and
+be copied once more. So the producer only signals that a chunk is ready, and every rank copies it to where it belongs: each byte
+once. A rank's own chunks are ready first and are copied first; then those of the rank behind, so that no two ranks fetch from
+one.
 
-Who has fetched everything tells all others that it is through with the run's symmetric memory. They wait for that before they write
-there in the next run, even where its own signals would keep what they write and what is read apart: a run of other sizes may have
-its chunks elsewhere in the same memory.
+A rank that has fetched everything signals all others that it no longer reads this run's symmetric memory. They wait for that
+before they write there in the next run. They do so even if other signals would order these accesses: a run of other sizes may
+place its chunks differently in the same memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Region, Set, Signals
 
 Place: TypeAlias = Callable[[Index, int], Region]
-"""Of a rank's chunk of that number."""
+"""The region of a chunk, from (rank, number of the chunk)."""
 
 
 class Fetched:
-    """signals: of each source's chunks, the ranks behind this one and last this one itself."""
+    """The fetching side of an all-gather. signals: one for each chunk of each source; sources are the ranks behind this one, then
+    this rank."""
 
     def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
         self.d, self.chunks = d, chunks
@@ -34,11 +35,11 @@ class Fetched:
         self.signals, self._free = d.signals("ready", world_size * chunks), d.signals("free", world_size - 1)
 
     def told(self, chunk: Index) -> list[Set]:
-        """To everybody, that this rank's chunk is there."""
+        """Return the steps that signal all ranks that this rank's chunk is ready."""
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
-        """Until the `number`-th peer has ended the run before."""
+        """Wait until the `number`-th peer has finished the run before."""
         lane.wait(self._free, number, previous=True)
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:
@@ -49,8 +50,9 @@ class Fetched:
         self, source: Place, target: Place, by: Literal["dma", "kernel"], counts: Sequence[int] = (),
         complete: Signals | None = None,
     ) -> None:  # fmt: skip
-        """On a lane of its own. counts: how often it is told of each chunk, if not once. complete: set when all ranks' chunks of a
-        number have been fetched."""
+        """Fetch all chunks on a lane of its own.
+
+        counts: sets that each chunk waits for, if not one. complete: set when all ranks' chunks of a number have been fetched."""
         lane, own = self.d.lane("from peers", "copy"), len(self.sources)
         for c in range(self.chunks):
             for i, owner in [(own, RANK), *enumerate(self.sources)]:

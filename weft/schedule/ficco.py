@@ -1,21 +1,22 @@
-"""FiCCO: chunks of a shard go to all peers at once, and each step computes on what has come from all of them.
+"""FiCCO: chunks of a shard go to all peers at once, and each step computes on the chunks that have come from all of them.
 
-A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that
-on a full mesh all links are busy, and computes on the chunks of that step. Three choices make eight schedules:
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that on a full
+mesh all links are busy, and computes on the chunks of that step. Three choices make eight schedules:
 
-    1D | 2D           chunks are rows of the shard, or columns (then the steps add up: y += x[:, chunk] @ w[chunk, :])
-    uniform | hetero  a step holds the own chunk too, or the own shard is computed whole, first, while nothing has come
-    fused | unfused   one GEMM a step over the chunks of all ranks, or one for each
+    1D | 2D           chunks are rows of the shard, or columns (then the steps accumulate: y += x[:, chunk] @ w[chunk, :])
+    uniform | hetero  a step holds the own chunk too; or the own shard is computed whole, first, before any chunk arrives
+    fused | unfused   one GEMM a step over the chunks of all ranks, or one for each rank
 
-Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The
-paper gathers all chunks of such a step, beside communication and GEMMs, and gives uniform schedules a higher contention loss for
-it (V-B): that loss is not here.
-Rows that a fused GEMM computes are neighbours in y only in uniform 2D; elsewhere they are scattered from scratch memory.
-Each step of a 2D schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
+Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The paper
+gathers all chunks of such a step, beside communication and GEMMs, and gives uniform schedules a higher contention loss for it
+(V-B): that loss does not occur here.
 
-The chunks of a step may also come by one all-gather of the library (the paper's variant by RCCL), which wants them in one
-piece: columns are packed first. It gives them in the order of ranks, the own one among them, which a hetero start has
-computed: there a fused GEMM is two, of the ranks before and those behind.
+The rows of a fused GEMM are adjacent in y only in uniform 2D. Elsewhere they are scattered from scratch memory. Each step of a 2D
+schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
+
+The chunks of a step may also come by one NCCL all-gather (the paper's variant by RCCL), which needs contiguous input: columns are
+packed first. Its output has the order of ranks, with the own chunk in it. A hetero start has computed the own chunk already:
+there a fused GEMM is two, one for the ranks before and one for those behind.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """
@@ -41,11 +42,11 @@ _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "ker
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
 def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
-    """steps: chunks of rows of a shard; 0: as many as there are ranks."""
+    """Cut shards by rows. steps: number of chunks of a shard; 0: the number of ranks."""
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # Within a step's rows of the box, chunks lie in the order of the ring behind the reader, the own one last.
+    # In a step's rows of the box, chunks lie in the order of the ring behind the reader, its own chunk last.
     places = world if uniform and fused else world - 1
     d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
     rows = o.results(places * pieces[0][1]) if fused else []
@@ -77,11 +78,11 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
 def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
-    """steps: chunks of columns of a shard; 0: as many as there are ranks. A chunk is one two-dimensional copy."""
+    """Cut shards by columns. steps: number of chunks of a shard; 0: the number of ranks. A chunk is one two-dimensional copy."""
     world, m, pieces = _pieces(p, p.k, steps)
     d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # uniform: rows as in y. hetero: in the order of the ring behind the reader, so that the others' are neighbours.
+    # uniform: rows as in y. hetero: in the order of the ring behind the reader, so that the others' rows are adjacent.
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
@@ -170,12 +171,12 @@ def ficco_2d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps
 
 
 def _sources(world: int, start: Start) -> list[Index]:
-    """Whose chunks of a step are computed when they have been gathered."""
+    """Return the ranks whose chunks of a step are computed after the gather."""
     return list(range(world)) if start == "uniform" else [peer(world, -distance) for distance in range(1, world)]
 
 
 def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
-    """(first, count) of what each GEMM takes of all ranks' chunks, which have so many rows and lie in the order of ranks."""
+    """Return (first, count) of the rows of each GEMM, for all ranks' chunks of `rows` rows in the order of ranks."""
     if gemms == "unfused":
         return [(source * rows, rows) for source in _sources(world, start)]
     if start == "uniform":
@@ -184,28 +185,28 @@ def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Ind
 
 
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
-    """(ranks, rows of a shard, chunks), if FiCCO can do this at all."""
+    """Return (ranks, rows of a shard, chunks); raise NotApplicableError if FiCCO does not support the problem."""
     if p.world_size == 1:
         raise NotApplicableError("one rank has nothing to gather")
     if len(set(p.rows)) > 1:
         nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
         raise NotApplicableError(
-            f"shards of {p.rows} rows have no common chunks: give every rank {nearest}, or take shard or gather"
+            f"shards of {p.rows} rows have no common chunks: give every rank {nearest}, or use shard or gather"
         )
     if p.return_gathered:
         raise NotApplicableError(
-            "the gathered input is wanted, and chunks do not lie in its order: call with return_A=False, or take shard or gather"
+            "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather"
         )
     return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
-    """(arrived, free)"""
+    """Return (arrived, free)."""
     return d.signals("arrived", world * len(pieces)), d.signals("free", world)
 
 
 def _senders(d: Draft, world: int, free: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
-    """(lane, distance, rank) of every peer, on whose buffer the lane has waited."""
+    """Yield (lane, distance, rank) of every peer; the lane has waited for the peer's buffer."""
     for distance in range(1, world):
         to = peer(world, distance)
         yield d.lane(f"to +{distance}", "copy").wait(free, to, previous=True), distance, to

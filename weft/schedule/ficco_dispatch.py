@@ -1,20 +1,22 @@
-"""FiCCO before experts: tokens go to all ranks at once, in pieces, and each step multiplies what has come from all of them.
+"""FiCCO before experts: tokens go to all ranks at once, in pieces, and each step multiplies the tokens that have come from all of
+them.
 
-    to +i    in step s piece s of the tokens for the experts of rank + i
-    compute  hetero: the own tokens, whole, first; then in step s those of piece s
+    to +i    in step s: piece s of the tokens for the experts of rank + i
+    compute  hetero: the own tokens, whole, first; then in step s the tokens of piece s
 
-Tokens are sorted by expert, so what a source has for some of a rank's experts lies together, and how much that is, only the run
-knows: sums over `counts` (`weft.schedule.dispatch`). GEMMs read tokens where they arrived, and store rows where they belong: there
-is nothing to gather or to scatter, which is why uniform, fused and 1D is `dispatch_by_expert` over all links at once. Three choices
-make eight schedules:
+Tokens are sorted by expert, so a source's tokens for some of a rank's experts lie together. Only the run knows their number: a
+sum over `counts` (`weft.schedule.dispatch`). GEMMs read tokens where they arrived, and store rows where they belong: there is
+nothing to gather or to scatter. So uniform, fused and 1D is `dispatch_by_expert` over all links at once. Three choices make eight
+schedules:
 
-    1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps add up: y += x[:, piece] @ w[piece])
-    uniform | hetero  a step holds the own tokens of its piece too, or these are multiplied whole while nothing has come
-    fused | unfused   one launch a step for the tokens of all sources, or one for each
+    1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:
+                      y += x[:, piece] @ w[piece])
+    uniform | hetero  a step holds the own tokens of its piece too; or these are multiplied whole, before any piece arrives
+    fused | unfused   one launch a step for the tokens of all sources, or one for each source
 
-Pieces are nearly equal. Rows of one expert are not cut, so that in 1D there may be no more steps than a rank has experts. Columns
-are cut at multiples of 16 bytes if that goes, which tensor maps want. Each step of a 2D schedule reads y, and rounds it to its
-dtype: with 16 bits, more steps cost accuracy.
+Pieces are nearly equal. Rows of one expert are not cut, so in 1D there cannot be more steps than a rank has experts. If possible,
+columns are cut at multiples of 16 bytes, which tensor maps need. Each step of a 2D schedule reads y, and rounds it to its dtype:
+with 16 bits, more steps cost accuracy.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-B2 (expert parallelism), V-A and
 figure 11.
@@ -34,14 +36,15 @@ from weft.schedule.steps import ITEM_BYTES
 Start = Literal["uniform", "hetero"]
 Gemms = Literal["fused", "unfused"]
 Piece: TypeAlias = tuple[int, int, Columns]
-"""Of a rank's experts the first and how many, and columns of their tokens."""
+"""(first expert, number of experts of a rank, columns of their tokens)."""
 _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "kernel")
 _ALIGNED_BYTES = 16
 
 
 @builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,), by=_BY)
 def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: Transport) -> Schedule:
-    """steps: pieces of a rank's experts; 0: as many as there are ranks, which is what planners try. Others can be pinned."""
+    """Cut tokens by expert. steps: pieces of a rank's experts; 0: the number of ranks, which the planner tries. Others can be
+    pinned."""
     _require_peers(p)
     pieces = cut(p.experts, steps or p.world_size, what="experts of a rank")
     if (start, gemms) == ("uniform", "fused"):
@@ -51,7 +54,7 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: T
 
 @builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,), by=_BY)
 def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: Transport) -> Schedule:
-    """steps: pieces of columns; 0: as many as there are ranks. By dma a piece is one two-dimensional copy to each rank."""
+    """Cut tokens by columns. steps: pieces; 0: the number of ranks. By dma a piece is one two-dimensional copy to each rank."""
     _require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]
     unit = unit if p.k % unit == 0 and p.k >= steps * unit else 1
@@ -61,12 +64,12 @@ def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: T
 
 def _require_peers(p: AllToAllMatmul) -> None:
     if p.world_size == 1:
-        raise NotApplicableError("one rank has nobody to send to")
+        raise NotApplicableError("one rank has no peer to send to")
 
 
 def _ficco(p: AllToAllMatmul, cuts: str, start: Start, gemms: Gemms, by: Transport, pieces: list[Piece]) -> Schedule:
     uniform, fused, others = start == "uniform", gemms == "fused", list(range(1, p.world_size))
-    one = not uniform and len(others) == 1  # whose tokens are a launch either way
+    one = not uniform and len(others) == 1  # one peer's tokens are one launch either way
     send: Literal["in_turn", "at_once"] = "at_once" if len(others) > 1 else "in_turn"
     d = Sending(f"{start}-{'fused' if one else gemms}-{cuts}", p, by, send, len(pieces))
     for s, piece in enumerate(pieces):

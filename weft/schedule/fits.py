@@ -1,4 +1,4 @@
-"""What is wrong with a schedule's declarations and single steps by themselves, without regard to order."""
+"""Checks of a schedule's declarations and of its single steps, without regard to order."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
     for buffer in schedule.buffers:
         sizes = [(cast(int, of_rank[buffer.name].rows), buffer.cols) for of_rank in buffers]
         if min(map(min, sizes)) < 0:
-            yield f"buffer {buffer.name}: its sizes on the ranks are {sizes}, and none can be negative"
+            yield f"buffer {buffer.name}: its sizes on the ranks are {sizes}: sizes must not be negative"
         if buffer.role == "symmetric" and len(set(sizes)) > 1:
             yield f"buffer {buffer.name}: symmetric memory has one size on all ranks, and rows are {buffer.rows}"
 
 
 def unread(schedule: Schedule, rank: int) -> Iterator[str]:
-    """Steps of `rank` whose sizes depend on what their lane has not read, or, of copy engines, not with the host."""
+    """Yield the steps of `rank` whose sizes depend on a buffer that their lane, or for copy engines the host, has not read."""
     held = {contents.buffer for contents in schedule.contents}
-    if not held and not schedule.has_tiles:  # `of_rank` has put in all that its steps name
+    if not held and not schedule.has_tiles:  # `of_rank` has substituted all variables
         return
     for lane in schedule.of_rank(rank, expected=False):
         known: dict[str, str] = {}
@@ -57,13 +57,13 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
 
 
 def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
-    """What steps may refer to, by rank."""
+    """Return the buffers and signals that steps may refer to, by rank."""
     signals, held = {s.name: s.count for s in schedule.signals}, {c.buffer for c in schedule.contents}
     return [Declared(rank, buffers, signals, held) for rank in range(schedule.world_size)]
 
 
 def wrong_step(where: Declared, step: Step) -> Iterator[str]:
-    """The faults of a step in numbers; of tiles, one tile at a time (`weft.schedule.tiles.forked`)."""
+    """Yield the faults of a step in numbers. Tiles come as single tiles (`weft.schedule.tiles.forked`)."""
     accesses = step.accesses()
     misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:
@@ -80,7 +80,7 @@ def wrong_step(where: Declared, step: Step) -> Iterator[str]:
 
 
 def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
-    """(fault, the collective on the first rank that comes to it)"""
+    """Yield (fault, the collective on the first rank that reaches it)."""
     meetings: dict[tuple, dict[int, Event]] = {}
     for rank, lanes in enumerate(ranks):
         for i, lane in enumerate(lanes):

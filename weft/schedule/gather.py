@@ -1,8 +1,8 @@
-"""Gather, then one GEMM: the serial schedule with an all-gather of its own.
+"""Gather, then one GEMM: the serial schedule with an all-gather by puts.
 
-Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware makes it: every rank puts its shard
-where the others' GEMM will read it, and one signal says so. That wins where a GEMM takes as long for half the rows, because
-what it reads is mostly its weights, and where the library's collective takes longer to start than to move the data.
+Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank puts its shard where the
+others' GEMMs will read it, and sets one signal. That wins if a GEMM takes as long for half the rows, because most of its reads
+are weights, and if NCCL's all-gather takes longer to start than to move the data.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from weft.schedule.schedule import Schedule
 
 @builder(AllGatherMatmul, by=("kernel", "dma"))
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
-    """by kernel: everything on one lane, and room for a run's rows is told when it begins, which its first launch does in passing.
-    by dma: a lane for each peer, so that the copies go at once, and room is told when the run before has read its rows."""
+    """Put this rank's rows to all peers, then run one GEMM.
+
+    by kernel: everything on one lane. A run's first launch also signals that the box is free for the peers' rows. by dma: a lane
+    for each peer, so that the copies run concurrently; the box is free when the run before has read its rows."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
@@ -33,7 +35,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
             sender = d.lane(f"to +{distance}", "copy").wait(room, to, previous=True)
             carry(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
         carry(compute, x.part(), box.part(own), "kernel")
-    else:  # one source after the other, to everybody and to the own place: that is a launch each
+    else:  # one source after the other, to all peers and to the own place: one launch for each source
         for to in peers:
             compute.set(room, RANK, at=to)
         for to in peers:

@@ -1,12 +1,12 @@
-"""All gradients of an all-gather + GEMM: x is gathered again behind the GEMMs of its own gradient, and the sums of that one travel
-behind the GEMMs of the weights' gradients.
+"""All gradients of an all-gather + GEMM: x is gathered again behind the GEMMs of x's gradient, whose partial sums travel behind
+the GEMMs of the weights' gradients.
 
-    serial    the library's all-gather, the GEMMs of x's gradient, its reduce-scatter, the GEMMs of the weights' gradients
+    serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines do both: a rank computes its peers' rows of x's gradient first, then its own, then the weights'
-              gradients, and adds up last what has come meanwhile
+              gradients, and reduces last the parts that have arrived meanwhile
 
-Two exchanges and twice the GEMMs of forward: what is sent is hidden without cutting a GEMM but into the ranks' rows. Sums are added
-up as in a reduce-scatter (`weft.schedule.partial_products`).
+The backward pass has two exchanges and twice the GEMMs of forward, so the transfers are hidden without cutting a GEMM further
+than into the ranks' rows. Sums are reduced as in a reduce-scatter (`weft.schedule.partial_products`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Operands:
         self.grad_wts = [buffer(f"grad_wt{i}", n, p.k, p.dtype, "output") for i, n in each]
 
     def multiply_back(self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None) -> LaneDraft:
-        """This rank's part of these rows of x's gradient."""
+        """Compute this rank's part of these rows of x's gradient."""
         for i, (g, wt) in enumerate(zip(self.gs, self.wts, strict=True)):
             lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=i > 0)
         return lane
@@ -69,7 +69,7 @@ def direct(p: AllGatherMatmulGradients) -> Schedule:
     whole = d.buffer("whole", p.m, p.k, p.dtype, "symmetric")
     box = d.buffer("box", len(peers) * m, p.k, p.dtype, "symmetric")
     made = d.buffer("made", len(peers) * m, p.k, p.dtype, "scratch")
-    # Of the own rank last: its shard, and room for it.
+    # The last signal of each is this rank's own: its shard, and room for it.
     arrived, free = d.signals("arrived", world), d.signals("free", world)
     computed, there = d.signals("computed", len(peers)), d.signals("there", len(peers))
     compute, sender = d.lane("compute"), d.lane("to peers", "copy")

@@ -1,14 +1,14 @@
-"""GEMM + all-gather: what a GEMM has computed travels to all ranks while it goes on with other rows.
+"""GEMM + all-gather: finished rows of a GEMM travel to all ranks while it computes others.
 
-    serial    the library's GEMM, then its all-gather; where columns are joined, one more copy puts them side by side
-    direct    a GEMM for each chunk of rows, which is then fetched by everybody
-    tracked   one kernel for all rows; what a chunk's tiles have told everybody is there is fetched while it goes on with others
+    serial    cuBLAS's GEMM, then NCCL's all-gather; joined columns need one more copy, which puts them side by side
+    direct    a GEMM for each chunk of rows, which all ranks then fetch
+    tracked   one kernel for all rows: when all tiles of a chunk have signaled, all ranks fetch the chunk while the kernel goes on
 
-Products lie in symmetric memory, from where every rank, the own one too, copies them into its result (`weft.schedule.fetched`):
-rows below each other, or columns side by side, by the same copies. All ranks get the same bits.
+Products lie in symmetric memory, from where every rank, including their own, copies them into its result
+(`weft.schedule.fetched`): rows below each other, or columns side by side, by the same copies. All ranks get the same bits.
 
-A GEMM that stores into a peer's memory, as in T3, is no way here: it has one destination, and a product has as many as there are
-ranks.
+A GEMM that stores into a peer's memory, as in T3, does not help here: it has one destination, and a product has as many as there
+are ranks.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is a
 reduce-scatter's configuration without updates.
@@ -40,7 +40,7 @@ class _Operands:
         self.y = self.d.buffer("y", *p.shape, p.dtype, "output")
 
     def place(self, owner: Index, chunk: Chunk) -> Region:
-        """In the result."""
+        """Return the region of a chunk of `owner`'s product in the result."""
         first, count = chunk
         if self.p.columns:
             return self.y.part(rows=chunk, cols=(owner * self.p.n, self.p.n))
@@ -67,7 +67,7 @@ def serial(p: MatmulAllGather) -> Schedule:
 
 
 class _Sent(_Operands):
-    """Of a schedule that overlaps. made: the own product, which everybody fetches."""
+    """The operands of a schedule that overlaps. made: this rank's product, which all ranks fetch."""
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
         if p.world_size == 1:
@@ -92,7 +92,7 @@ class _Sent(_Operands):
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """by: how chunks are fetched."""
+    """Run a GEMM for each chunk. by: the kind of copy that fetches chunks."""
     o, pieces = _Sent("direct", p, chunks), cut(p.m, chunks, what="rows of a product")
     for c, rows in enumerate(pieces):
         o.compute.matmul(o.made.part(rows=rows), o.x.part(rows=rows), o.w.part())
@@ -102,7 +102,7 @@ def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> 
 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8))
 def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
-    """Copy engines fetch a chunk when all its tiles are stored: each tile tells all ranks."""
+    """Run one tracked GEMM; copy engines fetch a chunk when all its tiles have signaled."""
     o, tiles = _Sent("tracked", p, chunks), Tiles(p.m, p.n, chunks)
     product = Compute(
         "matmul", o.made.part(rows=tiles.rows, cols=tiles.cols), (o.x.part(rows=tiles.rows), o.w.part(cols=tiles.cols))

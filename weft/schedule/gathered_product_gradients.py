@@ -1,24 +1,23 @@
-"""Both gradients of a GEMM + all-gather: pieces of the result's gradient that have come from all ranks are added up and multiplied
-while others travel.
+"""Both gradients of a GEMM + all-gather: pieces of the result's gradient are reduced and multiplied while others travel.
 
-    serial    the library's reduce-scatter, behind a copy that puts joined columns below each other, and then both GEMMs
-    direct    copy engines send each rank's part, piece by piece, into slots of that rank, which adds up and multiplies
+    serial    a copy that puts joined columns below each other, NCCL's reduce-scatter, then both GEMMs
+    direct    copy engines send each rank's part, piece by piece, into slots of that rank, which reduces and multiplies
 
-What comes to this rank, `own`, is cut by rows: for rows of x's gradient no others are needed. The weight's gradient needs all rows,
-and if it were added up chunk by chunk, it would be rounded as often. So its GEMM is one, when all of `own` is there. What is
-hidden: a chunk travels behind the GEMMs of those before it. The first one is waited for. Behind the last one are its rows of x's
-gradient, and the weight's, and nothing is left to hide.
+This rank's part of the sum, `own`, is cut by rows: a chunk of x's gradient needs only its own rows. The weight's gradient needs
+all rows. If it were accumulated chunk by chunk, it would be rounded as often. So it is one GEMM, when all of `own` is complete. A
+chunk travels behind the GEMMs of the chunks before it. Nothing hides the first chunk. The last chunk is followed by its rows of
+x's gradient and by the weight's gradient, with no transfers left to hide.
 
-Where sending takes longer than one GEMM, as with many ranks, last=columns cuts the last chunk by columns. When a block of these is
-there, so are all rows of its columns, and those columns of the weight's gradient need no others. So that GEMM, too, runs while
-blocks travel, and each element is still computed once; the last rows of x's gradient come at the end.
+If sending takes longer than one GEMM, as with many ranks, last=columns cuts the last chunk by columns. When a block of columns
+has arrived, all rows of these columns have, and these columns of the weight's gradient need no others. So that GEMM, too, runs
+while blocks travel, and each element is still computed once. The last rows of x's gradient come at the end.
 
-Joined columns go straight from where they lie to where they are added up. That is done in fp32, the own part first, then in the
-order of the ring behind the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has said that it has
-read all of it: of all chunks together, since a run of other sizes may have its chunks elsewhere.
+Joined columns go straight from where they lie to where they are reduced. They are reduced in fp32, the own part first, then in
+the order of the ring behind the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled
+that it has read all chunks of it, since a run of other sizes may place its chunks differently.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter), in
-front of what consumes it instead of behind what produces it.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter),
+before its consumer instead of behind its producer.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class _Operands:
         self.grad_w = buffer("grad_w", p.k, p.n, p.dtype, "output")
 
     def part(self, owner: Index, rows: Chunk, cols: Chunk) -> Region:
-        """These rows and columns of the gradient of `owner`'s product."""
+        """Return these rows and columns of the gradient of `owner`'s product."""
         if self.p.columns:
             return self.g.part(rows=rows, cols=(owner * self.p.n + cols[0], cols[1]))
         return self.g.part(rows=(owner * self.p.m + rows[0], rows[1]), cols=cols)
@@ -72,7 +71,7 @@ def serial(p: MatmulAllGatherGradients) -> Schedule:
 
 @builder(MatmulAllGatherGradients, chunks=(1, 2, 4, 8), last=("rows", "columns"))
 def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
-    """chunks: of rows. last=columns: the last of them goes in as many blocks of columns."""
+    """Reduce and multiply chunk by chunk. chunks: of rows. last=columns: cut the last chunk into as many blocks of columns."""
     if p.world_size == 1:
         raise NotApplicableError("one rank has nothing to send")
     if not p.has_work:

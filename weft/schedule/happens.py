@@ -1,20 +1,20 @@
-"""What is certain to have happened before a step, whatever the speed of ranks, links and lanes.
+"""The happens-before relation of steps, whatever the speed of ranks, links and lanes.
 
-One step is before another if the other can never come without it. A step comes when the step before it on its lane has
-come, and besides
+A step is before another if the other can never begin without it. A step begins when the step before it on its lane has happened,
+and besides
 
     first step of a lane    when all lanes of its rank have ended the run before
-    wait for a count of T   when T of the sets of that counter have come: of any run, so that a fast rank's second set may
-                            stand in for a slow rank's first
-    collective              when all ranks have come to it
+    wait for a count of T   when T of the sets of that counter have happened: of any run, so that a fast rank's second set may stand
+                            in for a slow rank's first
+    collective              when all ranks have reached it
 
-Hence, for the set `past` of all steps that are before a step, itself among them:
+Hence, for the set `past` of all steps that are before a step, itself among them (its ancestors):
 
-    past(step) = step + past(predecessor) + for a wait with n sets on its counter: what is in n - T + 1 of their pasts
+    past(step) = step + past(predecessor) + for a wait with n sets on its counter: all steps in n - T + 1 of the sets' pasts
 
-(without one of those, fewer than T sets can come). Of all solutions the largest is wanted: it leaves out only what some
-execution can do without. It is found from above: begin with everything, and apply the equation until nothing changes.
-Pasts are bit sets; a Python integer holds one.
+(without one of those, fewer than T sets can happen). The solution is the greatest fixed point: it leaves out only the steps that
+some execution can do without. Start with all steps, and apply the equation until nothing changes. Pasts are bit sets; a Python
+integer holds one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from weft.schedule.steps import Step
 
 
 class Happened:
-    """All steps of so many runs, in a possible order, and which are certain to be before which."""
+    """All steps of some runs, in a possible order, and their happens-before relation."""
 
     def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
-        """moves: those of these ranks, where they are known already."""
+        """moves: those of these ranks, if they are known already."""
         self.ranks = ranks
         moves = moves or Moves(ranks)
         self.events, stuck = play(ranks, runs, moves)
         if stuck:
-            raise ValueError("only for schedules that end: see weft.schedule.order.issue_order")
+            raise ValueError("the schedule hangs: weft.schedule.order.issue_order names the waits that never end")
         self._moves = [moves.of_ranks[event.rank][event.lane][event.step] for event in self.events]
         self._per_run = moves.per_run
         self._sets: dict[Counted, list[int]] = defaultdict(list)
@@ -54,29 +54,29 @@ class Happened:
         return self.ranks[event.rank][event.lane].steps[event.step]
 
     def past(self, number: int) -> int:
-        """Of the event of that number, the bit set of all that are certain to come before it, and itself."""
+        """Return the bit set of all events that are certain to happen before event `number`, and of itself."""
         return self._past[number]
 
     def before(self, first: int, second: int) -> bool:
-        """Whether event number `first` is certain to be before event number `second`."""
+        """True if event number `first` is certain to happen before event number `second`."""
         return first != second and bool(self._past[second] >> first & 1)
 
     def each_before(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """`before` of many pairs of numbers at once."""
+        """Return `before` for many pairs of numbers at once."""
         found: np.ndarray = (first != second) & (self._bits[second, first >> 3] >> (first & 7) & 1).astype(bool)
         return found
 
     @cached_property
     def _bits(self) -> np.ndarray:
-        """[events, bytes]: all pasts, for numpy."""
+        """All pasts as an array [events, bytes]."""
         width = -(-len(self.events) // 8)
         whole = b"".join([past.to_bytes(width, "little") for past in self._past])
         return np.frombuffer(whole, np.uint8).reshape(len(self.events), width)
 
     def _narrow(self) -> bool:
-        """Apply the equation to all events once; whether that changed anything."""
+        """Apply the equation to all events once; return True if anything changed."""
         changed = False
-        now = [[0] * len(lanes) for lanes in self.ranks]  # the pasts of all lanes where they stand
+        now = [[0] * len(lanes) for lanes in self.ranks]  # the past of each lane's latest step
         run = [1] * len(self.ranks)
         met: dict[tuple[int, int, int], int] = {}
 
@@ -92,7 +92,7 @@ class Happened:
                 past |= self._past_of_wait(event, move)
             elif move.nth is not None:
                 here = (event.run, event.lane, move.nth)
-                if here not in met:  # all have come, and nobody has gone on
+                if here not in met:  # all ranks have reached it, and none has gone on
                     for rank in range(len(self.ranks)):
                         begin(rank, event.run)
                     met[here] = _union([lanes[event.lane] for lanes in now])
@@ -112,7 +112,7 @@ class Happened:
             return reduce(and_, [self._past[number] for number in sets])
         if count == 1:
             return _union([self._past[number] for number in sets])
-        # in_some[k]: what is in at least k of the pasts seen so far
+        # in_some[k]: the steps that are in at least k of the pasts seen so far
         in_some = [(1 << len(self.events)) - 1] + [0] * count
         for number in sets:
             for k in range(count, 0, -1):

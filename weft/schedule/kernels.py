@@ -1,13 +1,14 @@
-"""Which kernel does the tiles of a step (`weft.schedule.steps.Tiles`), with its parameters: a value, which executors go by.
+"""Tile kernels: the kernel that executors run for the tiles of a step (`weft.schedule.steps.Tiles`), with its parameters, as a
+value.
 
-A step has its tiles written out beside it. These are what is verified and simulated, and what CPU processes do one after the
-other. An executor with a kernel for all of them looks it up by the type of the value, and takes what it needs from the value: the
-builder that writes both answers for it that they say the same, and tests/unit/test_tile_kernels.py asks all of them.
+A step has its tiles written out too. These are verified and simulated, and CPU processes run them one after the other. An
+executor with a kernel for all tiles looks it up by the type of the value, and takes its arguments from the value. The builder
+that writes both must make them agree; tests/unit/test_tile_kernels.py checks every builder.
 
-A new one is a frozen dataclass that derives from `TileKernel`, in whatever file, with words, numbers and expressions as fields.
-What runs it is an entry in each executor (`weft.runtime.cpu.steps.run_tiles`, `weft.runtime.cuda.compile.emit_tiles`); GPUs
-refuse one without by name. The simulator takes its tiles to be as fast as our own kernels', unless it has an entry in
-`weft.sim.costs.rates`.
+A new kernel is a frozen dataclass that derives from `TileKernel`, in any file, with words, numbers and expressions as fields. To
+run it, add an entry to each executor (`weft.runtime.cpu.steps.run_tiles`, `weft.runtime.cuda.compile.emit_tiles`); GPUs refuse a
+kernel without an entry by name. The simulator assumes that its tiles are as fast as weft's own kernels, unless
+`weft.sim.costs.rates` has an entry.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from weft.schedule.expr import Index
 SliceTransport: TypeAlias = Literal["direct", "put"]
 SliceOrder: TypeAlias = Literal["remote_first", "natural"]
 KERNELS: dict[str, type[TileKernel]] = {}
-"""By the name that files call it by."""
+"""Kernel classes by their name in files."""
 
 
 class TileKernel:
-    """What holds unless a kernel says otherwise."""
+    """A kernel with the defaults."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -35,21 +36,22 @@ class TileKernel:
 
     @property
     def name(self) -> str:
-        """In timelines, tables and messages."""
+        """The name in timelines, tables and messages."""
         return self.kind
 
     def continues(self, before: TileKernel | None) -> bool:
-        """Whether its tiles need no launch of their own behind those of `before`, with nothing but signals between."""
+        """True if its tiles need no launch of their own behind those of `before`, with nothing but signals between."""
         return type(before) is type(self)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatmul(TileKernel):
-    """GEMMs of (source, expert) segments that lie where an exchange left them, as `weft.kernels.grouped_matmul` has it.
+    """GEMMs of (source, expert) segments that lie where an exchange left them (`weft.kernels.grouped_matmul`).
 
-    counts, tokens, inbox, weights, y: buffers. experts: of a rank. slot_rows: of the inbox, for each other rank. Sources are
-    `n_sources` ranks from the `first_source`-th after this one on, 0 being the own; of their experts here `n_experts` are taken,
-    and of k, of tokens' columns and weights' rows, `n_k` from `first_k` on. adds: to what is in y.
+    counts, tokens, inbox, weights, y: buffers. experts: number on each rank. slot_rows: rows of the inbox for each other rank.
+    Sources are `n_sources` ranks from the `first_source`-th after this one on, 0 being this rank. The kernel takes `n_experts` of
+    their experts here from `first_expert` on, and of k, the columns of tokens and rows of weights, `n_k` from `first_k` on. adds:
+    accumulate into y.
     """
 
     kind: ClassVar[str] = "grouped_matmul"
@@ -71,12 +73,12 @@ class GroupedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class ReturningMatmul(TileKernel):
-    """`GroupedMatmul` the other way round: rows that are in the order of experts, and for one expert of sources, are multiplied and
-    stored by source, as `weft.kernels.grouped_matmul` has it.
+    """The reverse of `GroupedMatmul`: rows sorted by expert, then by source, are multiplied and stored by source.
 
-    counts: a buffer [2 * ranks, experts]: rows from each source for each local expert, and below this rank's tokens for each expert
-    of each rank. h, weights, y, outbox: buffers; the own rows go to y, those of others to a slot for each in the outbox of rank
-    `at`. All of k is taken, and nothing added to. The rest is as for `GroupedMatmul`.
+    See `weft.kernels.grouped_matmul`. counts: a buffer [2 * ranks, experts]: rows from each source for each local expert, and
+    below this rank's tokens for each expert of each rank. h, weights, y, outbox: buffers. This rank's rows go to y, those of each
+    other rank to its slot in the outbox of rank `at`. The kernel takes all of k, and does not accumulate. The other fields are as
+    in `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "returning_matmul"
@@ -96,11 +98,13 @@ class ReturningMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class TrackedMatmul(TileKernel):
-    """A GEMM whose tiles are stored where their steps say, in peers' memory too, and whose signals are set as soon as all tiles
-    that set them are stored, while the kernel goes on (`weft.kernels.tracked_matmul`). A body is one matmul or addmm, and sets.
+    """A GEMM that stores each tile where its step says, also in peers' memory, and signals finished tiles while it runs.
 
-    rows, cols: of a tile at most; powers of two. Where there are fewer tiles than units, several do one of them, each a part of k
-    that is no shorter than `least_part`, and the last of them stores the tile.
+    See `weft.kernels.tracked_matmul`. A signal is set as soon as all tiles that set it are stored. A body is one matmul or addmm,
+    and sets.
+
+    rows, cols: the most of a tile; powers of two. If there are fewer tiles than compute units, several units share a tile. Each
+    then computes a part of k that is no shorter than `least_part`, and the last of them stores the tile.
     """
 
     kind: ClassVar[str] = "tracked_matmul"
@@ -114,22 +118,23 @@ class TrackedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class LibraryGroupedMatmul(TileKernel):
-    """The library's GEMMs of rows that are in the order of experts."""
+    """cuBLAS's GEMMs of rows that are sorted by expert."""
 
     kind: ClassVar[str] = "library_grouped_matmul"
 
 
 @dataclass(frozen=True, slots=True)
 class Permute(TileKernel):
-    """What came by rank is put in the order of experts."""
+    """A kernel that sorts rows by expert that came sorted by rank."""
 
     kind: ClassVar[str] = "permute"
 
 
 @dataclass(frozen=True, slots=True)
 class PooledSlices(TileKernel):
-    """Embeddings are pooled and sent, a slice at a time, to all ranks in `order` (`weft.schedule.slices`): stored where they belong
-    ("direct"), or staged and copied there ("put")."""
+    """A kernel that pools embeddings and sends them to all ranks in `order`, a slice at a time (`weft.schedule.slices`).
+
+    transport "direct": stored where they belong. "put": staged, and copied there."""
 
     kind: ClassVar[str] = "embedding_all_to_all"
     transport: SliceTransport
@@ -143,13 +148,13 @@ class PooledSlices(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class PooledBags(TileKernel):
-    """Embeddings are pooled, and nothing is sent."""
+    """A kernel that pools embeddings and sends nothing."""
 
     kind: ClassVar[str] = "embedding_bag"
 
 
 @dataclass(frozen=True, slots=True)
 class Unpack(TileKernel):
-    """Columns that came by rank are put in their order, or those in order below each other, by rank."""
+    """A kernel that puts columns that came by rank in their order, or stacks ordered columns by rank."""
 
     kind: ClassVar[str] = "unpack"

@@ -1,10 +1,10 @@
-"""Limits on the numbers of a schedule out of a file, so that one that would take all memory or time is refused at once.
+"""Limits on the numbers of a schedule from a file: a schedule that would take all memory or time is refused at once.
 
 | number | most |
 |---|---|
-| size, place, extent, count | 2^40, and none is negative |
+| size, place, extent, count | 2^40, and at least 0 |
 | ranks | 4096 |
-| steps of a rank, loops written out | 100,000; tiles are one step, whatever their extent |
+| steps of a rank, loops unrolled | 100,000; tiles are one step, whatever their extent |
 | where ranks differ, these steps and sizes on all ranks together | 2^19 |
 """
 
@@ -27,7 +27,7 @@ def check_number(number: int, where: str, most: int = MOST) -> int:
 
 
 def check_sizes(schedule: Schedule) -> None:
-    """`ValueError` with the value and the limit. Numbers without a value are for `verify` to name."""
+    """Raise `ValueError` with the value and the limit. `verify` reports numbers without a value."""
     check_number(schedule.world_size, "schedule.world_size", MOST_RANKS)
     for i, held in enumerate(schedule.contents):
         if len(held.expected) != schedule.world_size:
@@ -53,7 +53,7 @@ def check_sizes(schedule: Schedule) -> None:
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return how many they are when loops are written out. A loop is one more, and a turn of it one at least: both take time."""
+    """Return the number of steps with loops unrolled. A loop counts one more, and each iteration at least one: both take time."""
     count = 0
     for i, step in enumerate(steps):
         count += 1
@@ -74,14 +74,14 @@ def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
 
 
 def _loops(steps: tuple[Step, ...]) -> list[For | Tiles]:
-    """Those among `steps`, and in them."""
+    """Return the loops and tiles among `steps`, also inside of loops."""
     found = [step for step in steps if isinstance(step, For | Tiles)]
     return found + [inner for loop in found if isinstance(loop, For) for inner in _loops(loop.body)]
 
 
 def _check_steps(count: int, where: str) -> None:
     if count > MOST_STEPS:
-        raise ValueError(f"{where} has {count} steps or more with its loops written out: at most {MOST_STEPS}")
+        raise ValueError(f"{where} has {count} steps or more with its loops unrolled: at most {MOST_STEPS} are allowed")
 
 
 def _number(index: Index, values: Values, where: str) -> int:

@@ -1,4 +1,4 @@
-"""What all schedules of an operator have in common: the caller's tensors, and how a shard is cut into chunks."""
+"""The parts that all schedules of an operator share: the caller's tensors, and the cutting of shards into chunks."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Buffer, Region, Role
 
 Pieces: TypeAlias = int | str
-"""How something is cut: into so many pieces, nearly equal, or in a proportion such as "2:1:1"."""
+"""A number of nearly equal pieces, or a proportion such as "2:1:1"."""
 Part: TypeAlias = tuple[Region, ...]
-"""Rows of x, and then, if each has a scale of its own, their scales."""
+"""Rows of x, then their scales if each row has its own."""
 WHOLE_TILES = 128
-"""Rows, or columns, of the larger tiles of GEMMs."""
+"""The rows, or columns, of the larger tiles of GEMMs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A buffer for rows of x, and one beside it for their scales, if each has its own: these go where the rows go."""
+    """A buffer for rows of x, and one for their scales if each row has its own: scales travel with their rows."""
 
     data: Buffer
     scales: Buffer | None
 
     def part(self, rows: tuple[Index, Index] | None = None, at: Index = RANK) -> Part:
-        """The region (first, count) of rows, of rank `at`; all of them where nothing is said."""
+        """Return the region (first, count) of rows, of rank `at`; without `rows`, all of them."""
         data = self.data.part(rows=rows, at=at)
         return (data,) if self.scales is None else (data, self.scales.part(rows=rows, at=at))
 
 
 class Operands:
-    """The caller's tensors in a draft of `p`, and what schedules do with rows of x whether they have scales or not.
+    """The caller's tensors in a draft of `p`, with methods that handle rows of x with and without scales alike.
 
-    x: the shard. ys: the results. gathered: the whole x, if the caller wants it.
+    x: the shard. ys: the results. gathered: the whole x, if the caller asked for it.
     """
 
     def __init__(self, name: str, p: AllGatherMatmul) -> None:
@@ -50,7 +50,7 @@ class Operands:
         self.ws = [buffer(f"w{i}", p.k, n, p.dtype, "input") for i, n in enumerate(p.n)]
         out = scaled.out if scaled else (p.dtype,) * len(p.n)
         self.ys = [buffer(f"y{i}", p.m, n, out[i], "output") for i, n in enumerate(p.n)]
-        self._after: list[Part] = [()] * len(p.n)  # of each weight, what a GEMM takes after the scales of x
+        self._after: list[Part] = [()] * len(p.n)  # for each weight, the inputs of its GEMM after the scales of x
         if scaled:
             for i, n in enumerate(p.n):
                 after = [buffer(f"w_scale{i}", 1, n if by_row else 1, "fp32", "input")]
@@ -59,16 +59,16 @@ class Operands:
         self.gathered = buffer("x", p.m, p.k, p.dtype, "output") if p.return_gathered else None
 
     def rows(self, name: str, count: int, role: Role, data: Buffer | None = None) -> Rows:
-        """Room for `count` rows of x; data: what there is for the rows without their scales."""
+        """Declare a buffer for `count` rows of x and their scales; data: an existing buffer for the rows themselves."""
         data = data or self.d.buffer(name, count, self.p.k, self.p.dtype, role)
         return Rows(data, self.d.buffer(f"{name}_scale", count, 1, "fp32", role) if self.x.scales else None)
 
     def results(self, count: int) -> list[Buffer]:
-        """Scratch memory for `count` rows of each y."""
+        """Declare scratch memory for `count` rows of each y."""
         return [self.d.buffer(f"rows{i}", count, y.cols, y.dtype, "scratch") for i, y in enumerate(self.ys)]
 
     def multiply(self, lane: LaneDraft, x: Part, i: int, y: Region) -> None:
-        """Rows of y_i from these of x."""
+        """Compute rows of y_i from these rows of x."""
         scaled, weights = self.p.scaled, self.ws[i].part()
         if scaled is None:
             lane.matmul(y, x[0], weights)
@@ -77,7 +77,7 @@ class Operands:
         lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
 
     def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
-        """These rows of every y, all of them where nothing is said, from as many of x."""
+        """Compute these rows of every y, without `rows` all of them, from as many rows of x."""
         for i, y in enumerate(self.ys):
             self.multiply(lane, x, i, y.part(rows=rows))
 
@@ -92,16 +92,18 @@ def carry(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"] = 
 def all_gather_matmul_operands(
     name: str, p: AllGatherMatmul
 ) -> tuple[Draft, Buffer, list[Buffer], list[Buffer], Buffer | None]:
-    """(draft, x_shard, weights, outputs, the gathered x if the caller wants it), for schedules that know no scales."""
+    """Return (draft, x_shard, weights, outputs, gathered x or None), for schedules without support of scales."""
     if p.scaled is not None:
-        raise NotApplicableError("it has no scaled GEMMs; schedules that are written with Operands have")
+        raise NotApplicableError("it has no scaled GEMMs: use a schedule that is written with Operands")
     found = Operands(name, p)
     return found.d, found.x.data, found.ws, found.ys, found.gathered
 
 
 def cut(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
-    """(first, count) of each piece; of nearly equal ones the larger first. In a proportion, pieces that are large enough end at
-    multiples of WHOLE_TILES: a GEMM of some rows more would take another wave of tiles for them."""
+    """Return (first, count) of each piece; of nearly equal pieces the larger ones first.
+
+    In a proportion, pieces that are large enough end at multiples of WHOLE_TILES: a GEMM with a few more rows would need another
+    wave of tiles for them."""
     if isinstance(pieces, str):
         parts = [*itertools.accumulate(map(int, pieces.split(":")), initial=0)]
         unit = WHOLE_TILES if extent >= WHOLE_TILES * parts[-1] else 1
@@ -118,10 +120,10 @@ def cut(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
 
 
 def starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Where each rank's rows begin in the whole."""
+    """Return the first row of each rank in the whole."""
     return tuple(sum(sizes[:i]) for i in range(len(sizes)))
 
 
 def peer(world_size: int, distance: int) -> Index:
-    """The rank `distance` places further in the ring, or back if it is negative."""
+    """Return the rank `distance` places ahead in the ring, or behind if it is negative."""
     return (RANK + distance % world_size) % world_size

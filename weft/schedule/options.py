@@ -1,8 +1,8 @@
-"""Options of an operator's own: the keywords behind the dtype of its problem's `sized`.
+"""An operator's own options: the keywords after the dtype of its problem's `sized`.
 
-They are given as values (`weft.plan.explain`) or as texts (`--option` of `weft plan` and `weft bench`). Both are checked against
-the keyword's annotation: bool, int, float, str, Literal, or several of these and None. Anything else is refused, so that no text is
-taken for true. With other annotations a keyword takes values alone, and its problem checks them.
+Options come as values (`weft.plan.explain`) or as texts (`--option` of `weft plan` and `weft bench`). Both are checked against
+the keyword's annotation: bool, int, float, str, Literal, or a union of these and None. Anything else is refused, so that no other
+text counts as true. A keyword with another annotation takes values only, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from weft.words import and_list, kind
 
 ALL_HAVE = ("m", "n", "k", "ranks", "dtype")
-"""Keywords that are no operator's own."""
+"""Keywords that all operators have."""
 _TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _NOTHING = "none"
 
 
 def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
-    """A problem's own, with their annotations."""
+    """Return the keywords of a problem's own options, with their annotations."""
     return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
 
 
 def split(text: str) -> tuple[str, str]:
-    """Return name and value of "NAME=VALUE"; `ValueError` if either is missing."""
+    """Return name and value of "NAME=VALUE"; raise `ValueError` if either is missing."""
     name, equals, value = text.partition("=")
     if not name.isidentifier():
         raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
@@ -38,7 +38,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def from_text(name: str, text: str, annotation: Any) -> Any:
-    """What a text says for a keyword. `ValueError`, with what may be said, if it says nothing for it."""
+    """Return the value of a keyword that `text` stands for; raise `ValueError` with the allowed texts."""
     wanted = _alternatives(annotation)
     if type(None) in wanted and text.lower() == _NOTHING:
         return None
@@ -61,12 +61,12 @@ def from_text(name: str, text: str, annotation: Any) -> Any:
     known = [_TEXTS.get(one) or _listed(one, str) for one in wanted if one in _TEXTS or get_origin(one) is Literal]
     if not known:
         of = ", ".join(getattr(one, "__name__", str(one)) for one in wanted)
-        raise ValueError(f"{name}={text}: no text stands for {of}; for bool, int, float, str, Literal some do")
+        raise ValueError(f"{name}={text}: {of} cannot be given as text; bool, int, float, str and Literal can")
     raise ValueError(f"{name}={text}: give {' or '.join(known)}")
 
 
 def checked(name: str, value: Any, annotation: Any) -> Any:
-    """The value for a keyword; `ValueError` if its type is another one."""
+    """Return the value for a keyword; raise `ValueError` if its type does not match the annotation."""
     wanted = _alternatives(annotation)
     for one in wanted:
         if one not in _VALUES and get_origin(one) is not Literal:
@@ -86,7 +86,8 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 
 
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
-    """`ValueError` for options that `problems[op]` does not have, with those that it has. given: what to call their values."""
+    """Raise `ValueError` for options that `problems[op]` does not have, with its own. given: their values as text, for the
+    message."""
     having = {name: _names(one) for name, one in problems.items()}
     unknown = given.keys() - having[op]
     if not unknown:
@@ -103,7 +104,7 @@ def _names(problem: Any) -> list[str]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types of which one is wanted; None's is the last."""
+    """Return the allowed types, None's last."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -122,5 +123,5 @@ _VALUES = {
 
 
 def _listed(one: Any, show: Callable[[Any], str]) -> str:
-    """What a Literal allows."""
+    """Return the values of a Literal as text."""
     return ", ".join(map(show, get_args(one)))

@@ -1,17 +1,17 @@
-"""In which order one host thread may issue a rank's steps, over all its lanes.
+"""The order in which one host thread may issue a rank's steps, over all its lanes.
 
-Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do), and then a wait holds up all
-that was issued behind it, on whatever lane. If rank 0 issues a wait for rank 1 in front of a set for rank 1, and rank 1 does
-the same, both stand still, though each lane alone is right.
+Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks everything issued
+behind it, on any lane. If rank 0 issues a wait for rank 1 before a set for rank 1, and rank 1 does the same, both hang, though
+each lane alone is right.
 
-So all ranks are played at once, in rounds, everything taking no time: a step is issued in the round in which all that it
-waits for was set by others in rounds before, or by its own rank before it. Sorted by round, the steps of all ranks are one
-line in which every wait stands behind its sets, and each rank's order is the part of the line that is the rank's: what a
-queue holds up is always behind what it waits for, on all ranks together. Steps never hinder one another, so that if a lane
-gets stuck here no other order helps.
+So all ranks are simulated at once, in rounds, with steps that take no time. A step is issued in the first round in which all sets
+that it waits for were made by other ranks in earlier rounds, or by its own rank before it. Sorted by round, the steps of all
+ranks are one sequence in which every wait follows its sets, and each rank's order is its part of the sequence. So everything that
+a queue blocks comes after what it waits for, on all ranks together. Steps never hinder one another, so if a lane gets stuck here,
+no other order helps.
 
-Within a round lanes take turns, copy lanes first; a turn is one copy or GEMM with its waits and sets. First chunks leave
-for all peers before second ones, and the kernels that need nothing from others do not stand behind all copies.
+In a round lanes alternate, copy lanes first; a lane issues one copy or GEMM at a time, with its waits and sets. First chunks
+leave for all peers before second chunks, and kernels that need nothing from others are not queued behind all copies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from weft.schedule.tiles import step_number
 
 Lanes: TypeAlias = tuple[Lane, ...]
 Counted: TypeAlias = tuple[Index, str, Index]
-"""A counter: the rank that owns it, its signals' name, and which of them."""
+"""A counter: the rank that owns it, its signals' name, its index."""
 Meeting: TypeAlias = tuple[int, int, int]
-"""Which collective it is, on all ranks: run, lane, the n-th one there."""
+"""A collective on all ranks: run, lane, its number on that lane."""
 
 
 class Event(NamedTuple):
-    """A step done once: `lane` and `step` are its places among the rank's lanes and in that lane; runs count from 1."""
+    """One execution of a step: `lane` and `step` are its places among the rank's lanes and in that lane; runs count from 1."""
 
     run: int
     rank: int
@@ -44,12 +44,12 @@ class Event(NamedTuple):
 
 
 def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
-    """For each rank, (lane, step) in an order that is safe for one in-order queue a rank.
+    """Return for each rank (lane, step) in an order that is safe for one in-order queue a rank.
 
-    `ScheduleError` with the waits that never end, if there is no such order. Waits for the previous run count as done: all
-    of that run stands in the queues already.
+    Raises `ScheduleError` with the waits that never end if there is no such order. Waits for the previous run count as done: all
+    steps of that run are in the queues already.
     """
-    # Which steps there are may not depend on what is only expected.
+    # Expected contents must not decide which steps there are.
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     events, stuck = play(ranks)
     if stuck:
@@ -62,21 +62,21 @@ def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
 
 
 class Move(NamedTuple):
-    """What order depends on of a step, looked up once for all that ask again and again."""
+    """The properties of a step that its order depends on, looked up once."""
 
     wait: Awaited | None
     counter: Counted | None
-    """That it waits for."""
+    """The counter that it waits for."""
     sets: tuple[tuple[Counted, int], ...]
-    """(counter, how often)"""
+    """(counter, number of sets)"""
     nth: int | None
-    """Of a collective, which one of its lane it is."""
+    """The number of a collective on its lane; None for other steps."""
     occupies: bool
     is_set: bool
 
 
 class Moves:
-    """Of all ranks, by rank, lane and step; and how often a run sets each counter."""
+    """The moves of all ranks, by rank, lane and step, and the number of sets of each counter in a run."""
 
     def __init__(self, ranks: Sequence[Lanes]) -> None:
         self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
@@ -98,8 +98,9 @@ def _moves(rank: int, lane: Lane) -> list[Move]:
 
 
 def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
-    """(all that can happen in so many runs, in a possible order; {where a lane then stands: sets of its counter}). moves: those of
-    these ranks, where they are known already."""
+    """Return (all events of `runs` runs, in a possible order; {event at which a lane is stuck: sets of its counter}).
+
+    moves: those of these ranks, if they are known already."""
     game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():
         pass
@@ -115,7 +116,7 @@ def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
 
 
 def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
-    """One line for each lane that stands, about what it waits for."""
+    """Return one line for each stuck lane, with the signal that it waits for."""
     per_run = sets_per_run(ranks)
     lines = []
     for event, count in stuck.items():
@@ -142,12 +143,12 @@ class _Play:
         self._run = [1] * len(ranks)
         self._sets: Counters = Counter()
         self._new_sets: Counters = Counter()
-        # Who has come to which collective.
+        # The ranks that have reached each collective.
         self._come: dict[Meeting, set[int]] = {}
         self._new_come: list[tuple[Meeting, int]] = []
 
     def round(self) -> bool:
-        """One round; whether anything happened."""
+        """Play one round; return True if anything happened."""
         before = len(self.events)
         for rank, turns in enumerate(self._turns):
             while sum([self._turn(rank, lane) for lane in turns]) or self._next_run(rank):
@@ -175,7 +176,7 @@ class _Play:
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
-        """Issue the lane's waits, then one copy, GEMM or wait of the host, then sets, as far as they go."""
+        """Issue the lane's waits, then one copy, GEMM or wait of the host, then sets, as far as possible."""
         moves, run = self._moves[rank][i], self._run[rank]
         first = at = self._at[rank][i]
         worked = False
@@ -212,6 +213,6 @@ class _Play:
 
 
 def needed(run: int, wait: Awaited, per_run: int) -> int:
-    """What a counter that is set `per_run` times in every run must have reached when `wait` ends in this run."""
+    """Return the count that a counter with `per_run` sets in every run must reach for `wait` to end in this run."""
     before = run - 2 if wait.previous else run - 1
     return 0 if before < 0 else before * per_run + cast(int, wait.count)

@@ -1,14 +1,15 @@
-"""What the output maps of all ranks come to together: where each chunk goes, what comes to it, and that every result is whole.
+"""The combined output maps of all ranks: where each chunk goes, what it receives, and a check that every result is complete.
 
-Maps are written rank by rank, and a mistake in one is a hang or a wrong sum on another. Here they are put side by side in
-numbers, before a schedule is made of them. What is wrong is refused with the chunk, the value and what to write instead.
+Maps are written rank by rank, and a mistake in one is a hang or a wrong sum on another. Here they are compared in numbers, before
+a schedule is made of them. Errors name the chunk, the value and the fix.
 
     reduce_scatter   every rank computes every chunk. Each chunk is sent on once, to a rank that adds its own product, until the
                      owner of the rows has the sum: so the chunks of one owner's rows form a tree, with the owner at its root
     all_gather       a rank computes its own chunks, and stores of them reach every other rank once
-    all_to_all       every rank computes every chunk, and stores it on the rank that owns it, where none is added to another
+    all_to_all       every rank computes every chunk, and stores it on the rank that owns it; nothing is reduced
 
-A chunk is named here by its place in the whole output: `owner * per_rank + piece`; maps number it by when it is computed.
+A chunk is named here by its place in the whole output: `owner * per_rank + piece`; maps number chunks in the order of
+computation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CollectiveName: TypeAlias = Literal["reduce_scatter", "all_gather", "all_to_all"
 How: TypeAlias = Literal["local", "remote_map", "dma_map"]
 Op: TypeAlias = Literal["store", "update"]
 Order: TypeAlias = tuple[Index, ...] | None
-"""Places in the order of production; None: the next rank's first, the own last."""
+"""Places in the order of production; None: the next rank's first, this rank's last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,16 @@ Node: TypeAlias = tuple[int, int]
 def routes_of(
     collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[Order, tuple[Entry, ...]], ...]
 ) -> Routes:
-    """maps: of each rank, or one for all of them. `ValueError` if they cannot be."""
+    """Return the routes of these maps, one for each rank or one for all; raise `ValueError` for impossible maps."""
     return Routes(collective, world, chunks, maps)
 
 
 class Routes:
-    """Of all ranks, in numbers.
+    """The routes of all ranks, in numbers.
 
-    order: the places of a rank's chunks by their numbers. sends: by rank and place, where its GEMM or a copy engine sends it.
-    targets: the ranks to which a rank's engines send. sources: by rank and place, who sends to it, the nearest behind in the ring
-    first. alike: whether ranks do the same but for where in the ring they are.
+    order: the places of a rank's chunks by their numbers. sends: by rank and place, the sends of its GEMM or copy engine.
+    targets: the ranks to which a rank's engines send. sources: by rank and place, the ranks that send there, the nearest behind
+    in the ring first. alike: True if ranks differ only by their place in the ring.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Routes:
     ) -> None:
         if chunks % world:
             raise ValueError(
-                f"chunks={chunks} must be a multiple of world_size={world}, for each rank's rows to be cut into as many: "
+                f"chunks={chunks} must be a multiple of world_size={world}, so that each rank's rows have equally many: "
                 f"use {chunks - chunks % world or world} or {chunks - chunks % world + world}"
             )
         self.collective, self.world, self.chunks, self.per_rank = collective, world, chunks, chunks // world
@@ -116,20 +117,24 @@ class Routes:
         return self.collective != "all_gather" or self.owner(place) == rank
 
     def computed(self, rank: int) -> list[int]:
-        """Places of a rank's GEMM, in the order of production."""
+        """Return the places of a rank's GEMM, in the order of production."""
         return [place for place in self.order[rank] if self.computes(rank, place)]
 
     def landing(self, source: int, place: int) -> int:
-        """The place where a rank that gets it has it: in an all-to-all that of its source."""
+        """Return the place of the chunk at its receiver: in an all-to-all, that of its source."""
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
     def arriving(self, rank: int, place: int) -> list[int]:
-        """The ranks whose chunks come to this one: in an all-to-all none do, as results of others have places of their own."""
+        """Return the ranks that send this chunk here.
+
+        An all-to-all has none: the results of other ranks have places of their own."""
         return [] if self.collective == "all_to_all" else self.sources[rank].get(place, [])
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
-        """When each chunk may be sent on, counted in chunks: later than all that it waits for. in_turn: a GEMM that adds to what
-        comes waits for it, and later GEMMs of the rank with it. `ValueError` if a chunk waits for itself."""
+        """Return when each chunk may be sent on, counted in chunks: later than all that it waits for.
+
+        in_turn: a GEMM that adds to an arriving chunk waits for it, and later GEMMs of the rank wait with it. Raises `ValueError`
+        if a chunk waits for itself."""
         if in_turn in self._times:
             return self._times[in_turn]
         before: dict[Node, list[Node]] = {}
@@ -171,13 +176,13 @@ class Routes:
         if sorted(places) != list(range(self.chunks)):
             wrong = next(p for p in places if not 0 <= p < self.chunks or places.count(p) > 1)
             raise ValueError(
-                f"chunk {places.index(wrong)} of rank {rank}: order={list(places)} says place {wrong}: it must name each of the "
+                f"chunk {places.index(wrong)} of rank {rank}: order={list(places)} has place {wrong}: it must have each of the "
                 f"{self.chunks} places, 0 to {self.chunks - 1}, once"
             )
         return places
 
     def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
-        """By place."""
+        """Return a rank's entries by place, with ranks as numbers."""
         found = defaultdict[int, list[Entry]](list)
         for e in entries:
             to = value(e.to, rank=rank)
@@ -185,7 +190,7 @@ class Routes:
         return found
 
     def _seen_from(self, rank: int) -> list[tuple]:
-        """What a rank does, in distances."""
+        """Return a rank's entries, with ranks as distances from it."""
 
         def from_here(place: int) -> tuple[int, int]:
             return (self.owner(place) - rank) % self.world, place % self.per_rank
@@ -210,31 +215,31 @@ class Routes:
             self.sends[rank][place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
-        """Of one call, whatever the others are."""
+        """Return the fault of one call by itself."""
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":
             if own:
                 return ""
             if gather:
-                return f"local, and rank {owner} computes it: use dma_map({c}, to=..., after=1), or nothing if it goes no further"
-            return f"local, and rank {owner} keeps it: use remote_map({c}, to=...) or dma_map({c}, to=..., after=...)"
+                return f"local, but rank {owner} computes it: use dma_map({c}, to=..., after=1), or no call if it goes no further"
+            return f"local, but rank {owner} keeps it: use remote_map({c}, to=...) or dma_map({c}, to=..., after=...)"
         if not 0 <= to < self.world:
-            return f"to={to} is no rank of this group: use 0 to {self.world - 1}"
+            return f"to={to} is not a rank of this group: use 0 to {self.world - 1}"
         if to == rank:
             return f"to={to} is this rank itself: use local({c})"
         if own and not gather:
-            return f"to={to}, and what becomes of it is this rank's result: use local({c})"
+            return f"to={to}, but the chunk is this rank's result: use local({c})"
         if gather and to == owner:
-            return f"to={to} is written twice: that rank has computed it: leave it out"
+            return f"to={to} would be written twice: that rank computes the chunk; drop this call"
         if not computes and e.how == "remote_map":
-            return f"remote_map, and no GEMM of this rank computes it: use dma_map({c}, to={to}, op='store', after=1)"
+            return f"remote_map, but no GEMM of this rank computes the chunk: use dma_map({c}, to={to}, op='store', after=1)"
         if self.collective == "all_to_all" and to != owner:
-            return f"to={to}, and an all-to-all brings it to rank {owner}: use to={owner}"
+            return f"to={to}, but an all-to-all sends the chunk to rank {owner}: use to={owner}"
         if self.sums and e.op == "store":
-            return f"op='store' would take the place of what rank {to} computes: use op='update'"
+            return f"op='store' would overwrite the product of rank {to}: use op='update'"
         if not self.sums and e.op == "update":
-            return f"op='update' adds to what nothing has written on rank {to}: use op='store'"
+            return f"op='update' would add to unwritten memory on rank {to}: use op='store'"
         return ""
 
     def _check_together(self, rank: int, place: int, entries: list[Entry]) -> None:
@@ -244,7 +249,7 @@ class Routes:
         if twice:
             self._refuse(rank, place, f"it is written twice, by {said}: keep one of them")
         if own and not any(e.how == "local" for e in entries):
-            self._refuse(rank, place, f"it is unwritten here, where it belongs: add local({c})")
+            self._refuse(rank, place, f"its owner does not keep it: add local({c})")
         if not entries and self.computes(rank, place):
             self._refuse(
                 rank,
@@ -269,7 +274,7 @@ class Routes:
                 if e.how == "remote_map" and self.sums and sources:
                     self._refuse(
                         rank, place,
-                        f"{who} sends updates here, and remote_map keeps nothing here that they could add to: use "
+                        f"{who} sends updates here, but remote_map keeps no chunk here that they could add to: use "
                         f"dma_map({c}, to={e.to}, op='update', after={len(come)}), or have them send it elsewhere",
                     )  # fmt: skip
                 if e.how == "dma_map" and e.after != len(come):
@@ -281,7 +286,7 @@ class Routes:
                     )  # fmt: skip
 
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
-        """waiting: nodes that wait for others of these."""
+        """Raise the error for a cycle of waits. waiting: nodes that wait for other nodes among these."""
         node, path = min(waiting), list[Node]()
         while node not in path:
             path.append(node)
@@ -290,14 +295,17 @@ class Routes:
         names = [f"chunk {self.number[rank][place]} of rank {rank}" for rank, place in circle]
         in_turn = len({place for _, place in circle}) > 1
         fix = (
-            "GEMMs that add to what comes wait for it in turn: use add='reduce'" if in_turn else "have one go elsewhere"
+            "GEMMs that add to arriving chunks wait for them in order: use add='reduce'"
+            if in_turn
+            else "send one of them elsewhere"
         )
         self._refuse(
-            *circle[0], f"it waits for {', which waits for '.join([*names[1:], names[0]])}: none is ever sent: {fix}"
+            *circle[0],
+            f"it waits for {', which waits for '.join([*names[1:], names[0]])}: none of them is ever sent: {fix}",
         )
 
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
-        """(rank, place there, how many came before it, source)"""
+        """Yield (rank, place there, number of earlier sources, source)."""
         for rank in range(self.world):
             for place, sources in self.sources[rank].items():
                 for nth, source in enumerate(sources):

@@ -1,21 +1,22 @@
-"""A schedule of an output map: who computes, copies, adds and waits where the map says only where each chunk goes.
+"""The schedule of an output map: the map gives only the destination of each chunk, and this file adds GEMMs, copies, sums and
+waits.
 
-    compute     GEMMs, chunk by chunk in the order of production. What is remote-mapped they store in the peer's slot; what stays
-                too they store here, and a kernel behind them stores it there
-    to peers    copy engines send dma-mapped chunks on, in the order in which these are complete; one lane, or several
-    sums        add=reduce: adds what came to a chunk that is sent on, beside the GEMMs
-    to y        brings what came from slots to the result
+    compute     GEMMs, chunk by chunk in the order of production. Remote-mapped chunks are stored in the peer's slot. A chunk that
+                stays too is stored here, and a kernel behind the GEMM stores it there
+    to peers    copy engines send dma-mapped chunks on, in the order in which they complete; one lane, or several
+    sums        add=reduce: adds arriving updates to chunks that are sent on, beside the GEMMs
+    to y        copies arrived chunks from slots into the result
 
-T3's memory adds where updates meet, and today's does not. So every update is a store into a slot of the receiver's, one for each
-chunk that comes, and the receiver adds: add=gemm with the GEMM that computes the same chunk (beta = 1, in place on what came),
-which waits for that; add=reduce with a kernel behind the GEMM, which does not. What several peers have sent is added up in fp32,
-nearest behind in the ring first, so that equal calls give equal bits.
+T3's memory adds where updates meet, and today's does not. So every update is a store into a slot of the receiver, one for each
+arriving chunk, and the receiver adds. add=gemm: the GEMM that computes the same chunk adds (beta = 1, in place on the arrived
+chunk), and waits for it. add=reduce: a kernel behind the GEMM adds, and the GEMM does not wait. Updates from several peers are
+reduced in fp32, nearest behind in the ring first, so that equal calls give equal bits.
 
 gemm=tracked: one kernel computes all chunks in the order of production, and sets a chunk's signal when all its tiles are stored,
-here or in a peer's slot: T3's tracker in software. It waits for nothing, so that add=reduce.
+here or in a peer's slot: T3's tracker in software. It waits for nothing, so it needs add=reduce.
 
-A slot is filled again when who read it last says so (`free`), to each of those who fill slots here: of all their slots together,
-since a run of other sizes may have its chunks elsewhere.
+A slot is filled again when its last reader signals it (`free`) to each rank that fills slots here. The signal covers all slots of
+that rank, since a run of other sizes may place its chunks differently.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ Add: TypeAlias = Literal["gemm", "reduce"]
 By: TypeAlias = Literal["dma", "kernel"]
 Gemm: TypeAlias = Literal["chunks", "tracked"]
 Rows: TypeAlias = tuple[int, int]
-"""(first, count), of an owner's"""
+"""(first, count) of an owner's rows"""
 _LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to y": "copy"}
-"""Besides, those to peers are copy lanes."""
+"""The resources of lanes by name; lanes to peers are copy lanes."""
 
 
 class Product(NamedTuple):
-    """Of a rank: [rows, k] @ [k, n], or of an all-gather a part of the rows."""
+    """The GEMM of a rank: [rows, k] @ [k, n]; in an all-gather a rank has only its part of the rows."""
 
     rows: int
     n: int
@@ -50,7 +51,10 @@ class Product(NamedTuple):
 
 
 def scheduled(name: str, routes: Routes, p: Product, *, gemm: Gemm, add: Add, by: By, engines: int) -> Schedule:
-    """`ValueError` if GEMMs that add to what comes would wait for one another; `NotApplicableError` for fewer rows than pieces."""
+    """Return the schedule of these routes.
+
+    Raises `ValueError` if GEMMs that add to arriving chunks would wait for one another, and `NotApplicableError` for fewer rows
+    than pieces."""
     plan = _Plan(name, routes, p, gemm, add, by, engines)
     if routes.alike:
         _Rank(plan, 0, lambda rank: peer(routes.world, rank) if rank else RANK, plan.d.lane).write()
@@ -78,10 +82,10 @@ def _resource(lane: str) -> Resource:
 
 
 class _Plan:
-    """What holds for all ranks: memory, signals, who reads which slot last.
+    """The parts of the schedule that all ranks share: memory, signals, and the last readers of slots.
 
-    m: rows that a rank owns. slots, made_slots: by node, where in `box` what comes to it begins, and where in `made` its product
-    is, counted in m rows. frees: of each rank, who tells it that its slots there are free: (rank, lane).
+    m: rows that a rank owns. slots, made_slots: by node, the first part in `box` of the updates that it receives, and in `made`
+    of its product, counted in m rows. frees: for each rank, the (rank, lane) pairs that signal that its slots there are free.
     """
 
     def __init__(self, name: str, routes: Routes, p: Product, gemm: Gemm, add: Add, by: By, engines: int) -> None:
@@ -124,13 +128,13 @@ class _Plan:
         self._signals: dict[str, Signals] = {}
 
     def signals(self, name: str) -> Signals:
-        """Declared when they are first needed."""
+        """Return the signals of this name, declared at first use."""
         if name not in self._signals:
             self._signals[name] = self.d.signals(name, self._counts[name])
         return self._signals[name]
 
     def has_scratch(self, node: Node) -> bool:
-        """Whether its product is kept to be sent, and not in a slot or in the result."""
+        """True if the node's product is kept in `made` to be sent, not in a slot or in the result."""
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends[rank].get(place, ()))
         if self.tiling is not None:
@@ -140,15 +144,15 @@ class _Plan:
         return by_engine and self.routes.collective == "all_to_all"
 
     def slot(self, rank: int, place: int, nth: int) -> int:
-        """The number of the slot for what the nth source sends there."""
+        """Return the number of the slot for the chunk that the nth source sends there."""
         return self.slots[rank, place] + nth
 
     def sender(self, rank: int, to: int) -> str:
-        """The lane on which a rank's engines send to another: they take turns by the ranks that it sends to."""
+        """Return the lane on which a rank's engines send to rank `to`; targets are spread over the lanes in order."""
         return self._senders[self.routes.targets[rank].index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """The lanes behind which a slot is free, of the one that the nth source of a node fills."""
+        """Return the lanes that read last the slot that the nth source of a node fills."""
         routes = self.routes
         engines = [send.to for send in routes.sends[rank].get(place, ()) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]
@@ -161,11 +165,11 @@ class _Plan:
         return ["compute"] if nth else sent_on
 
     def _memory(self, name: str, parts: int, role: Literal["symmetric", "scratch"]) -> Buffer:
-        declared = self.d.buffer if parts else Draft("", 1).buffer  # what nobody uses is not in the schedule
+        declared = self.d.buffer if parts else Draft("", 1).buffer  # unused buffers are not in the schedule
         return declared(name, parts * self.m, self.p.n, self.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """(where each node's parts begin, parts on a rank at most): pieces of one owner's rows are beside each other."""
+        """Return (first part of each node, most parts on a rank). Pieces of one owner's rows are side by side."""
         routes, most, found = self.routes, 0, dict[Node, int]()
         for rank in range(routes.world):
             begin = 0
@@ -178,7 +182,7 @@ class _Plan:
 
 
 class _Rank:
-    """The lanes of one rank. at: how another is called there: by its number, or by where in the ring it is from here."""
+    """The lanes of one rank. at: the index of another rank: its number, or its place in the ring relative to this rank."""
 
     def __init__(
         self, plan: _Plan, rank: int, at: Callable[[int], Index], lane: Callable[[str, Resource], LaneDraft]
@@ -194,8 +198,10 @@ class _Rank:
         self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
-        """Chunks that stay, by the first of those that go together: nobody is told of them one by one. All, where they follow each
-        other and no GEMM of one waits for what comes to it."""
+        """Return the chunks that stay, in groups that are handled together, by the first of each group.
+
+        No peer is signaled about them one by one. All are one group if they follow each other and no GEMM of one waits for an
+        arriving chunk."""
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
         together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]
@@ -223,7 +229,7 @@ class _Rank:
         self._free()
 
     def _compute_gathered(self, place: int) -> None:
-        """A chunk that stays, and that others get too."""
+        """Compute a chunk that stays and that other ranks get too."""
         compute, sends = self._multiply(place, self._result(place)), self.routes.sends[self.rank][place]
         if any(send.how == "dma_map" for send in sends):
             compute.set(self.plan.signals("computed"), self._number(place))
@@ -233,9 +239,9 @@ class _Rank:
                 self._sent(compute.copy(self._result(place), self._slot_at(place, send), "kernel"), place, send)
 
     def _compute_sent(self, place: int, send: Send) -> None:
-        """A chunk that goes to one other rank."""
+        """Compute a chunk that goes to one other rank."""
         plan, compute, sources = self.plan, self.lane("compute"), self._sources(place)
-        if send.to in self._sent_by_gemm:  # engines that send there too come after this chunk
+        if send.to in self._sent_by_gemm:  # engines that send there too run behind this chunk
             self._open(compute, send.to)
         if send.how == "remote_map":
             self._sent(self._multiply(place, self._slot_at(place, send)), place, send)
@@ -250,7 +256,7 @@ class _Rank:
         compute.set(plan.signals("computed"), self._number(place))
 
     def _compute_tracked(self, tiling: Tiling) -> None:
-        """All chunks in one launch, each stored where it goes or is kept until an engine sends it."""
+        """Compute all chunks in one launch. Each is stored at its destination, or kept until an engine sends it."""
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
         sends = [next((s for s in routes.sends[rank][p] if s.how == "remote_map"), None) for p in self._computed]
         for send in filter(None, sends):
@@ -280,7 +286,7 @@ class _Rank:
         compute.tiles(tiling.kernel, "t", tiled.extent, matmul, told)
 
     def _ranks(self, tiled: Tiled, ranks: list[int]) -> Index:
-        """By chunk."""
+        """Return the rank of each tile, from a rank for each chunk."""
         if len(set(ranks)) == 1:
             return self.at(ranks[0])
         if self.routes.alike:
@@ -290,7 +296,7 @@ class _Rank:
         return tiled.by_chunk(ranks)
 
     def _compute_own(self, place: int, rows: Rows) -> None:
-        """What stays, and to a sum what others add to it."""
+        """Compute a chunk that stays; with add=gemm, add the updates of other ranks to it."""
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
             self._multiply(place, result, rows)
@@ -305,7 +311,8 @@ class _Rank:
             self._multiply(place, result, add=True)
 
     def _add_up(self) -> None:
-        """What came, behind the GEMMs: on a lane of its own where it is sent on, so that no GEMM waits for it."""
+        """Reduce arrived updates behind the GEMMs. Chunks that are sent on use a lane of their own, so that no GEMM waits for
+        them."""
         plan, rank = self.plan, self.rank
         for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):
             if not self._sources(place):
@@ -319,7 +326,7 @@ class _Rank:
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
 
     def _send(self, place: int) -> None:
-        """By engine, where it is complete."""
+        """Send a chunk by engine when it is complete."""
         plan, sources, seen = self.plan, self._sources(place), set[str]()
         added = self.routes.sums and bool(sources) and plan.add == "reduce"
         for send in self.routes.sends[self.rank].get(place, ()):
@@ -340,7 +347,7 @@ class _Rank:
             self._sent(sender.copy(source, self._slot_at(place, send), plan.by), place, send)
 
     def _receive(self) -> None:
-        """What others computed and this rank keeps."""
+        """Copy the chunks that others computed and this rank keeps into the result."""
         times, rank, receiver = self.plan.times, self.rank, self.lane("to y")
         came = [(place, source) for place, sources in self.routes.sources[rank].items() for source in sources]
 
@@ -366,9 +373,11 @@ class _Rank:
                     self.lane(name).set(plan.signals("free"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
-        """Before a lane fills slots of a rank for the first time in a run. One lane waits for them, the GEMMs' if these fill some:
-        whoever reads what it filled may say again that slots are free, and a second lane might still wait for the last word. Others
-        come behind it, where it computes their chunks; those that forward wait for it."""
+        """Wait for free slots before a lane first fills slots of a rank in a run.
+
+        Only one lane waits for them: the GEMMs' lane if it fills some of them. Otherwise a reader of its chunks might signal free
+        slots again while a second lane still waits for the last signal. Other lanes run behind the GEMMs if these compute their
+        chunks; lanes that forward chunks wait for `opened`."""
         if (lane.name, to) in self._opened:
             return
         self._opened.add((lane.name, to))
@@ -388,7 +397,7 @@ class _Rank:
     def _multiply(self, place: int, out: Region, rows: Rows | None = None, *, add: bool = False) -> LaneDraft:
         begin, count = rows or self._rows([place])
         first: Index = begin
-        if self.routes.collective != "all_gather":  # of which the own rows are all there are
+        if self.routes.collective != "all_gather":  # in an all-gather x has only this rank's rows
             first = self.at(self.routes.owner(place)) * self.plan.m + first
         return self.lane("compute").matmul(
             out, self.plan.x.part(rows=(first, count)), self.plan.w.part(), accumulate=add
@@ -398,7 +407,7 @@ class _Rank:
         lane.set(self.plan.signals("there"), self._signal(send.to, *self._arrival(place, send)), at=self.at(send.to))
 
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
-        """The slots of chunks beside each other, on a lane that has waited for all of them."""
+        """Return the slots of adjacent chunks, on a lane that has waited for all of them."""
         slots = range(len(self.routes.sources[self.rank][places[0]]))
         for place in places:
             for nth in slots:
@@ -406,7 +415,7 @@ class _Rank:
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
-        """What the nth source sends there; if its tracked GEMM stores that, all its tiles."""
+        """Wait for the chunk from the nth source; if a tracked GEMM stores it, for all its tiles."""
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources[self.rank][place][nth]
         sends = routes.sends[source][routes.landing(self.rank, place)]
@@ -416,7 +425,7 @@ class _Rank:
             lane.wait(plan.signals("there"), number)
 
     def _after_gemm(self, name: str, place: int) -> LaneDraft:
-        """The lane of that name, behind this rank's product."""
+        """Return the lane of that name, after it waits for this rank's product."""
         lane, plan, number = self.lane(name), self.plan, self._number(place)
         if plan.tiling:
             return lane.wait(plan.signals("done"), number, count=plan.tiling.tiles[place % self.routes.per_rank])
@@ -429,12 +438,12 @@ class _Rank:
         return self.routes.number[self.rank][place]
 
     def _rows(self, places: Sequence[int]) -> Rows:
-        """Of an owner's, those of its chunks there, which follow each other."""
+        """Return the rows of adjacent chunks, relative to their owner's rows."""
         pieces = [self.plan.pieces[place % self.routes.per_rank] for place in places]
         return pieces[0][0], sum(count for _, count in pieces)
 
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
-        """Its number, of what the nth source sends there."""
+        """Return the number of the signal for the chunk that the nth source sends there."""
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
     def _slot(self, rank: int, place: int, nth: int = 0, rows: Rows | None = None) -> Region:
@@ -447,7 +456,7 @@ class _Rank:
         return self._slot(send.to, landing, nth)
 
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
-        """Of what is sent: where it is there, and how many came to that place before it."""
+        """Return the place of a sent chunk at its receiver, and the number of sources before this rank there."""
         landing = self.routes.landing(self.rank, place)
         return landing, self.routes.sources[send.to][landing].index(self.rank)
 
@@ -457,7 +466,7 @@ class _Rank:
         return self.plan.made.part(rows=(part * self.plan.m + first, count))
 
     def _complete(self, place: int) -> Region:
-        """Where a chunk is that this rank computes and an engine sends on."""
+        """Return the region of a chunk that this rank computes and an engine sends on."""
         if self.plan.has_scratch((self.rank, place)):
             return self._kept(place)
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)

@@ -1,6 +1,6 @@
-"""The tiles of one tracked GEMM, chunk by chunk in the order of production: which rows and columns tile t has, and of which chunk.
+"""The tiles of one tracked GEMM, chunk by chunk in the order of production: the rows, columns and chunk of tile t.
 
-As `partial_products.Tiles` for any order of production.
+This is `partial_products.Tiles` for any order of production.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from weft.schedule.partial_products import GROUP, Tiles
 
 
 class Tiling:
-    """Of a product of `m` rows for each rank, in `per_rank` chunks. pieces: (first, count) of their rows. tiles: of each."""
+    """The tiles of a product of `m` rows for each rank, in `per_rank` chunks. pieces: (first, count) of each chunk's rows. tiles:
+    number in each."""
 
     def __init__(self, m: int, n: int, per_rank: int) -> None:
         tiles = Tiles(m, n, per_rank)
@@ -21,7 +22,7 @@ class Tiling:
         self._m, self._n = m, n
 
     def groups(self, piece: int) -> list[tuple[int, int]]:
-        """(first, count) of row tiles that are taken column by column."""
+        """Return (first, count) of the row tiles that are computed column by column."""
         first = self.pieces[piece][0] // self.kernel.rows
         end = first + self.tiles[piece] // self.across
         return [(i, min(GROUP, end - i)) for i in range(first, end, GROUP)]
@@ -34,33 +35,35 @@ class Tiling:
 
 
 def _cut(i: Index, size: int, whole: int) -> tuple[Index, Index]:
-    """(first, count) of the i-th of `whole`, of so many each, the last one smaller."""
+    """Return (first, count) of the i-th piece of `whole`, each of `size`, the last one smaller."""
     return size * i, lookup([min(size, whole - begin) for begin in range(0, whole, size)], i)
 
 
 class Tiled:
-    """As expressions of t. pieces: of each chunk in the order of production, which of its owner's it is. rows, cols: (first,
-    count), rows of the owner's. extent: of t."""
+    """The tiles as expressions of t.
+
+    pieces: for each chunk in the order of production, its number among its owner's chunks. rows, cols: (first, count), relative
+    to the owner's rows. extent: of t."""
 
     def __init__(self, tiling: Tiling, pieces: Sequence[int]) -> None:
         groups = [(chunk, *group) for chunk, piece in enumerate(pieces) for group in tiling.groups(piece)]
-        # By the row tile at which one would be if each took as many tiles as there are columns.
+        # Indexed by t // across: each row tile counts as `across` tiles.
         table = [(chunk, first, count, begin) for begin, (chunk, first, count) in _begun(groups) for _ in range(count)]
         self._chunks, firsts, counts, begins = zip(*table, strict=True)
         self._at: Index = Expr("t") // tiling.across
         self.extent = len(table) * tiling.across
         first, count, begin = (lookup(one, self._at) for one in (firsts, counts, begins))
         in_group = Expr("t") - begin * tiling.across
-        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # of one tile all are numbers
+        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # lookup returns numbers if all entries are equal
         self.rows, self.cols = tiling.rows(i), tiling.cols(j)
 
     def by_chunk(self, values: Sequence[int]) -> Index:
-        """Of a tile's chunk."""
+        """Return the value for a tile's chunk."""
         return lookup([values[chunk] for chunk in self._chunks], self._at)
 
 
 def _begun(groups: list[tuple[int, int, int]]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """With the number of row tiles before each."""
+    """Yield each group with the number of row tiles before it."""
     begin = 0
     for group in groups:
         yield begin, group

@@ -1,13 +1,12 @@
-"""Products of all ranks that are summed: rows of the sum are divided among ranks, and who owns a row adds it up.
+"""Sums of all ranks' products: the rows of the sum are divided among ranks, and the owner of a row reduces it.
 
-What reduce-scatter and all-reduce behind a GEMM have in common. `m` rows are a rank's part, of the last ranks fewer, or none,
-where the whole cannot be divided evenly. Rank r computes the rows of rank r + 1 first, then those of r + 2 ..., and its own last:
-so no two ranks send to one, and what is left when the others' rows have been sent is the own GEMM, behind which the last of them
-travel.
+Reduce-scatter and all-reduce behind a GEMM share this file. A rank owns `m` rows; if the whole is not divisible, the last ranks
+own fewer, or none. Rank r computes the rows of rank r + 1 first, then those of r + 2, ..., and its own last. So no two ranks send
+to one, and the last of the others' rows travel behind the own GEMM.
 
-What peers have sent is added up in fp32, in the order of the ring behind the owner, and rounded once; the own product is rounded
-before that, or if a GEMM adds it (add=gemm) not at all. A slot is filled again when its reader has said that it has read all of it:
-of all chunks together, since a run of other sizes may have its chunks elsewhere.
+Updates from peers are reduced in fp32, in the order of the ring behind the owner, and rounded once. The own product is rounded
+before that; if a GEMM adds it (add=gemm), it is not. A slot is filled again when its reader has signaled that it has read all
+chunks of it, since a run of other sizes may place its chunks differently.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
@@ -32,14 +31,16 @@ from weft.schedule.steps import Buffer, Compute, Region, Role, Set, Signals
 By: TypeAlias = Literal["dma", "kernel", "store"]
 Add: TypeAlias = Literal["gemm", "reduce"]
 Chunk: TypeAlias = tuple[int, int]
-"""(first, count) of the rows of a whole part; of a smaller one those that it has."""
-GROUP = 8  # row tiles that a tracked GEMM does column by column, so that what they read stays in the cache
-_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast where there are so many
+"""(first, count) of the rows of a whole part; a smaller part has only some of them."""
+GROUP = 8  # row tiles that a tracked GEMM computes column by column, so that their inputs stay in the cache
+_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast if the product has as many
 
 
 class PartialProducts:
-    """The caller's x and w in a draft of `p`, with their scales if they are fp8. peers: the ranks whose rows are computed, in this
-    order. sources: who computes the own rows, in the order in which they come."""
+    """The caller's x and w in a draft of `p`, with their scales if they are fp8.
+
+    peers: the ranks whose rows are computed, in this order. sources: the ranks that compute this rank's rows, in the order of
+    arrival."""
 
     def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce) -> None:
         self.d, self.p, self.m = Draft(name, p.world_size), p, -(-p.m // p.world_size)
@@ -71,40 +72,42 @@ class PartialProducts:
         return cut(self.m, count, what="rows of a rank's part")
 
     def parts(self, name: str, count: int, role: Role) -> Buffer:
-        """Room for products of as many rows as `count` ranks get."""
+        """Declare a buffer for products of as many rows as `count` ranks own."""
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
-        """How many of these rows `owner` has, of all where nothing is said."""
+        """Return the number of rows of a chunk that `owner` has; without `chunk`, of all its rows."""
         first, count = chunk or (0, self.m)
         left = [self.p.m - (rank * self.m + first) for rank in range(self.p.world_size)]
         return lookup([max(0, min(count, rows)) for rows in left], owner)
 
     def part(self, parts: Buffer, number: Index, owner: Index, chunk: Chunk | None = None, at: Index = RANK) -> Region:
-        """Of the `number`-th part there, which has rows of `owner`, this chunk; all of it where nothing is said."""
+        """Return a chunk of the `number`-th part of a buffer, with rows of `owner`; without `chunk`, all of the part."""
         first = chunk[0] if chunk else 0
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
 
     def following(self, rows: tuple[Index, Index]) -> list[Region]:
-        """What is added to these rows of the sum."""
+        """Return the regions that are added to these rows of the sum: bias and residual."""
         return [one.part(rows=rows if one.name == "residual" else None) for one in self._following]
 
     def following_part(self, chunk: Chunk | None) -> list[Region]:
-        """To these of the own part."""
+        """Return the regions that are added to this rank's rows of a chunk."""
         return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 
     def multiply(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False,
         to: Region | None = None,
     ) -> LaneDraft:  # fmt: skip
-        """This rank's product for these rows of `owner`; added to what is in `out`, or to `to`."""
+        """Compute this rank's product for these rows of `owner`; add: accumulate into `out`; to: add this region."""
         rows = (owner * self.m + (chunk[0] if chunk else 0), self.rows(owner, chunk))
         return self._multiply(lane, out, rows, add, to)
 
     def multiply_tracked(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk, *told: Set, to: Region | None = None
     ) -> int:
-        """The same by one tracked GEMM, where each rank has as many rows; each tile sets `told`. Returns how many tiles."""
+        """Run `multiply` as one tracked GEMM, whose tiles each set `told`; return the number of tiles.
+
+        All ranks must own equally many rows."""
         tiles = Tiles(chunk[1], self.p.n, 1)
         rows, cols = tiles.rows, tiles.cols
 
@@ -118,7 +121,7 @@ class PartialProducts:
         return tiles.of_rank
 
     def multiply_all(self, lane: LaneDraft, out: Region) -> LaneDraft:
-        """For all rows."""
+        """Compute this rank's product for all rows."""
         return self._multiply(lane, out, None)
 
     def _multiply(
@@ -133,16 +136,16 @@ class PartialProducts:
         if self.scaled is None:
             return lane.matmul(out, x, w, accumulate=add) if to is None else lane.compute("addmm", out, x, w, to)
         if add or to is not None:
-            raise NotApplicableError("an fp8 GEMM with scales does not add to what came: take add=reduce")
+            raise NotApplicableError("an fp8 GEMM with scales cannot accumulate: use add=reduce")
         op = "scaled_matmul_fast" if self.scaled.fast else "scaled_matmul"
         x_scale = self._x_scale.part(rows=rows if self.scaled.by == "row" else None)
         return lane.compute(op, out, x, w, x_scale, self._w_scale.part(), *(bias.part() for bias in self._bias))
 
 
 class Sums:
-    """Where a schedule has the own rows of the sum: here in its result, and slots may be filled again when they have been read.
+    """The place of this rank's rows of the sum: here its result, whose slots may be filled again once they have been read.
 
-    gathered: whether all ranks wait in each run for each other's sums, chunk by chunk.
+    gathered: True if all ranks wait in each run for each other's sums, chunk by chunk.
     """
 
     gathered = False
@@ -158,21 +161,23 @@ class Sums:
         return self.o.part(self.to, 0, RANK, chunk)
 
     def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
-        """Until what this rank sends to the `number`-th peer may be written there."""
+        """Wait until this rank may write to its slot at the `number`-th peer."""
         lane.wait(self._free, number, previous=True)
 
     def all_read(self, lane: LaneDraft) -> None:
-        """`lane` has read all slots."""
+        """Signal the sources that `lane` has read all slots."""
         for i, source in enumerate(self.o.sources):
             lane.set(self._free, i, at=source)
 
     def added(self, lane: LaneDraft, chunk: int) -> None:
-        """`lane` has completed a chunk."""
+        """Signal that `lane` has completed a chunk."""
 
 
 def direct_sums(o: PartialProducts, sums: Sums, pieces: list[Chunk], *, by: By, add: Add) -> None:
-    """A GEMM for each chunk of a peer's rows, which goes to a slot of the peer's. by store: GEMMs store into the slot. add gemm:
-    the own GEMM adds to what came, chunk by chunk; reduce: it does not wait, and a kernel adds its product and what came."""
+    """Run a GEMM for each chunk of a peer's rows, and send the chunk to a slot of the peer.
+
+    by store: the GEMM stores into the slot. add gemm: the own GEMM adds to the arrived chunks, chunk by chunk. add reduce: it
+    does not wait, and a kernel reduces its product and the arrived chunks."""
     d, peers, chunks = o.d, len(o.peers), len(pieces)
     box = o.parts("box", peers, "symmetric")
     there, compute = d.signals("there", peers * chunks), d.lane("compute")
@@ -205,8 +210,10 @@ def direct_sums(o: PartialProducts, sums: Sums, pieces: list[Chunk], *, by: By, 
 def reduce(
     o: PartialProducts, sums: Sums, box: Buffer, there: Signals, pieces: list[Chunk], *, own: Buffer | None, number: int = 0
 ) -> None:  # fmt: skip
-    """Add up what comes into `box`, and the own product: the `number`-th part of `own`, or if that is None by a GEMM. Where nobody
-    waits for chunks, one kernel adds up all."""
+    """Reduce the updates that arrive in `box`, and the own product.
+
+    The own product is the `number`-th part of `own`; if `own` is None, a GEMM adds it. If no rank waits for single chunks, one
+    kernel reduces all."""
     peers, compute = len(o.peers), o.d.lane("compute")
     at_once = own is not None and not sums.gathered
     for c, chunk in enumerate(pieces):
@@ -225,7 +232,9 @@ def reduce(
 
 
 def add_to_last(o: PartialProducts, sums: Sums, box: Buffer, there: Signals, pieces: list[Chunk]) -> LaneDraft:
-    """The own product, added to what came into the last part of `box`; the lane that brings that to the sums, beside GEMMs."""
+    """Add the own product to the chunks that arrive in the last part of `box`.
+
+    Returns the lane that copies these chunks to the sums, beside the GEMMs."""
     receiver, placed, last = o.d.lane("to sums", "copy"), o.d.signals("placed", len(pieces)), len(o.peers) - 1
     compute = o.d.lane("compute")
     for c, chunk in enumerate(pieces):
@@ -237,20 +246,19 @@ def add_to_last(o: PartialProducts, sums: Sums, box: Buffer, there: Signals, pie
 
 
 def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dma", "store"]) -> list[Chunk]:
-    """One kernel for all rows. to dma: copy engines send a chunk's rows when all its tiles are stored; store: tiles are stored in
-    the owner's slot. Returns the chunks, which are of whole tiles."""
+    """Run one tracked GEMM for all rows; return the chunks, which consist of whole tiles.
+
+    to dma: copy engines send a chunk's rows when all its tiles are stored. to store: tiles are stored in the owner's slot."""
     d, p, peers = o.d, o.p, len(o.peers)
     if o.scaled is not None:
-        raise NotApplicableError("its kernel multiplies no fp8: take direct[...] or scatter")
+        raise NotApplicableError("its kernel does not support fp8: use direct[...] or scatter")
     if to == "store" and chunks > 1:
-        raise NotApplicableError("tiles go to their owner one by one, and not in chunks: take chunks=1")
+        raise NotApplicableError("tiles go to their owner one by one, not in chunks: use chunks=1")
     if p.m % p.world_size:
-        raise NotApplicableError(
-            f"m={p.m} rows are not as many for each of {p.world_size} ranks: take another schedule"
-        )
+        raise NotApplicableError(f"m={p.m} must be divisible by world_size={p.world_size}: use another schedule")
     tiles = Tiles(o.m, p.n, chunks)
     compute, done = d.lane("compute"), d.signals("done", p.world_size * chunks)
-    slots = p.world_size if to == "store" else peers  # the last is the own one
+    slots = p.world_size if to == "store" else peers  # the last is this rank's own
     box = o.parts("box", slots, "symmetric")
     made = box if to == "store" else o.parts("made", p.world_size, "scratch")
     owner = (RANK + 1 + tiles.turn) % p.world_size
@@ -285,11 +293,11 @@ def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dm
 
 
 class Tiles:
-    """Of a tracked GEMM whose result is the parts of several ranks, m x n each, tile t: chunk by chunk of each part, and of a chunk
-    `GROUP` row tiles at a time, column by column.
+    """Tile t of a tracked GEMM whose result is the parts of several ranks, m x n each.
 
-    turn: which part. rows, cols: (first, count), rows of the part. of_rank: tiles of a part. chunks: of a part's, ((first row,
-    rows), tiles) of each."""
+    Tiles go chunk by chunk of each part, and in a chunk `GROUP` row tiles at a time, column by column. turn: the number of the
+    part. rows, cols: (first, count), relative to the part's rows. of_rank: number of tiles of a part. chunks: for each chunk of a
+    part ((first row, rows), tiles)."""
 
     def __init__(self, m: int, n: int, chunks: int) -> None:
         height, width = (
@@ -303,14 +311,14 @@ class Tiles:
         groups = [
             (i, min(GROUP, first + count - i)) for first, count in pieces for i in range(first, first + count, GROUP)
         ]
-        # By the row tile at which one would be if each took as many tiles as there are columns.
+        # Indexed by tile // across: each row tile counts as `across` tiles.
         firsts, counts = zip(*((first, count) for first, count in groups for _ in range(count)), strict=True)
         t = Expr("t")
         self.turn, in_rank = t // self.of_rank, t % self.of_rank
         place = in_rank // across
         first, count = lookup(firsts, place), lookup(counts, place)
         in_group = in_rank - first * across
-        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # of one tile all are numbers
+        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # lookup returns numbers if all entries are equal
         self.chunk = lookup([c for c, (_, count) in enumerate(pieces) for _ in range(count)], place)
         self.rows = height * i, lookup([min(height, m - height * i) for i in range(down)], i)
         self.cols = width * j, lookup([min(width, n - width * j) for j in range(across)], j)

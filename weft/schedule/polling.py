@@ -1,23 +1,23 @@
-"""Whether lanes that poll may hold all compute units of a rank while what they wait for needs one.
+"""Occupancy deadlocks: lanes that poll may hold all compute units of a rank while the step that they wait for needs one.
 
-On GPUs most waits are the streams', and hold nothing. But a copy by kernel takes the waits for other ranks next to it into its
-own launch (`weft.runtime.cuda.groups`): for those before it all its programs poll, on up to COPY_UNITS compute units, and for
-those behind it, and behind its sets, the last program does. The library's collectives poll until all ranks have come. Such a
-launch is open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by
-kernel, or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
+On GPUs most waits are stream waits, and hold no unit. But a copy by kernel runs the adjacent waits for other ranks in its own
+launch (`weft.runtime.cuda.groups`). For the waits before it all its programs poll, on up to COPY_UNITS compute units. For the
+waits behind it and behind its sets the last program polls. NCCL's collectives poll until all ranks have come. Such a launch is
+open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by kernel, or is a
+collective needs a unit, and gets it if the launches that are open on its rank leave one.
 
-Steps Y stand still for ever if each y of them finds all units held by launches that may be open when y is to begin, and that
+Steps Y can never be scheduled if each y of them finds all units held by launches that may be open when y is to begin, and that
 all wait for some of Y:
 
     open    in y's run on its rank, on other lanes; not certain to begin after y, nor to have ended before it
     waits   for a step that is certain to come before the waits end, and not certain to have come before the launch begins
 
-The largest such Y is found from above: begin with all steps that need a unit, and take out those that get one, until nothing
-changes. If it is empty, nothing stands still. Launches that are never open together are taken to be, which errs to the safe
-side.
+The largest such Y is the greatest fixed point: start with all steps that need a unit, and remove those that get one, until
+nothing changes. If Y is empty, there is no deadlock. Launches that are never open together count as open together, which errs on
+the safe side.
 
-Waits for the previous run do no harm, however many lanes poll: what they wait for in run e is of run e - 1, and so on down to
-the first run, which waits for nothing.
+Waits for the previous run are harmless, however many lanes poll: in run e they wait for steps of run e - 1, and so on down to the
+first run, which waits for nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from weft.schedule.steps import COPY_UNITS, Copy, Set, Step
 
 
 class _Launch(NamedTuple):
-    """begun, wanted: bit sets of events, those before it begins, and those that it waits for. last: number of its last event."""
+    """A launch that polls. begun: bit set of events before it begins; wanted: bit set of events it waits for. last: number of its
+    last event."""
 
     lane: int
     units: int
@@ -42,7 +43,8 @@ class _Launch(NamedTuple):
 
 
 def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
-    """By number of event, steps that may never get a compute unit, and the lanes of their rank that then hold all."""
+    """Return, by number of event, the steps that may never get a compute unit, and the lanes of their rank that then hold all
+    units."""
     polling = _launches(happened, compute_units)
     if not polling:
         return {}
@@ -64,7 +66,7 @@ def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
 
 
 def _launches(happened: Happened, compute_units: int) -> dict[tuple[int, int], list[_Launch]]:
-    """By run and rank, the launches that poll; of ranks where all lanes together can hold so many units."""
+    """Return the polling launches by run and rank, for ranks whose lanes together can hold `compute_units` units."""
     found: dict[tuple[int, int], list[_Launch]] = defaultdict(list)
     crossing = _crossing(happened.ranks)
     polled = [
@@ -85,7 +87,7 @@ def _launches(happened: Happened, compute_units: int) -> dict[tuple[int, int], l
 
 
 def _crossing(ranks: Sequence[Lanes]) -> list[set[tuple]]:
-    """Of each rank, its signals that another one sets."""
+    """Return for each rank its signals that another rank sets."""
     found: list[set[tuple]] = [set() for _ in ranks]
     for rank, lanes in enumerate(ranks):
         for step in (step for lane in lanes for step in lane.steps):
@@ -96,7 +98,7 @@ def _crossing(ranks: Sequence[Lanes]) -> list[set[tuple]]:
 
 
 def _polled(steps: Sequence[Step], crossing: set[tuple]) -> Iterator[tuple[int, int, int]]:
-    """(units, first step, last one that polls) of each launch of a lane that does."""
+    """Yield (units, first step, last polling step) of each polling launch of a lane."""
 
     def polls(at: int) -> bool:
         return at < len(steps) and bool((wait := steps[at].awaits) and (wait.signal, wait.index) in crossing)

@@ -1,4 +1,4 @@
-"""How steps, regions and buffers are written for people to read; a schedule prints itself with it (`Schedule.table`)."""
+"""Readable text of steps, regions and buffers; schedules print themselves with it (`Schedule.table`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weft.schedule.expr import RANK, Index, Values
 from weft.schedule.steps import ITEM_BYTES, Buffer, For, Norm, Region, Set, Step, Tiles, at_text, put_in
 
 WIDTH = 132
-_TOGETHER = "\N{NO-BREAK SPACE}"  # where a line should not be broken; none gets into a text
+_TOGETHER = "\N{NO-BREAK SPACE}"  # marks where a line must not be broken; replaced by a space at the end
 
 
 def describe(item: Step | Region, rank: int | None = None) -> str:
-    """A step or region on one line; if it is one of `rank` in numbers, what is that rank's own goes without its number."""
+    """Return a step or region on one line. For a step of `rank` in numbers, regions of the rank itself go without its number."""
     return " ".join(str(_shown(item, rank, {})).split())
 
 
 def buffer_lines(buffers: Sequence[Buffer], values: Sequence[Values]) -> list[str]:
-    """A table of them. values: what expressions may name, at each rank."""
+    """Return the lines of a table of buffers. values: of the variables of expressions, on each rank."""
     rows = [("buffers", "rows", "columns", "dtype", "role", "size")]
     for buffer in buffers:
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]
@@ -58,7 +58,7 @@ def wrapped(head: str, text: str) -> str:
 
 
 def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
-    """A step with its regions as text. `rank` itself, in a step in numbers, is "this rank" again."""
+    """Return a step with its regions as text. In a step in numbers, `rank` itself becomes "this rank" again."""
     if isinstance(item, tuple):
         return tuple(_shown(part, rank, buffers) for part in item)
     if isinstance(item, Region):
@@ -73,7 +73,7 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
 
 
 def _region(region: Region, at: Index, buffer: Buffer | None) -> str:
-    """As a region prints itself; a whole extent of its buffer is ":", and the whole buffer goes without brackets."""
+    """Return the text of a region. A whole extent of its buffer is ":", and a whole buffer goes without brackets."""
     whole = (0, buffer.rows, 0, buffer.cols) if buffer else (None,) * 4
     rows = ":" if (region.row, region.rows) == whole[:2] else f"{region.row}:+{region.rows}"
     cols = ":" if (region.col, region.cols) == whole[2:] else f"{region.col}:+{region.cols}"

@@ -1,8 +1,8 @@
-"""Where steps read and write: buffers, regions of them, and how a step accesses a region.
+"""Buffers, regions of buffers, and the kinds of access to a region.
 
-Numbers may be expressions of the rank, and sizes and places also of what a buffer holds (`weft.schedule.expr`). Buffers are
-two-dimensional, rows x columns; a chunk is a region of one. Regions are of this rank's buffer unless they say `at` which
-rank's: then the buffer must be symmetric.
+Numbers may be expressions of the rank; sizes and places may also depend on contents of buffers (`weft.schedule.expr`). Buffers
+are two-dimensional, rows x columns; a chunk is a region of one. Regions are of this rank's buffer unless `at` names another rank:
+then the buffer must be symmetric.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from weft.schedule.expr import RANK, Expr, Index
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8, "fp8": 1, "int64": 8, "int32": 4}
 SUMMED = ("fp32", "bf16", "fp16", "fp64")
-"""What is added up: fp64 in itself, the others in fp32."""
+"""The dtypes that are reduced: fp64 in fp64, the others in fp32."""
 Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """rows x cols of one dtype on every rank.
+    """A matrix of rows x cols of one dtype on every rank.
 
-    input, output: the caller's tensors, new ones at every run; only their own rank sees them. symmetric: kept by the
-    executor, of one size on all ranks, visible to all. scratch: kept by the executor, private to its rank.
+    input, output: the caller's tensors, new at every run; only their own rank sees them. symmetric: kept by the executor, of one
+    size on all ranks, visible to all. scratch: kept by the executor, private to its rank.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Buffer:
     def part(
         self, *, rows: tuple[Index, Index] | None = None, cols: tuple[Index, Index] | None = None, at: Index = RANK
     ) -> Region:
-        """The region (first, count) in rows and columns, of rank `at`; all of them where nothing is said."""
+        """Return the region (first, count) in rows and columns, of rank `at`; an omitted extent is whole."""
         try:
             row, n_rows = rows or (0, self.rows)
             col, n_cols = cols or (0, self.cols)
         except (TypeError, ValueError):
             raise TypeError(
-                f"{self.name}.part(rows={rows}, cols={cols}): say each as (first, count), or leave it out"
+                f"{self.name}.part(rows={rows}, cols={cols}): give each as (first, count), or omit it"
             ) from None
         return Region(self.name, row, n_rows, col, n_cols, at)
 
@@ -65,9 +65,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The RMSNorm of rows that a step has made: in `out`, row / sqrt(the mean of its squares + eps) * weight, a weight of one row.
-    Computed in fp32 (fp64 in itself) of what the rows were rounded to, and rounded once. `ValueError` for an eps that is no finite
-    number from 0 on."""
+    """The RMSNorm of rows that a step has made: out = row / sqrt(the mean of its squares + eps) * weight, a weight of one row.
+
+    It is computed in fp32 (fp64 in fp64) from the rounded rows, and rounded once. Raises `ValueError` unless eps is finite and at
+    least 0."""
 
     out: Region
     weight: Region
@@ -82,20 +83,21 @@ class Norm:
 
 
 def checked_eps(eps: Any) -> float:
-    """What a norm adds to the mean of squares."""
+    """Return eps, which a norm adds to the mean of squares, as a float; raise `ValueError` unless it is finite and at least 0."""
     if type(eps) is float and 0 <= eps < math.inf:
         return eps
     if isinstance(eps, numbers.Real) and not isinstance(eps, bool):
-        with contextlib.suppress(OverflowError):  # of whole numbers beyond float's
+        with contextlib.suppress(OverflowError):  # integers beyond the range of float
             if 0 <= float(eps) < math.inf:
                 return float(eps)
-    raise ValueError(f"eps={eps!r} must be a finite number from 0 on: it is added to the mean of a row's squares")
+    raise ValueError(f"eps={eps!r} must be a finite number of at least 0: it is added to the mean of a row's squares")
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What `buffer` is expected to hold on each rank when it is read, row by row: what is not known before a run is simulated,
-    verified and shown with these numbers."""
+    """The expected contents of `buffer` on each rank when it is read, row by row.
+
+    Sizes that are not known before a run are simulated, verified and shown with these numbers."""
 
     buffer: str
     expected: tuple[tuple[int, ...], ...]
@@ -103,15 +105,17 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """`count` counters on every rank. They only grow: each Set adds one, so that run n starts where run n - 1 ended."""
+    """`count` counters on every rank. They only grow: each Set adds one, so run n starts where run n - 1 ended."""
 
     name: str
     count: int
 
 
 class Access(NamedTuple):
-    """updates: what is there is added to, element by element and each in one piece. Two steps that update one place may do so
-    in any order and at once; a read or a write of it may not come between them unordered."""
+    """An access to a region.
+
+    updates: adds to the contents, element by element, each addition atomic. Two steps may update one place in any order and
+    concurrently; a read or a write of it must be ordered with them."""
 
     region: Region
     reads: bool
@@ -128,8 +132,9 @@ def written(region: Region, update: bool = False) -> Access:
 
 
 class Declared(NamedTuple):
-    """What a step of `rank` may refer to. buffers: by name, of each rank, with sizes in numbers. held: buffers of which a
-    schedule says what they hold."""
+    """The names that a step of `rank` may refer to.
+
+    buffers: by name, for each rank, with sizes in numbers. held: buffers with declared contents."""
 
     rank: int
     buffers: Sequence[Mapping[str, Buffer]]
@@ -158,5 +163,5 @@ def is_empty(region: Region) -> bool:
 
 
 def at_text(at: Index) -> str:
-    """At which rank, in texts; nothing for a step's own rank."""
+    """Return the rank of a region as text; empty for a step's own rank."""
     return "" if at == RANK else f"@({at})" if isinstance(at, Expr) else f"@{at}"

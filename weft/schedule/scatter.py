@@ -1,16 +1,16 @@
-"""GEMM + reduce-scatter: products leave for the rank whose rows they are while the GEMM goes on with other rows.
+"""GEMM + reduce-scatter: products leave for the rank that owns their rows while the GEMM goes on with other rows.
 
-    serial    the library's GEMM, then its reduce-scatter
-    scatter   the GEMM whole, then every rank stores its peers' rows where these add them up: no overlap, and few launches
-    direct    a GEMM for each chunk of a peer's rows, which are then sent to a slot of the peer's
-    tracked   one kernel for all rows; what a chunk's tiles have set signals for is sent while it goes on with others
-    ring      partial sums go around: each rank adds its own product to what its left neighbour sent, and sends that on
-    pulled    the same without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has left it
+    serial    cuBLAS's GEMM, then NCCL's reduce-scatter
+    scatter   the whole GEMM, then every rank stores its peers' rows where these reduce them: no overlap, and few launches
+    direct    a GEMM for each chunk of a peer's rows, which is then sent to a slot of the peer
+    tracked   one kernel for all rows: a chunk is sent when all its tiles have signaled, while the kernel goes on
+    ring      partial sums go around: each rank adds its own product to the sum from its left neighbour, and sends it on
+    pulled    a ring without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has stored it
 
-fp8 operands with scales (`ScaledMatmulReduceScatter`) take the same ways, but those in which a GEMM adds to what came (add=gemm,
-ring, pulled), and the tracked one. Their products travel, and are added up, in the result's dtype.
+fp8 operands with scales (`ScaledMatmulReduceScatter`) have the same schedules except those in which a GEMM accumulates (add=gemm,
+ring, pulled), and tracked. Their products travel, and are reduced, in the result's dtype.
 
-Who computes what when, and how it is added up: `weft.schedule.partial_products`.
+`weft.schedule.partial_products` has the order of computation and of reduction.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions elsewhere than near memory).
@@ -32,7 +32,7 @@ from weft.schedule.steps import Buffer, Set
 
 
 def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Of both problems."""
+    """Register a builder for both problems."""
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
         for problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
@@ -60,7 +60,7 @@ def serial(p: MatmulReduceScatter) -> Schedule:
 
 @_builder()
 def scatter(p: MatmulReduceScatter) -> Schedule:
-    """All on one lane. Room for a run's rows is told behind its GEMM, by the launch that stores rows in peers' memory."""
+    """Run everything on one lane. The launch that stores rows into peers' memory also signals that this rank's slots are free."""
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)
     whole, box = o.parts("whole", p.world_size, "scratch"), o.parts("box", peers, "symmetric")
@@ -80,7 +80,7 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
 
 @_builder(chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
-    """By `direct_sums`, into the result."""
+    """Reduce into the result with `direct_sums`."""
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, Sums(o, _result(o)), o.chunks(chunks), by=by, add=add)
     return o.d.schedule()
@@ -88,16 +88,17 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
 
 @_builder(chunks=(2, 4), by=("dma", "kernel"))
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """In chunks, so that one travels while the next is computed. What travels is rounded at each rank, as in a library's ring."""
+    """Send sums around in chunks, so that one travels while the next is computed. Sums are rounded at each rank, as in NCCL's
+    ring."""
     if p.world_size < 3:
-        raise NotApplicableError("a ring is of three ranks at least: take direct")
+        raise NotApplicableError("a ring needs at least three ranks: use direct")
     o, left, right = PartialProducts.overlapped("ring", p), peer(p.world_size, -1), peer(p.world_size, 1)
     d, sums, steps, pieces = o.d, Sums(o, _result(o)), len(o.peers), o.chunks(chunks)
     first, box = o.parts("first", 1, "scratch"), o.parts("box", steps, "symmetric")
     free, there, summed = d.signals("free", 2), d.signals("there", steps * chunks), d.signals("summed", steps * chunks)
     compute, sender = d.lane("compute"), d.lane("to the right", "copy")
     sender.wait(free, 0, previous=True).wait(free, 1, previous=True)
-    for step, owner in enumerate(o.sources):  # who gets these rows is that far behind, and they have come as far
+    for step, owner in enumerate(o.sources):  # these rows' owner is that far behind, and the sum has come as far
         for c, chunk in enumerate(pieces):
             out = o.part(box, step - 1, owner, chunk) if step else o.part(first, 0, owner, chunk)
             if step:
@@ -112,20 +113,21 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
 
 @_builder(chunks=(1, 2, 4), by=("gemm", "tracked"))
 def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"]) -> Schedule:
-    """A ring without copies: each rank adds its product for a rank's rows to the sum that lies in its left neighbour's memory, and
-    leaves the new sum in its own; the owner comes last, and has it in the result. Sums are rounded at each rank.
+    """Run a ring without copies: each rank adds its product to the sum in its left neighbour's memory, and stores the new sum in
+    its own.
 
-    by gemm: the library's, which first copies what it adds to into its output. tracked: our kernel, a launch for each chunk of a
-    part, which reads a tile of that when the tile's product is there.
+    The owner of the rows comes last, and stores the sum in its result. Sums are rounded at each rank. by gemm: cuBLAS's, which
+    first copies the sum that it adds to into its output. by tracked: weft's kernel, a launch for each chunk of a part, which
+    reads a tile of the sum when the tile's product is computed.
     """
     o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
     if o.scaled is not None:
-        raise NotApplicableError("an fp8 GEMM with scales does not add to what came: take direct[...] with add=reduce")
+        raise NotApplicableError("an fp8 GEMM with scales cannot accumulate: use direct[...] with add=reduce")
     d, last, pieces, compute = o.d, len(o.peers), o.chunks(chunks), o.d.lane("compute")
     sums, y = o.parts("sums", last, "symmetric"), _result(o)
     free, there = d.signals("free", 1), d.signals("there", last * chunks)
     compute.wait(free, previous=True)
-    tiles = [1] * chunks  # which set a signal, of each chunk
+    tiles = [1] * chunks  # the number of sets of each chunk's signal
     for step, owner in enumerate([*o.sources, RANK]):
         for c, chunk in enumerate(pieces):
             out = o.part(sums, step, owner, chunk) if step < last else o.part(y, 0, RANK, chunk)
@@ -145,7 +147,7 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
 
 @_builder(chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
-    """By `tracked_sums`, into the result."""
+    """Reduce into the result with `tracked_sums`."""
     o = PartialProducts.overlapped("tracked", p)
     tracked_sums(o, Sums(o, _result(o)), chunks=chunks, to=to)
     return o.d.schedule()

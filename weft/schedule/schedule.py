@@ -1,9 +1,9 @@
-"""A schedule: what every rank does, on which of its resources, in which order; and nothing about how it is run.
+"""The schedule: every rank's steps, on lanes of its resources, in order; independent of the executor.
 
-The same value runs on GPUs and CPU processes (`weft.runtime`), in the simulator (`weft.sim`), is checked by
-`weft.schedule.verify` and written as JSON. It is written once for all ranks: numbers that differ are expressions of the
-rank. Within a lane steps run in order. Between lanes and between ranks, signals are the only order, but for two rules: no
-lane starts a run before its rank has been called, and a run ends on a rank when all its lanes have ended there.
+The same value runs on GPUs and CPU processes (`weft.runtime`) and in the simulator (`weft.sim`), is checked by
+`weft.schedule.verify`, and can be stored as JSON. It is written once for all ranks: numbers that differ are expressions of the
+rank. Steps of a lane run in order. Between lanes and between ranks, signals are the only order, with two exceptions. No lane
+starts a run before its rank has been called. A run ends on a rank when all its lanes have ended there.
 
     d = Draft("push", world_size=2)
     x = d.buffer("x", 4, 8, "fp32", "input")
@@ -59,7 +59,7 @@ from weft.words import counted, kind
 
 @dataclass(frozen=True)
 class Schedule:
-    """Made by a `Draft`, or from JSON (`weft.schedule.text`)."""
+    """The schedule of all ranks. A `Draft` makes it, or `weft.schedule.text` reads it from JSON."""
 
     name: str
     world_size: int
@@ -72,17 +72,17 @@ class Schedule:
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def values(self, rank: int) -> Values:
-        """What expressions may name, at a rank: its number, and what buffers are expected to hold there."""
+        """Return the values of the variables of expressions on a rank: its number, and the expected contents of buffers."""
         return {"rank": rank, **{held.buffer: held.expected[rank] for held in self.contents}}
 
     @property
     def reads_on_host(self) -> bool:
-        """Whether the host takes sizes from the device in between, which no CUDA graph can."""
+        """True if the host reads sizes from the device during a run, which no CUDA graph can capture."""
         return not self._reads <= {"device"}
 
     @property
     def stops_host(self) -> bool:
-        """Whether the host waits for sizes before it issues what comes then."""
+        """True if the host waits for sizes before it issues later steps."""
         return "host" in self._reads
 
     @cached_property
@@ -95,17 +95,17 @@ class Schedule:
 
     @property
     def _steps(self) -> list[Step]:
-        """Of all lanes, and what is in them."""
+        """All steps of all lanes, with the steps inside of them."""
         found = [step for lane in self.lanes for step in lane.steps]
         for step in found:
             found += step.inner
         return found
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
-        """The lanes of one rank as numbers, loops written out, steps on empty regions left out. Tiles stay one step, in whose
-        body the tile's own number is the only variable.
+        """Return the lanes of one rank in numbers, with loops unrolled and without steps on empty regions.
 
-        expected: with the contents that buffers are expected to hold. Otherwise these stay variables, as an executor needs it.
+        Tiles stay one step, in whose body the tile's number is the only variable. expected: substitute the expected contents of
+        buffers. Otherwise these stay variables, as executors need them.
         """
         expected = expected or not self.contents
         known = _known_lanes(self)
@@ -119,7 +119,7 @@ class Schedule:
         return tuple(Lane(lane.name, lane.resource, tuple(s for s in steps if not s.is_empty)) for lane, steps in lanes)
 
     def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
-        """The buffers of one rank with their sizes as numbers; or, not `expected`, with what is known before a run."""
+        """Return the buffers of one rank with sizes in numbers; without `expected`, with the sizes that are known before a run."""
         expected = expected or not self.contents
         values = self.values(rank) if expected else {"rank": rank}
         return tuple(
@@ -127,7 +127,8 @@ class Schedule:
         )
 
     def table(self, rank: int | None = None) -> str:
-        """As text of at most 132 columns: of all ranks, with expressions of the rank, or of one in numbers."""
+        """Return the schedule as text of at most 132 columns: for all ranks, with expressions of the rank, or for one rank in
+        numbers."""
         whose = counted(self.world_size, "rank") if rank is None else f"rank {rank} of {self.world_size}"
         shown = self.buffers if rank is None else self.buffers_of_rank(rank)
         buffers = {b.name: b for b in shown}
@@ -153,7 +154,8 @@ _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ..
 
 
 def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
-    """What `of_rank` has made of this very schedule. It is kept of the last one: who checks, orders and runs it asks again."""
+    """Return the cache of `of_rank` for this very schedule. Only the last schedule's is kept: checks, ordering and runs ask
+    again."""
     global _last
     of, known = _last
     if of is None or of() is not schedule:
@@ -203,14 +205,14 @@ class Draft:
         return made
 
     def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
-        """Sizes depend on what `buffer` holds: on each rank probably this, row by row."""
+        """Declare that sizes depend on the contents of `buffer`, and the expected contents on each rank, row by row."""
         size = buffer.rows * buffer.cols
-        distinct = {id(of_rank): of_rank for of_rank in expected}  # mostly all ranks hold the same
+        distinct = {id(of_rank): of_rank for of_rank in expected}  # mostly all ranks have the same contents
         if any(int(n) != n or n < 0 for of_rank in distinct.values() for n in of_rank):
-            raise ValueError(f"buffer {buffer.name} holds whole numbers from 0 on, and expected are {expected}")
+            raise ValueError(f"buffer {buffer.name} must hold whole numbers of at least 0, and expected is {expected}")
         if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
             raise ValueError(
-                f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected are "
+                f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected has "
                 f"{[len(of_rank) for of_rank in expected]}"
             )
         held = {key: tuple(map(int, of_rank)) for key, of_rank in distinct.items()}
@@ -223,7 +225,7 @@ class Draft:
         return made
 
     def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
-        """The lane of that name, made at the first use; the order of first use is the order in which lanes are issued."""
+        """Return the lane of that name, made at the first use. Lanes are issued in the order of first use."""
         _require_known("lane", name, "resource", resource, _RESOURCES)
         return self._lanes.setdefault(name, LaneDraft(name, resource))
 
@@ -240,7 +242,7 @@ class Draft:
 
 
 class LaneDraft:
-    """One lane in the making; every method appends a step and returns the lane."""
+    """A lane in the making; every method appends a step and returns the lane."""
 
     def __init__(self, name: str, resource: Resource) -> None:
         self.name, self.resource = name, resource
@@ -285,19 +287,19 @@ class LaneDraft:
 
     def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:
         _require_known("lane", self.name, "by", by, _READ_BY)
-        self._require(Buffer, buffer, "read takes all of a buffer: pass what Draft.buffer returned")
+        self._require(Buffer, buffer, "read takes a whole buffer: pass the result of Draft.buffer")
         return self.then(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
-        self._require(Signals, signals, "pass what Draft.signals returned")
+        self._require(Signals, signals, "pass the result of Draft.signals")
         return self.then(Set(signals.name, index, at))
 
     def wait(self, signals: Signals, index: Index = 0, count: Index = 1, previous: bool = False) -> LaneDraft:
-        self._require(Signals, signals, "pass what Draft.signals returned")
+        self._require(Signals, signals, "pass the result of Draft.signals")
         return self.then(Wait(signals.name, index, count, previous))
 
     def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:
-        """`steps` for `index` = 0 .. extent - 1. An extent of lookup((0, 1), RANK) makes them on some ranks only."""
+        """Append `steps` for `index` = 0 .. extent - 1. An extent of lookup((0, 1), RANK) makes them on some ranks only."""
         return self.then(For(index, extent, steps))
 
     def _require(self, wanted: type, given: Any, fix: str) -> None:
@@ -305,15 +307,16 @@ class LaneDraft:
             raise TypeError(f"lane {self.name}: {kind(given)} is no {wanted.__name__}: {fix}")
 
     def then(self, step: Step) -> LaneDraft:
-        """A step of any kind."""
+        """Append a step of any kind."""
         _require_step(step, "lane", self.name)
         self.steps.append(step)
         return self
 
 
 def _require_step(step: Any, *where: str) -> None:
-    """`TypeError` for what is none, or has something else for a region, or no number for one. Large schedules have ten
-    thousands: words are put together for what is wrong only."""
+    """Raise `TypeError` unless `step` is a Step over regions and numbers.
+
+    Large schedules have ten thousands of steps: texts are only built for errors."""
     if not isinstance(step, Step):
         hint = ": a lane's methods put steps on it; inside of repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
@@ -334,7 +337,7 @@ def _require_step(step: Any, *where: str) -> None:
 
 @lru_cache(maxsize=256)
 def _operand_fields(of: Any) -> tuple[tuple[str, str], ...]:
-    """Where regions belong, or what has some: name and type."""
+    """Return (name, type) of the fields that have regions."""
     return tuple((field.name, str(field.type)) for field in fields(of) if str(field.type) in _OPERANDS)
 
 
@@ -342,7 +345,7 @@ _OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
 
 
 def _wrong_operand(given: Any, wanted: str) -> str:
-    """What is wrong with it, and what to write; nothing if it is what belongs there."""
+    """Return the error of an operand with its fix; empty if it is right."""
     if wanted == "Norm | None":
         if given is None:
             return ""

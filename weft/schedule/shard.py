@@ -1,15 +1,14 @@
-"""Shard overlap: compute on one's own shard while the others' arrive, one whole shard (or `chunks` parts of it) at a time.
+"""Shard overlap: a rank computes on its own shard while the others' arrive, one whole shard (or `chunks` parts of it) at a time.
 
-    to peers: wait until rank + i has read the previous run's rows; put the shard into its `box`; raise `arrived` there
-    compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; raise `free` at their sender
+    to peers: wait until rank + i has read the previous run's rows; put the shard into its `box`; set `arrived` there
+    compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; set `free` at their sender
 
-Shards are put, not fetched: a put starts from the caller's own tensor, so that nothing is copied into symmetric memory
-first, and it needs no word from the owner that the shard is ready. Everybody first sends to the right neighbour, so that
-no two send to one.
+Shards are put, not fetched: a put starts from the caller's own tensor, so nothing is copied into symmetric memory first, and the
+owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no two send to one.
 
-Where sending takes longer than the own rows, what is left when the last chunk arrives is its GEMM: that chunk should be
-small ("3:1"), yet small GEMMs use a GPU badly, so that most of the rest stays whole ("2:1:1"). The first chunk need not be
-small, since the own rows are there to begin with.
+If sending takes longer than the own rows, the last chunk's GEMM remains when the last chunk arrives: that chunk should be small
+("3:1"). Yet small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The first chunk need not be small,
+since a rank has its own rows to begin with.
 
 Sources: torch's asynchronous tensor parallelism and distributed GEMM fetch shards this way; "Design Space Exploration of DMA
 based Finer-Grain Compute Communication Overlap", II-B, calls it shard-based overlap.
@@ -30,13 +29,15 @@ from weft.schedule.schedule import Schedule
 def shard(
     p: AllGatherMatmul, *, chunks: Pieces, send: Literal["in_turn", "at_once"], by: Literal["dma", "kernel"]
 ) -> Schedule:
-    """chunks: parts of a shard with a signal each, how many or in which proportion. send in_turn: to one peer after
-    the other, which behind a switch brings the first shard soonest; at_once: over all links of a mesh."""
+    """Put shards to the peers, and multiply them as they arrive.
+
+    chunks: parts of a shard with a signal each, a number or a proportion. send in_turn: to one peer after the other, fastest for
+    the first shard behind a switch; at_once: over all links of a mesh."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
     if len(set(p.rows)) > 1 and chunks != 1:
-        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts: take chunks=1")
+        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts: use chunks=1")
     if send == "at_once" and world == 2:
         raise NotApplicableError("there is one peer to send to")
     o = Operands("shard", p)

@@ -1,19 +1,19 @@
-"""Slices: one persistent kernel pools and sends, a slice of up to so many pooled vectors of one sample at a time.
+"""Slices: one persistent kernel pools and sends, a slice of at most `slice_size` pooled vectors of one sample at a time.
 
-    direct   a slice is stored into the output of the rank that owns its sample; a word to all peers at the end
-    put      a slice is pooled into memory of its own, leaves as one copy, and raises its reader's counter
-    serial   no overlap: everything is pooled, then the library's all-to-all, then what came is put in order
+    direct   a slice is stored into the output of the rank that owns its sample; one signal to all peers at the end
+    put      a slice is pooled into memory of its own, leaves as one copy, and increments its reader's counter
+    serial   no overlap: everything is pooled, then NCCL's all-to-all, then columns are put in order
 
-Nobody stores into a peer that has not begun its run, and whose last result may therefore still be read: `ready`. In order
-"remote_first" a rank begins with what the next rank waits for, then the one after it, and its own samples come last;
-"natural" is the order of the batch.
+No rank stores into a peer that has not begun its run, since the peer's last result may still be read: `ready`. In order
+"remote_first" a rank begins with the samples of the next rank, then of the one after it, and its own come last; "natural" is the
+order of the batch.
 
-A slice is one sample's vectors of neighbouring tables, by one program. The paper's is one table's vectors of several samples, by
-several work-groups, of which the last to finish, by a bitmask, sends it: such slices cannot be written here.
+A slice is one sample's vectors of adjacent tables, by one program. The paper's slice is one table's vectors of several samples,
+by several work-groups; the last of them to finish, by a bitmask, sends it. Such slices cannot be written here.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, though others,
-see above; flags; the remote first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning
-Recommendation Systems", III-B (stores by the kernel that pools).
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, though different
+ones, see above; flags; the remote first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep
+Learning Recommendation Systems", III-B (stores by the kernel that pools).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Unit:
 
 
 def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
-    """The slices of one sample: runs of adjacent slots (column, dim), cut into at most `slice_size` of them."""
+    """Return the slices of one sample: runs of adjacent slots (column, dim), cut into at most `slice_size` of them."""
     units: list[Unit] = []
     for number, (column, dim) in enumerate(slots):
         last = units[-1] if units else None
@@ -56,10 +56,10 @@ def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, .
 
 
 def usual_slice_size(p: EmbeddingAllToAll) -> int:
-    """Vectors per slice when nobody says: about 2 KiB of them, 4 to 32.
+    """Return the default number of vectors per slice: about 2 KiB of them, 4 to 32.
 
-    On H200s that was the best of 4 to 32 vectors in four configurations (benchmarks/results/h200-tuning.json); on CPUs longer
-    slices leave room for fewer samples in the staging area, so that tables are visited again more often.
+    On H200s that was the best of 4 to 32 vectors in four configurations (benchmarks/results/h200-tuning.json). On CPUs longer
+    slices leave room for fewer samples in the staging area, so tables are visited again more often.
     """
     mean_dim = p.columns / sum(map(len, p.slots))
     return max(4, min(32, round(2048 / (mean_dim * ITEM_BYTES[p.dtype]))))
@@ -91,7 +91,7 @@ def serial(p: EmbeddingAllToAll) -> Schedule:
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """slice_size: by default `usual_slice_size`."""
+    """Store slices into the outputs of peers. slice_size: by default `usual_slice_size`."""
     d = _Slices("direct", p, usual_slice_size(p) if slice_size is None else slice_size)
     kernel = PooledSlices("direct", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
@@ -110,7 +110,8 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceO
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
-    """As `direct`. What is staged has a place for each slice here; a kernel needs as many places as it does tiles at once."""
+    """Stage slices and copy them to peers. The schedule has a staging place for each slice; a kernel needs one for each
+    concurrent tile."""
     d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
     kernel = PooledSlices("put", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
@@ -142,7 +143,7 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
 
 
 class _Slices(Draft):
-    """The caller's tensors, and of tile `t` of a kernel its sample, slots and columns."""
+    """A draft with the caller's tensors, and the sample, slots and columns of tile `t` of a kernel."""
 
     def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
         super().__init__(name, p.world_size)
@@ -164,11 +165,11 @@ class _Slices(Draft):
         self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
 
     def of_unit(self, numbers: list[list[int]]) -> Index:
-        """For the tile's unit, `numbers[rank][unit]`."""
+        """Return `numbers[rank][unit]` for the tile's unit."""
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
-        """`out` = the tile's bags of the samples from `first` on."""
+        """Return the step `out` = the tile's bags of the samples from `first` on."""
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
         return Compute(
             "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))
@@ -187,7 +188,7 @@ class _Slices(Draft):
         return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
 
     def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
-        """The lane, which first says to all ranks that waits are for that this one's output may be written."""
+        """Return the lane, after it signals all ranks whose waits need it that this rank's output may be written."""
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
             lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
@@ -198,11 +199,11 @@ class _Slices(Draft):
             self.lane("pool").wait(ready, rank)
 
     def at_ranks(self, rank: int, own: bool) -> Index:
-        """1 at `rank` and 0 elsewhere, or the other way round."""
+        """Return 1 at `rank` and 0 elsewhere; with own=False the reverse."""
         return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
 
     def _rows_read(self, rank: int, unit: Unit) -> int:
-        """The mean over the unit's columns; at least 1, for a region of none is left out."""
+        """Return the mean rows read over the unit's columns; at least 1, since empty regions are dropped."""
         if not self.p.rows_read:
             return 1
         slots = zip(self.p.slots[rank], self.p.rows_read[rank], strict=True)
@@ -211,7 +212,7 @@ class _Slices(Draft):
 
 
 def _formula(numbers: list[list[int]], rank: Index, unit: Index) -> Index:
-    """`numbers[rank][unit]`: by rank and unit in proportion if they are so, else from a table."""
+    """Return `numbers[rank][unit]`: as a linear formula if they follow one, else from a table."""
     counts = {len(of_rank) for of_rank in numbers}
     flat = tuple(n for of_rank in numbers for n in of_rank)
     if len(counts) == 1 and flat:

@@ -1,6 +1,6 @@
-"""What a step is called in a timeline, whichever executor wrote it: "copy x_shard -> box@1", "matmul y0", "wait arrived[0]".
+"""The name of a step in a timeline, the same for all executors: "copy x_shard -> box@1", "matmul y0", "wait arrived[0]".
 
-Without its rows and columns, so that a lane's many chunks are of one name.
+It has no rows and columns, so that a lane's many chunks share one name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.schedule.steps import Step
 
 
 def span_name(step: Step, rank: int, numbers: Mapping[str, int] | None = None) -> str:
-    """Of a step of `rank`; what is that rank's own goes without its number. numbers: of its variables, if it has any left."""
+    """Return the name of a step of `rank`, without that rank's own number. numbers: values of its variables, if any are left."""
     known = numbers or {}
 
     def at(where: Index) -> str:

@@ -1,10 +1,10 @@
-"""A schedule to keep (`to_json`, `from_json`).
+"""Schedules as JSON (`to_json`, `from_json`).
 
     {"weft_schedule": 1, "name": ..., "world_size": ..., "buffers": [...], "signals": [...], "lanes": [...]}
 
-Every value of `weft.schedule.steps` is an object with its fields by name; a step has the field "step" besides, which says
-what it is, and a tile kernel the field "kernel"; an expression is its text. What is unknown is refused, so that a file never
-means less than it says.
+Every value of `weft.schedule.steps` is an object with its fields by name. A step also has the field "step" with its kind, and a
+tile kernel the field "kernel". An expression is its text. Unknown fields and values are refused, so that no part of a file is
+ignored.
 """
 
 from __future__ import annotations
@@ -39,34 +39,36 @@ def to_json(schedule: Schedule) -> str:
 
 
 def fingerprint(schedule: Schedule) -> str:
-    """The same for the same schedules alone, on every rank."""
+    """Return a hash that is equal for equal schedules only, on every rank."""
     # Not by `to_json`: json goes through tuples and numbers by itself, in C, and with `indent` it is slow.
     return hashlib.sha256(json.dumps(schedule, default=_values).encode()).hexdigest()
 
 
 def _values(item: Any) -> Any:
-    """What json can write of a value that it does not know, its fields by position."""
+    """Return a value that json does not know as its fields by position."""
     if isinstance(item, Expr):
         return {"": item.text}
     return {getattr(item, "kind", type(item).__name__): values_of(item)}
 
 
 def from_json(text: str) -> Schedule:
-    """Return the schedule that `to_json` wrote. `UnreadableError` for a text beyond the limits of `weft.reading`, `ValueError`
-    if it is anything else or has numbers beyond `weft.schedule.limits`. Whether the schedule is right is for `verify` to say."""
-    if (steps := text.count('"step"')) > MOST_STEPS:  # before anything is made of them
+    """Return the schedule that `to_json` wrote.
+
+    Raises `UnreadableError` for a text beyond the limits of `weft.reading`, and `ValueError` for anything else that is no
+    schedule or is beyond `weft.schedule.limits`. `verify` checks if the schedule is right."""
+    if (steps := text.count('"step"')) > MOST_STEPS:  # before they are parsed
         raise UnreadableError(f"schedule has {steps} steps, and at most {MOST_STEPS} are allowed: write loops")
     found = parse_json(text, "schedule")
     version = found.pop("weft_schedule", None) if isinstance(found, dict) else None
     if version != VERSION:
-        raise UnreadableError(f"no schedule that can be read: weft_schedule is {version!r}, and {VERSION} is known")
+        raise UnreadableError(f"the schedule cannot be read: weft_schedule is {version!r}, and only {VERSION} is known")
     schedule: Schedule = _read(Schedule, found, "schedule")
     check_sizes(schedule)
     return schedule
 
 
 def _plain(item: Any) -> Any:
-    """What json can write."""
+    """Return a value as json can write it."""
     if type(item) in (int, str):  # most are
         return item
     if isinstance(item, Expr):
@@ -81,7 +83,7 @@ def _plain(item: Any) -> Any:
 
 
 def _read(kind: Any, found: Any, where: str) -> Any:
-    """A value of type `kind` from what json read; `where` is its place in the file, for messages."""
+    """Return a value of type `kind` from parsed JSON; `where` is its place in the file, for messages."""
     if kind in _TAGGED:
         _expect(dict, found, where)
         word, known = _TAGGED[kind]
@@ -120,7 +122,7 @@ def _read_fields(kind: type, found: Any, where: str) -> Any:
 
 @lru_cache(maxsize=64)  # as many as there are kinds, or more
 def _fields_of(kind: type) -> tuple[dict[str, Any], list[str]]:
-    """({field: its type}, those that have no default)"""
+    """Return ({field: type}, names of the fields without default)."""
     hints = typing.get_type_hints(kind)
     known = fields(kind)
     return {f.name: hints[f.name] for f in known}, [f.name for f in known if f.default is MISSING]
@@ -133,11 +135,11 @@ def _expression(text: str) -> Expr:
 
 def _one_of(known: Collection[str], found: Any, where: str) -> str:
     if not isinstance(found, str) or found not in known:
-        raise ValueError(f"{where}: {found!r} is not known; known are {', '.join(known)}")
+        raise ValueError(f"{where}: {found!r} is not known; use one of {', '.join(known)}")
     return found
 
 
 def _expect(kind: type, found: Any, where: str) -> Any:
     if type(found) is not kind:
-        raise ValueError(f"{where}: {found!r} is no {kind.__name__}")
+        raise ValueError(f"{where}: {found!r} is not of type {kind.__name__}")
     return found

@@ -1,9 +1,9 @@
-"""Tiles of persistent kernels, taken apart: how often what occurs in them, and as lanes whose order signals keep.
+"""Tiles of persistent kernels as lanes whose order signals keep.
 
-A kernel that does n tiles, many at a time, orders what it does as n lanes would that all start at a signal and each end with
-one. `forked` writes it like that, so that whoever knows lanes and signals (`order`, `happens`, `verify`) knows tiles too:
+A kernel of n tiles, many at a time, orders its steps like n lanes that all start at a signal and each end with one. `forked`
+writes it so. Then all code for lanes and signals (`order`, `happens`, `verify`) handles tiles too:
 
-    lane                          set begin, wait until end[0], ..., end[n - 1] are set
+    lane                             set begin, wait until end[0], ..., end[n - 1] are set
     n more lanes of one tile each    wait for begin, the tile's body, set its end
 """
 
@@ -18,14 +18,14 @@ from weft.schedule.expr import Index
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Lane, Set, Signals, Step, Tiles, Wait
 
-_BEGIN, _END = "begin of tiles ", "end of tiles "  # how the signals of forked lanes are named
+_BEGIN, _END = "begin of tiles ", "end of tiles "  # names of the signals of forked lanes
 
 
 def forked(schedule: Schedule, most: int) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
-    """(`schedule` with the signals that this takes, every rank's lanes in numbers, what is written by tiles left out).
+    """Return (`schedule` with the added signals, every rank's lanes in numbers, buffers that omitted tiles write).
 
-    At most `most` of a step's tiles become lanes: the first, the last, every k-th, and the neighbours of these. Waits then
-    count without the others' sets: where T of N sets were needed and D of them are left out, T - D of N - D are.
+    At most `most` of a step's tiles become lanes: the first, the last, every k-th, and the neighbours of these. Waits then count
+    without the omitted sets: a wait for T of N sets, D of them omitted, becomes a wait for T - D of N - D.
     """
     forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in range(schedule.world_size)]
     dropped = sum((fork.dropped for fork in forks), Counter())
@@ -39,7 +39,7 @@ def forked(schedule: Schedule, most: int) -> tuple[Schedule, list[tuple[Lane, ..
 
 
 def step_number(lane: Lane, step: int) -> int:
-    """As which step, from 1, a forked lane's step stands in the schedule: in its lane, or in the body of its tile."""
+    """Return the number, from 1, of a forked lane's step in the schedule: in its lane, or in the body of its tile."""
     return sum(
         not (isinstance(s, Wait | Set) and s.signal.startswith(_END))
         and not (isinstance(s, Wait) and s.signal.startswith(_BEGIN))
@@ -65,7 +65,7 @@ class _Fork:
         extent = cast(int, step.extent)
         chosen = _sample(extent, self.most)
         name = f"{lane.name}/{step.kernel.name}/{len(self._more)}"
-        # As many signals as the longest sample, so that they are declared alike on all ranks.
+        # As many signals as the longest sample, so that all ranks declare the same.
         begin, end = Signals(_BEGIN + name, 1), Signals(_END + name, self.most)
         self.signals += [begin, end]
         for i, number in enumerate(chosen):

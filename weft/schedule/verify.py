@@ -1,22 +1,21 @@
-"""Whether a schedule can hang, race, or compute on what is not there; before anything runs it.
+"""Static checks of a schedule, before anything runs it: hangs, races, and reads of unwritten memory.
 
-`verify` looks at all ranks in numbers, over three runs on end, since a buffer that persists may be filled again by a peer
-that is a run ahead. It finds
+`verify` checks all ranks in numbers, over three consecutive runs, since a peer that is a run ahead may refill a persistent
+buffer. It finds
 
-    what does not fit    regions outside their buffer, shapes, dtypes, indices, writes to inputs, peers' private memory
-    hangs                waits for more than is set in a run; waits for what comes only after them (`weft.schedule.order`);
-                         lanes that poll on all compute units for what needs one (`weft.schedule.polling`)
-    races                two accesses to one place, of which one writes, and neither is certain to be before the other
-                         (`weft.schedule.happens`); updates of one place are none, a read or a write among them is
-    reads of nothing     what no step of the same run has written
-    incomplete outputs   what no step writes
+    misfits              regions outside their buffer, shapes, dtypes, indices, writes to inputs, peers' private memory
+    hangs                waits for more sets than a run makes; waits for sets that come only after them (`weft.schedule.order`);
+                         lanes that poll on all compute units for a step that needs one (`weft.schedule.polling`)
+    races                two accesses to one place, at least one of them a write, and neither certain to be before the other
+                         (`weft.schedule.happens`); two updates do not race, an update and a read or a write do
+    unwritten reads      reads of elements that no step of the same run has written
+    incomplete outputs   elements that no step writes
 
-Sizes that only a run knows are the expected ones here (`weft.schedule.steps.Contents`), and it is looked at whether each lane
-has read what its sizes depend on.
+Dynamic sizes are the expected ones here (`weft.schedule.steps.Contents`). Each lane must have read the buffers that its sizes
+depend on.
 
-Of tiles (`weft.schedule.steps.Tiles`) at most SAMPLE a step are looked at: the first, the last, every k-th between them, and
-their neighbours. What is wrong with others alone is not found, and neither are reads of nothing and holes in the buffers that
-they write.
+At most SAMPLE tiles of a step (`weft.schedule.steps.Tiles`) are checked: the first, the last, every k-th between them, and their
+neighbours. Faults of other tiles alone are not found, nor are unwritten reads and holes in the buffers that such steps write.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ SAMPLE = 64
 
 
 def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
-    """`ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and what is wrong; or nothing.
+    """Raise `ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and fault.
 
-    compute_units: of each GPU that it may run on, the fewest.
+    compute_units: the fewest of any GPU that it may run on.
     """
     if schedule.world_size < 1:
         raise ScheduleError(f"schedule {schedule.name}: world_size={schedule.world_size} must be at least 1")
@@ -84,7 +83,7 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
 
 
 class _Faults:
-    """What was found. The same fault of the same steps on other ranks and in later runs is counted, not repeated."""
+    """The faults found. The same fault of the same steps on other ranks and in later runs is counted, not repeated."""
 
     def __init__(self, name: str, ranks: Sequence[Lanes]) -> None:
         self.name, self.ranks = name, ranks
@@ -132,12 +131,12 @@ class _Access(NamedTuple):
     buffer: str
     box: Box
     how: tuple[bool, bool, bool]
-    """Whether it reads, writes and updates."""
+    """(reads, writes, updates)"""
 
 
 @dataclass(slots=True)
 class _Accesses:
-    """Of one buffer of one rank: event numbers (rising) and their runs, boxes, and who reads, writes and updates."""
+    """The accesses to one buffer of one rank: event numbers (rising) and their runs, boxes, and kinds (reads, writes, updates)."""
 
     events: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
@@ -146,7 +145,7 @@ class _Accesses:
 
 
 class _Table(NamedTuple):
-    """The same as arrays."""
+    """`_Accesses` as arrays."""
 
     events: np.ndarray
     runs: np.ndarray
@@ -160,13 +159,13 @@ def _check_polling(faults: _Faults, happened: Happened, compute_units: int) -> N
     for number, lanes in held_up(happened, compute_units).items():
         event = happened.events[number]
         names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
-        text = f"it may never get a compute unit: all {compute_units} may be held by lanes that poll ({names}) for what needs one"
-        faults.add("polling", f"{text}: have copy engines copy there, or let the copies wait for less", event)
+        text = f"it may never get a compute unit: lanes that poll ({names}) for steps that need one may hold all {compute_units}"
+        faults.add("polling", f"{text}: use copy engines on these lanes, or let their copies wait for less", event)
 
 
 def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled: set[str]) -> None:
-    """sampled: buffers that are written by more tiles than are here."""
-    # The caller's tensors are new in every run: an instance is (rank, buffer, run), with run 0 for what persists.
+    """Find races, unwritten reads and holes. sampled: buffers that omitted tiles write too."""
+    # The caller's tensors are new in every run: an instance is (rank, buffer, run); run is 0 for persistent buffers.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
     of_ranks = [[[_accesses(step) for step in lane.steps] for lane in lanes] for lanes in happened.ranks]
     for number, (run, rank, lane, step) in enumerate(happened.events):
@@ -181,7 +180,7 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
         where = f"{name}@{rank}"
         table = _Table(*map(np.array, (found.events, found.runs, found.boxes)), *np.array(found.how).T)
         if not table.writes.any() and buffers[rank][name].role == "input":
-            continue  # the caller's, which all may read
+            continue  # an input, which all steps may read
         common = _overlaps(table.boxes)
         _check_races(faults, happened, where, table, common)
         if buffers[rank][name].role != "input" and name not in sampled:
@@ -198,7 +197,7 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
 
 
 def _accesses(step: Step) -> list[_Access]:
-    """Of a step in numbers, without those of nothing."""
+    """Return the accesses of a step in numbers, without empty regions."""
     every = [
         _Access(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
         for region, reads, writes, updates in step.accesses()
@@ -221,9 +220,12 @@ def _check_races(faults: _Faults, happened: Happened, where: str, found: _Table,
 
 
 def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Table, common: np.ndarray) -> None:
-    """Steps that are not ordered have been found already: what may be written before a read counts as written. Updates are not
-    ordered, and something must have been written before the first of them: to an update only those count that surely were."""
-    i, j = (common & found.reads[:, None] & found.writes).nonzero()  # the j-th may write what the i-th reads
+    """Find reads of elements that no step has written in this run.
+
+    Unordered steps have been reported already, so a write that may come before a read counts. Updates are not ordered, and
+    something must have been written before the first of them: for an update, only writes that are certain to be before it count.
+    """
+    i, j = (common & found.reads[:, None] & found.writes).nonzero()  # the j-th may write elements that the i-th reads
     number, other = found.events[i], found.events[j]
     counts = (
         (other != number)
@@ -233,23 +235,23 @@ def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Table,
     )
     i, j = i[counts], j[counts]
     covered = np.zeros(len(found.reads), bool)
-    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # most are, by one step
+    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # most reads are covered by one step
     for read in np.flatnonzero(found.reads & ~covered).tolist():
         written = [_box(found.boxes[n]) for n in j[i == read]]
         if hole := _hole(_box(found.boxes[read]), written):
-            text = f"it reads {_text(where, hole)}, which nothing has written in this run"
+            text = f"it reads {_text(where, hole)}, which no step has written in this run"
             faults.add("nothing", text, happened.events[found.events[read]])
 
 
 def _overlaps(boxes: np.ndarray) -> np.ndarray:
-    """[n, n] bool: which boxes have an element in common."""
+    """Return [n, n] bool: True if two boxes have an element in common."""
     row, end_row, col, end_col = boxes.T
     rows = (row[:, None] < end_row) & (row < end_row[:, None])
     return rows & (col[:, None] < end_col) & (col < end_col[:, None])
 
 
 def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
-    """Of each pair of boxes, whether the first one lies in the second."""
+    """Return for each pair of boxes True if the first lies in the second."""
     begins, ends = [0, 2], [1, 3]
     return np.logical_and((outer[:, begins] <= inner[:, begins]).all(1), (inner[:, ends] <= outer[:, ends]).all(1))
 
@@ -260,7 +262,7 @@ def _box(row: np.ndarray) -> Box:
 
 
 def _hole(whole: Box, boxes: list[Box]) -> Box | None:
-    """A part of `whole` that no box covers, if there is any."""
+    """Return a part of `whole` that no box covers; None if all is covered."""
     if any(b[0] <= whole[0] and whole[1] <= b[1] and b[2] <= whole[2] and whole[3] <= b[3] for b in boxes):
         return None
     table = np.array([whole, *boxes])

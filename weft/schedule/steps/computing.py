@@ -24,7 +24,7 @@ class Op:
         return self.inputs - self.optional <= inputs <= self.inputs
 
 
-# matmul: [m, k] x [k, n] -> [m, n], 2k flops per element. addmm: inputs a, b, and c [m, n], which is not the output: c + a @ b, rounded
+# matmul: [m, k] x [k, n] -> [m, n], 2k flops per element. addmm: inputs a, b, and c [m, n], not the output: c + a @ b, rounded
 # once.
 # scaled_matmul: fp8 operands a and b, then their fp32 scales, [1, 1] each, or [m, 1] and [1, n], and an optional bias [1, n] in the
 # output's dtype: (a * scale) @ (b * scale) + bias. scaled_matmul_fast: with cuBLAS's fast accumulation.
@@ -73,7 +73,7 @@ class Compute(Step):
         if self.op not in SCALED_MATMULS:
             yield from differing(dtypes[1:] if self.op == "embedding_bag" else dtypes)
         if self.op not in OPS or not OPS[self.op].takes(len(self.inputs)):
-            yield f"{self.op} of {len(self.inputs)} inputs is not known; known are {', '.join(OPS)}"
+            yield f"{self.op} of {len(self.inputs)} inputs is not known; use one of {', '.join(OPS)}"
         elif self.op in SCALED_MATMULS:
             yield from self._wrong_scaling(shapes, dtypes)
         elif self.op in PLAIN_MATMULS:
