@@ -285,10 +285,10 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json", "."], "--json .: is a folder, and a file is wanted"),
+        (["--json", "."], "--json .: is a folder: give a file"),
         (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: there is no folder /nowhere"),
         (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
-        (["--pictures", __file__], "is a file, and a folder is wanted"),
+        (["--pictures", __file__], "is a file: give a folder"),
         (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
     ],
 )

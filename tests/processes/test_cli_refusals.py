@@ -92,7 +92,7 @@ def test_a_file_that_is_no_record_is_a_sentence(tmp_path: Path, monkeypatch, cap
     broken = tmp_path / "records.jsonl"
     for text, said in (
         ("{", "line 1 cannot be read"),
-        ("[]", "line 1: list where a record is wanted"),
+        ("[]", "line 1: list in place of a record"),
         ('{"op": "t4"}', "op 't4' is no"),
     ):
         broken.write_text(text)

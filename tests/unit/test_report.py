@@ -368,7 +368,7 @@ def test_a_sentence_has_its_factor_from_the_records(tmp_path: Path) -> None:
     [
         ("{", "line 2 cannot be read: Expecting property name"),
         ("[" * 100_000, "line 2 cannot be read: it is nested 100000 deep"),
-        ("[1]", "line 2: list where a record is wanted"),
+        ("[1]", "line 2: list in place of a record"),
         ('{"op": "sorting"}', "line 2: op 'sorting' is no operator: remove the line, or correct it to one of all_gather_"),
         ('{"op": []}', "line 2: op [] is no operator"),
         (json.dumps({"op": "a." * 1000}), "is no operator: remove the line"),

@@ -1,6 +1,6 @@
-"""`python -m weft.bench OP ...`: what `weft bench` does, on machines that have torch but neither typer nor rich too.
+"""`python -m weft.bench OP ...`: `weft bench` for machines that have torch but neither typer nor rich.
 
-The help needs no torch. What it says of presets and variants their operators check (`Operator.check_options`).
+The help needs no torch. Operators check the presets and variants that it names (`Operator.check_options`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ M, N and K. Default: 1/32 on CPU; what is still too large shrinks on"""
 
 
 def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") -> BenchOptions:
-    """What is asked for. ValueError for what cannot be.
+    """Parse the command line; raise ValueError for impossible options.
 
-    Default device: cuda where there is a GPU. Default ranks: every GPU, or 2 on CPU; torchrun's own number there.
+    Default device: cuda if there is a GPU. Default ranks: every GPU, or 2 on CPU; under torchrun its own number.
     """
     parser = argparse.ArgumentParser(
         prog=program, description=_ABOUT, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -118,7 +118,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
 
 
 def run(arguments: Sequence[str], program: str = "python -m weft.bench") -> None:
-    """Do what is asked for. ValueError for what cannot be."""
+    """Run what the command line asks for; raise ValueError for impossible options."""
     if arguments and arguments[0] == never_slower.COMMAND:
         asked = never_slower.options_of(arguments[1:], program)
         from weft.bench.never_slower.run import never_slower as measure

@@ -37,7 +37,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Shown:
-    """gain: of what a call does by default, over the baseline; in parentheses if that is within twice its noise."""
+    """The results of the demo. gain: the default variant's speed over the baseline, in parentheses if within twice the noise."""
 
     picture: Path
     trace: Path
@@ -50,7 +50,7 @@ def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
     options = BenchOptions(
         OPERATOR.name, "dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128
     )
-    directory.mkdir(parents=True, exist_ok=True)  # now, because the run takes a while
+    directory.mkdir(parents=True, exist_ok=True)  # fails now, not after the run
     timelines, title, gain, error = run_ranks(ranks, _rank, options)[0]
     picture, trace = directory / "overlap.png", directory / "trace.json"
     draw_overlap(picture, timelines, title)
@@ -59,13 +59,13 @@ def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
 
 
 def headline(written: Sequence[Record]) -> str:
-    """Of the default variant, whatever others are faster."""
+    """Return the gain of the default variant, even if others are faster."""
     queued = {r["variant"]: r for r in written if r["mode"] == "queued"}
     return gain(queued[DEFAULT], queued[BASELINE])
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
-    """One rank's part: the timelines of all ranks by arm (on rank 0), a title, the default's gain, the largest error."""
+    """Run one rank's part; return the timelines of all ranks by arm (on rank 0), a title, the default's gain, the largest error."""
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
     with progress(STEPS + len(options.modes), shown=rank == 0) as step:
@@ -84,7 +84,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
             everybody: list[Timeline] = [Timeline()] * world_size
             dist.all_gather_object(everybody, mine, group=ranks.control)
             traces.append(Timeline([span for timeline in everybody for span in timeline]))
-        # The one of median length: recording costs a little, and neighbours on the machine a lot.
+        # Keep the trace of median length: recording costs a little, and neighbours on the machine a lot.
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config, here = work.config, records.environment("cpu")

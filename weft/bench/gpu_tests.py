@@ -1,8 +1,8 @@
-"""What a run of the GPU tests came to, as a record beside the benchmarks': how many passed, and which code it was.
+"""The result of a run of the GPU tests, as a record beside the benchmarks': how many passed, and on which code.
 
     python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 
-appends it to the list in the first file. Where one of the others is missing, tests did not come to an end: that is recorded too.
+appends it to the list in the first file. A missing junit file means that its tests did not finish; the record says so too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.bench.core.records import environment
 
 
 def summary(junits: Sequence[Path]) -> dict[str, Any]:
-    """Counts, seconds, the names of tests that failed, why how many were skipped, and what is missing."""
+    """Return counts, seconds, names of failed tests, reasons of skips with counts, and missing files."""
     there = [junit for junit in junits if junit.exists()]
     suites = [suite for junit in there for suite in ElementTree.parse(junit).getroot().iter("testsuite")]
     cases = [case for suite in suites for case in suite.iter("testcase")]

@@ -1,12 +1,12 @@
-"""Which code made a record: the commit, and a hash of the sources as they lay there.
+"""The code that made a record: the commit, and a hash of the sources on disk.
 
-A machine with GPUs often gets a copy of the working tree without `.git`. The hash is therefore made by the program that
-measures, of the files it runs from. The commit comes from git, or else from `benchmarks/.commit`, which travels with the copy:
+A machine with GPUs often gets a copy of the working tree without `.git`. So the measuring program hashes the files that it runs
+from. The commit comes from git, or else from `benchmarks/.commit`, which travels with the copy:
 
     python -m weft.bench.provenance    # in the checkout, before the tree is copied
 
-That file has the hash of the commit's own sources. Where the hash found is another one, the tree was changed after the commit,
-and the commit is recorded as "8f7985d0c1+dirty".
+That file has the hash of the commit's own sources. If the hash on disk differs, the tree was changed after the commit, and the
+commit is recorded as "8f7985d0c1+dirty".
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FOLDERS = ("weft", "csrc")
 SUFFIXES = (".py", ".pyi", ".toml", ".cpp", ".hpp")
 
 COMMIT = re.compile(r"[0-9a-f]{7,40}(\+dirty)?|unknown")
-"""How a record writes the commit."""
+"""The format of the commit in a record."""
 SOURCE = re.compile(r"[0-9a-f]{16}")
-"""How it writes the hash."""
+"""The format of the hash."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Provenance:
 
 
 def provenance(root: Path = ROOT) -> Provenance:
-    """Of the code in `root`; the commit is "unknown" where neither git nor the note knows it."""
+    """Return commit and hash of the code in `root`; the commit is "unknown" if neither git nor the note knows it."""
     source = source_hash(_lying(root))
-    # A note that was written for these very sources knows better than a git that came along with an older commit.
+    # A note for exactly these sources wins over a git checkout of an older commit.
     note = _from_note(root)
     known = note if note is not None and note.source == source else _from_git(root) or note
     if known is None:
@@ -54,7 +54,7 @@ def provenance(root: Path = ROOT) -> Provenance:
 
 
 def write_note(root: Path = ROOT) -> Path:
-    """What a copy without `.git` is told. `ValueError` where there is no git to ask."""
+    """Write the note for a copy without `.git`; raise `ValueError` outside a git checkout."""
     known = _from_git(root)
     if known is None:
         raise ValueError(
@@ -65,7 +65,7 @@ def write_note(root: Path = ROOT) -> Path:
 
 
 def source_hash(files: Iterable[tuple[str, bytes]]) -> str:
-    """16 hex digits over (path, content) of the source files, in the order of paths; of other files nothing."""
+    """Return 16 hex digits over (path, content) of the source files, in the order of paths; other files are ignored."""
     found = hashlib.sha256()
     for path, content in sorted(files):
         if PurePosixPath(path).suffix in SUFFIXES:
@@ -82,7 +82,7 @@ def _lying(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _from_git(root: Path) -> Provenance | None:
-    """HEAD and the hash of its own sources; None if `root` is not the top of a checkout (it may be installed inside one)."""
+    """Return HEAD and the hash of its own sources; None if `root` is not the top of a checkout (it may be installed inside one)."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel").decode().strip()).resolve() != root.resolve():
             return None

@@ -6,14 +6,13 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
 
     python -m weft.bench.report results.jsonl
 
-- `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the
-  operator knows its columns. Of simulated records it shows what the study that simulated them makes of them. A block stays
-  empty until its results are recorded.
-- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: what the study (`weft.studies`) makes of them. It stays empty likewise.
-- `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: what a run of `weft bench never-slower` found, a line for each operator.
-  `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both stay empty likewise.
-- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: how many times as fast a variant is, in the geometric mean
-  over configurations; with ` worst` behind the baseline, on the configuration where it gains least.
+- `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the operator
+  defines its columns. For simulated records it shows the page of their study. A block stays empty until its results are recorded.
+- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study (`weft.studies`). It stays empty likewise.
+- `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, a line for each
+  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both stay empty likewise.
+- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline, in the
+  geometric mean over configurations; with ` worst` behind the baseline, on the configuration with the least gain.
 
 A later run of a configuration in a mode replaces an earlier one; its arms are never mixed with another run's.
 """
@@ -50,8 +49,8 @@ _MARKED = re.compile(
 _SAYS = re.compile(r"(?P<open><!-- never-slower-says:(?P<name>[\w.-]+) -->)(?P<body>[^<]*)<!-- /never-slower-says -->")
 
 _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
-"""Which study simulates an operator (`weft reproduce`). Its records say nothing of a run on a machine, so the operator's own tables
-cannot show them."""
+"""The study that simulates an operator (`weft reproduce`). Its records describe no run on a machine, so the operator's own
+tables cannot show them."""
 
 
 class Mark(NamedTuple):
@@ -65,12 +64,14 @@ class Mark(NamedTuple):
 
 
 TOO_SHORT_MS = 1.0
-"""On CPU a row of a table with a shorter time is left out: that is how long the system may keep a process waiting."""
+"""On CPU rows with shorter times are left out: the system may keep a process waiting this long."""
 
 
 def markdown(found: Sequence[Record], *, short: bool = False) -> str:
-    """The tables of one results file, with a line that says where and with what they were measured. short: also of times that are
-    too short for a document. Simulated records are shown as their study shows them, behind those that were measured."""
+    """Return the tables of one results file, with a line about the machine and the code.
+
+    short: include times that are too short for a document. Simulated records are shown as their study shows them, behind measured
+    ones."""
     simulated = [r for r in found if r["device"] == "simulated"]
     parts = [_measured([r for r in found if r["device"] != "simulated"], short)] if len(simulated) < len(found) else []
     for op in dict.fromkeys(r["op"] for r in simulated):
@@ -115,7 +116,7 @@ def _code(record: Record) -> str:
 
 
 def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
-    """Which of a table's rows were measured by which code, where a file has several."""
+    """Return the rows of a table by the code that measured them, if a file has several."""
     if len(set(map(_code, latest))) == 1:
         return []
     configs: dict[str, dict[str, None]] = {}
@@ -127,10 +128,11 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
 
 
 def _long_enough(found: Sequence[Record]) -> list[Record]:
-    """Without what is too short on CPU: of operators with all variants of that configuration and mode."""
+    """Return the records without times that are too short on CPU; for operators, with all variants of that configuration and
+    mode."""
 
     def key(r: Record) -> tuple[str, ...]:
-        alone = [r["variant"]] * (r["op"] == "inefficiency")  # each of whose variants has a table cell of its own
+        alone = [r["variant"]] * (r["op"] == "inefficiency")  # each of its variants has a table cell of its own
         return r["op"], r["config"], r["dtype"], r["mode"], *alone
 
     short = {key(r) for r in found if r["device"] == "cpu" and r["p50_ms"] < TOO_SHORT_MS}
@@ -138,7 +140,7 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
-    """`document` with every marked block regenerated. Raises ValueError where a block shows results that are not given."""
+    """Return `document` with every marked block regenerated; raise ValueError if a block's results are not given."""
 
     def given(name: str) -> Sequence[Record]:
         if name not in results:
@@ -177,7 +179,8 @@ def marks(document: str) -> list[Mark]:
 
 
 def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> dict[str, float]:
-    """Return how many times as fast `variant` is, by configuration in which both were timed. `ValueError` if there are none."""
+    """Return the speed of `variant` relative to `baseline`, by configuration with both times; raise `ValueError` if there are
+    none."""
     cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
     both = {name: (of[baseline], of[variant]) for name, of in cases.items() if {variant, baseline} <= of.keys()}
     if not both:
@@ -198,14 +201,15 @@ def _printed(name: str, found: Sequence[Record]) -> str:
 
 
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
-    """Of each (operator, configuration, dtype, mode) the records of its last run, in the order of first appearance."""
+    """Return the records of the last run of each (operator, configuration, dtype, mode), in the order of first appearance."""
 
     runs = records.last_runs(found, itemgetter("op", "config", "dtype", "mode"))
     return [r for of_run in runs.values() for r in of_run]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What cannot be read or shown is a sentence and exit status 2, and leaves the documents as they were."""
+    """Rewrite documents or print tables. On unreadable input, print a sentence, exit with status 2, and leave documents
+    unchanged."""
     parser = argparse.ArgumentParser(prog="python -m weft.bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", type=Path, nargs="+", metavar="DOCUMENT.md|RESULTS.jsonl")
     given: list[Path] = parser.parse_args(arguments).paths

@@ -1,11 +1,11 @@
-"""The GEMMs with which FiCCO is studied: the sixteen of its table I (g1 to g16), and sixteen drawn at random (s1 to s16):
+"""The GEMMs of FiCCO's studies: the sixteen of its table I (g1 to g16), and sixteen drawn at random (s1 to s16), in
 `table_1.toml`.
 
-[m, k] @ [k, n]: A is gathered, or sent all-to-all, and W ranks compute it. The paper's N is the layer's: with tensor parallelism W
-ranks divide the weight's columns, so each computes N / W of them (`Gemm.sharded`). The paper does not say so. It calls the shapes
-those of models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every study and test here
-reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank has M / W of the
-rows, and all of N: as many operations.
+[m, k] @ [k, n]: A is gathered, or sent all-to-all, and W ranks compute it. The paper's N is the layer's: with tensor parallelism
+W ranks divide the weight's columns, so each computes N / W of them (`Gemm.sharded`). The paper does not state this. But it calls
+the shapes those of models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every study and
+test here reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank has M
+/ W of the rows, and all of N: as many operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """
@@ -21,12 +21,12 @@ from typing import Any
 from weft.reading import parse_toml
 
 MOST_PIECES = 64  # of M and of K
-_MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which the library's fast kernels want
+_MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which cuBLAS's fast kernels need
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """C [m, n] = A [m, k] @ B [k, n]. A is what is gathered."""
+    """C [m, n] = A [m, k] @ B [k, n]. A is gathered."""
 
     name: str
     parallelism: str
@@ -50,16 +50,15 @@ class Gemm:
 
     @property
     def run_bytes(self) -> int:
-        """Memory of a rank that measures it: A, B, two results, and A gathered twice, by copies and by the library, from a
-        shard that is less than A."""
+        """Memory of a rank that measures it: A, B, two results, A gathered twice, by copies and by NCCL, and a shard, at most A."""
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def sharded(self, ranks: int) -> Gemm:
-        """What one of `ranks` computes: N over them, rounded up."""
+        """Return the GEMM of one of `ranks` ranks: N over them, rounded up."""
         return replace(self, n=-(-self.n // ranks))
 
     def piece(self, rows: int = 1, columns: int = 1) -> Gemm:
-        """One of its pieces when A is cut into so many blocks of rows and of columns."""
+        """Return a piece of the GEMM, if A is cut into this many blocks of rows and of columns."""
         return replace(self, m=self.m // rows, k=self.k // columns)
 
     def __str__(self) -> str:
@@ -75,7 +74,7 @@ SYNTHETIC = tuple(gemm for gemm in _ALL if gemm.model == "synthetic")
 
 
 def find_gemms(names: Sequence[str], among: Sequence[Gemm] = TABLE_1) -> tuple[Gemm, ...]:
-    """Those of table I (`among`), in its order; none named: all. Raises ValueError for a name that is not there."""
+    """Return the GEMMs of `among` with these names, in its order; all without names. Raises ValueError for an unknown name."""
     for name in names:
         if name not in {gemm.name for gemm in among}:
             raise ValueError(f"no GEMM {name!r} in table I: give of g1 to g{len(TABLE_1)}, separated by commas")
@@ -99,12 +98,11 @@ class Fitted:
 
 
 def fit(gemm: Gemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
-    """What one of `ranks` computes of `gemm`, with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and
-    `most_bytes`.
+    """Return the GEMM of one of `ranks` ranks, with M, N, K times `scale`, reduced to at most `most_ops` and `most_bytes`.
 
-    Bytes are those of a run (`Gemm.run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
-    which of the two it is decides how the GEMM should be cut; then all three are. M and K become multiples of 64, so that
-    all pieces are alike. Raises ValueError if nothing is left to halve.
+    Bytes are those of a run (`Gemm.run_bytes`). Each step halves the larger of M and K as long as it stays the larger, because
+    that decides how the GEMM should be cut; then all three are halved. M and K become multiples of 64, so that all pieces are
+    equal. Raises ValueError if nothing is left to halve.
     """
     all_by, large_by = 1 / scale, 1
     while True:

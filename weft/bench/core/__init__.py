@@ -1,1 +1,1 @@
-"""What every benchmark shares: clocks, checks, ceilings, records, tables, options."""
+"""The parts that all benchmarks share: clocks, checks, ceilings, records, tables, options."""

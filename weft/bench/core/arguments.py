@@ -1,6 +1,6 @@
-"""What weft's commands have in common: how shapes and files are given, what is checked before work starts, how a command ends.
+"""The parts that weft's commands share: parsing of shapes and files, checks before work starts, and how a command ends.
 
-It needs neither torch nor the packages of `weft[cli]`, but to count GPUs.
+It needs neither torch nor the packages of `weft[cli]`, except to count GPUs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from weft.errors import WeftError
 from weft.words import counted
 
 _SIZES = re.compile(r"(\d+)[,x](\d+)[,x](\d+)(-\S+)?")
-_INTERRUPTED = 130  # what shells report of a program that Ctrl-C ended
+_INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
 def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
-    """Return M, N, K of "M,N,K" or "MxNxK", and what follows from a "-" on. `ValueError` for another text. also: what else goes."""
+    """Return M, N, K of "M,N,K" or "MxNxK", and the suffix from a "-" on; raise `ValueError` for another text.
+
+    also: further allowed forms, for the error."""
     found = _SIZES.fullmatch(text.replace(" ", ""))
     if found is None:
         raise ValueError(
@@ -33,14 +35,14 @@ def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise `ValueError` unless the file can be written. Make no folder, and leave no file where there was none."""
+    """Raise `ValueError` unless the file can be written. Make no folder, and leave no new file."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}")
     if path.is_dir():
-        raise ValueError(f"{option} {path}: is a folder, and a file is wanted")
+        raise ValueError(f"{option} {path}: is a folder: give a file")
     found = path.exists()
     if found and not path.is_file():
-        return  # a pipe or a terminal: to open it may be to wait
+        return  # a pipe or a terminal: opening it may block
     try:
         path.open("a").close()
     except OSError as error:
@@ -52,7 +54,7 @@ def check_file(option: str, path: Path) -> None:
 def check_folder(option: str, path: Path) -> None:
     """Raise `ValueError` unless files can be written into the folder, or the folder can be made. Make nothing."""
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{option} {path}: is a file, and a folder is wanted")
+        raise ValueError(f"{option} {path}: is a file: give a folder")
     nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     try:
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
@@ -68,7 +70,8 @@ def check_pictures(path: Path) -> None:
 
 
 def number_of_ranks(given: int | None, device: str) -> int:
-    """Return how many ranks to start: `given`, or torchrun's, or one for each GPU, or 2 on CPU. `ValueError` for more than fit."""
+    """Return the number of ranks to start: `given`, or torchrun's, or one for each GPU, or 2 on CPU; raise `ValueError` if too
+    many."""
     import torch
 
     from weft import env
@@ -89,12 +92,12 @@ def number_of_ranks(given: int | None, device: str) -> int:
 
 
 def appended(path: Path, count: int) -> str:
-    """Return what a command says of the lines that `--json` added."""
+    """Return the message about the lines that `--json` added."""
     return f"appended {counted(count, 'JSON object')} to {path}"
 
 
 def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
-    """Return the error for a name that is unknown, with the names that there are."""
+    """Return the error for an unknown name, with the known names."""
     return ValueError(f"no {what} {name!r}: give one of {', '.join(names)}")
 
 
@@ -102,15 +105,15 @@ def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
 def one_line(program: str) -> Iterator[None]:
     """End the process with one line on stderr in place of a traceback.
 
-    Exit status 2: an argument, a path or a file cannot be used. 1: weft failed while it ran, or nobody reads the output.
-    130: Ctrl-C. Other exceptions are faults of weft and keep their traceback.
+    Exit status 2: an argument, a path or a file cannot be used. 1: weft failed while it ran, or the reader of the output is gone.
+    130: Ctrl-C. Other exceptions are bugs of weft and keep their traceback.
     """
     try:
         yield
     except BrokenPipeError:
         from weft.bench.core.console import (
             end_quietly,
-        )  # not before: rich takes a while to import, and help is to be quick
+        )  # imported late: rich is slow to import, and help should be quick
 
         end_quietly()
     except KeyboardInterrupt:
@@ -124,7 +127,7 @@ def one_line(program: str) -> Iterator[None]:
 def _end(program: str, why: object, status: int) -> NoReturn:
     try:
         sys.stdout.flush()
-    except OSError:  # a full disk: what it did not take cannot be flushed at exit either
+    except OSError:  # a full disk: the rest cannot be flushed at exit either
         sys.stdout = None  # type: ignore[assignment]
     print(f"{program}: {str(why).strip() or type(why).__name__}", file=sys.stderr, flush=True)
     sys.exit(status)

@@ -1,9 +1,9 @@
-"""What this machine can do at best, measured on all ranks at once in the run whose results are divided by it.
+"""Ceilings of this machine: its best rates, measured on all ranks at once in the run whose results are divided by them.
 
-Memory bandwidth is a local copy, bytes read plus bytes written; on CPU the better of that and reading alone (ranks
-share the memory bus, so all of them copy at the same time, with the threads that the benchmark gives them). Link
-bandwidth is a copy into the next rank's memory, bytes one way: the copy engine on GPUs, memcpy to shared memory on CPU.
-The matmul rate is that of one large GEMM of random numbers with the second operand transposed, as `nn.Linear` has it.
+Memory bandwidth is a local copy, bytes read plus bytes written; on CPU the better of that and reading alone. Ranks share the
+memory bus, so all of them copy at the same time, with the threads that the benchmark gives them. Link bandwidth is a copy into
+the next rank's memory, bytes one way: the copy engine on GPUs, memcpy to shared memory on CPU. The matmul rate is that of one
+large GEMM of random numbers with the second operand transposed, as in `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _GEMM = {"cuda": 8192, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of one rank; `link` is infinite where there is no other rank. `matmul`: FLOP/s, if measured."""
+    """Bytes per second of one rank; `link` is infinite without another rank. `matmul`: FLOP/s, if measured."""
 
     memory: float
     link: float
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """What so many bytes through memory, bytes over the link, and operations take beside each other: the longest."""
+        """Return milliseconds of bytes through memory, bytes over the link, and operations, all at once: the longest."""
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 
     def __str__(self) -> str:
@@ -51,8 +51,10 @@ class Ceilings:
 def measure_ceilings(
     ranks: Ranks, buffer_bytes: int | None = None, matmul_dtype: torch.dtype | None = None
 ) -> list[Ceilings]:
-    """Each rank's ceilings, on every rank. Collective. Uses 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU)
-    per rank, and as much symmetric memory, all freed before return. The matmul rate only for a dtype."""
+    """Return each rank's ceilings, on every rank. Collective.
+
+    It uses 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU) per rank, and as much symmetric memory, all freed before
+    return. The matmul rate is measured only if `matmul_dtype` is given."""
     size = buffer_bytes or (2 << 30 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)
     target = torch.zeros_like(source)
@@ -80,7 +82,7 @@ def measure_ceilings(
 
 
 def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """The best of a few: a ceiling is what the machine can do, not what it does while a neighbour is busy."""
+    """Return the best of a few repetitions: a ceiling is the rate of the machine, not its rate while a neighbour is busy."""
     best = float("inf")
     for _ in range(_REPETITIONS):
         ranks.synchronize()

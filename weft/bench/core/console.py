@@ -19,11 +19,11 @@ except ImportError:
     Console = None  # type: ignore[assignment,misc]
 
 _ANY_WIDTH = 100_000
-_FEWER = 5  # times as long between lines, once there was one
+_FEWER = 5  # after the first line, the factor between lines
 
 
 def end_quietly() -> NoReturn:
-    """For a reader who has seen enough (`| head`): exit status 1, and no word of what cannot be flushed."""
+    """End with exit status 1 and no message after the reader closed the pipe (`| head`)."""
     _drop_output()
     sys.exit(1)
 
@@ -36,9 +36,9 @@ def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), section: int | None = None,
     optional: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """A table on stdout: the first column left, the others right; a line where the value of column `section` changes.
+    """Print a table on stdout: the first column left, the others right; a line where the value of column `section` changes.
 
-    On a terminal too narrow for it, `optional` columns are left out, the last first. Elsewhere it is as wide as it must be.
+    On a terminal that is too narrow, `optional` columns are left out, the last first. Elsewhere the table is as wide as needed.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
@@ -47,7 +47,7 @@ def print_table(
         print("\n  ".join([f"\n{title}", *lines, *notes]), flush=True)
         return
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    console.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]  # rich would end the process, and a rank does not do that
+    console.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]  # rich would end the process, which a rank must not
     for count in range(len(optional) + 1):
         table = _rich_table(columns, rows, section, optional[len(optional) - count :])
         needed = console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum
@@ -87,10 +87,10 @@ def has_bar() -> bool:
 def progress(
     total: float, shown: bool, prefix: str = "", every_s: float = 0.0
 ) -> Iterator[Callable[[str, float], None]]:
-    """Yields `step(what, share)`, which says what is going on and advances the bar by `share` of `total`.
+    """Yield `step(what, share)`, which shows what is running and advances the bar by `share` of `total`.
 
-    The bar is on stderr and leaves nothing behind; print to stdout after it. Where stderr is no terminal there are lines: of all
-    steps, or the first after `every_s` seconds, so that what is over before says nothing, and then fewer.
+    The bar is on stderr and disappears at the end; print to stdout after it. If stderr is no terminal, lines are printed instead:
+    of all steps, or with `every_s` the first after that many seconds, so that short work prints nothing, and fewer after that.
     """
     if not shown:
         yield lambda what, share: None

@@ -1,20 +1,19 @@
-"""Timing across ranks: arms alternate, a repetition takes as long as its slowest rank, and calls come in three ways.
+"""Timing across ranks: arms alternate, a repetition takes as long as its slowest rank, and calls come in three modes.
 
-- `single`: a call, a synchronisation, and the next call: what a loop sees that waits for each result. Ranks start
-  together, and then their collectives keep them so. (Pauses between calls would let the device idle, after which any launch
-  takes longer.)
-- `queued`: many calls in a row and one synchronisation, divided by their number: how training runs. On CUDA the calls
-  are enqueued behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work,
-  and behind a meeting of the devices, so that none waits in its first call for another's sleep to end.
-  Calls that wait for the device themselves cannot be enqueued ahead, and get no sleep.
-  On CPU a call returns when its result is there, so `queued` only drops the common start.
+- `single`: a call, a synchronisation, and the next call, as in a loop that waits for each result. Ranks start together, and then
+  their collectives keep them together. (Pauses between calls would let the device idle, after which any launch takes longer.)
+- `queued`: many calls in a row and one synchronisation, divided by their number: how training runs. On CUDA the calls are enqueued
+  behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work. They are also behind a
+  barrier of the devices, so that no device waits in its first call for another's sleep to end. Calls that wait for the device
+  themselves cannot be enqueued ahead, and get no sleep. On CPU a call returns when its result is complete, so `queued` only drops
+  the common start.
 - `graph`: a call captured in a CUDA graph and replayed, many times as in `queued`: how decoding runs.
 
-Arms take turns inside each repetition (clocks, temperature and neighbours drift), in another order each time: an arm that
-always follows the same one would be measured at the clock that this one leaves behind. Repetitions go on while a difference
-that is to be published is within twice its noise, up to a limit.
+Arms alternate in each repetition, since clocks, temperature and neighbours drift. The order changes each time: an arm that always
+follows the same arm would be measured at the clock that this one leaves behind. Repetitions go on while a difference that is to
+be published is within twice its noise, up to a limit.
 
-What is timed can be looked at: in the last repetition the output of each row's last call is handed on.
+Timed results can be inspected: the last repetition hands on the output of each row's last call.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ import torch
 import torch.distributed as dist
 
 HARNESS = 4
-"""The number of this way of measuring, which every record has. Raise it when times of the same code would come out differently,
-and say in benchmarks/README.md what changed."""
+"""The version of this harness, which every record has. Raise it when times of the same code would come out differently, and write
+the change into benchmarks/README.md."""
 
 Mode = Literal["single", "queued", "graph"]
-Call = Callable[[int], object]  # one call on the input set of that number
+Call = Callable[[int], object]  # a call on the input set of this number
 
-_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any present GPU: a sleep may be longer than asked, hardly shorter
+_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any current GPU: a sleep may be longer than asked, hardly shorter
 _LONGEST_SLEEP_S = 0.2
 _MOST_CALLS = 20  # in a row
-_MOST_REPLAYS = 12  # of graphs: with more of NCCL's before it, launching one waits for the device
-_ATTEMPTS = 4  # to enqueue a row of calls before the sleep is over
-_LONGER = 4  # times as many repetitions as asked for, at most, while a difference is within its noise
-_CLEAR = 2.0  # of its noise: what a difference must exceed
+_MOST_REPLAYS = 12  # of graphs: behind more NCCL graphs, a launch waits for the device
+_ATTEMPTS = 4  # to enqueue a row of calls before the sleep ends
+_LONGER = 4  # at most this many times the repetitions, while a difference is within its noise
+_CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part. `group` moves the data, `control` is a gloo group for small numbers and common starts."""
+    """The ranks that take part. `group` moves the data, `control` is a gloo group for small numbers and common starts."""
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -63,38 +62,40 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The same number of values from each rank, on all ranks: `[rank][i]`."""
+        """Return the values of each rank, equally many, on all ranks: `[rank][i]`."""
         mine = torch.tensor(list(values), dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everybody, mine, group=self.control)
         return [t.tolist() for t in everybody]
 
     def most(self, value: float) -> float:
-        """The largest `value` of any rank; NaN counts as infinity."""
+        """Return the largest `value` of any rank; NaN counts as infinity."""
         return max(float("inf") if v[0] != v[0] else v[0] for v in self.gather([value]))
 
     def start_together(self) -> None:
-        """Leave at one moment on all ranks: they agree on a time just ahead (one host, one monotonic clock)."""
+        """Return at the same moment on all ranks: they agree on a time just ahead (one host, one monotonic clock)."""
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass
 
     def meet_on_device(self) -> None:
-        """Enqueue: what comes after this on the current stream begins when all ranks' streams have come here."""
+        """Enqueue a barrier: later work on the current stream begins when all ranks' streams have reached it."""
         if self._meeting is not None:
             self._meeting.barrier()
 
     @cached_property
     def _meeting(self) -> Any:
-        """Of signals in symmetric memory: where a graph holds collectives of NCCL, others of NCCL before it would keep the
-        host from launching the graph until they are done."""
+        """A barrier of signals in symmetric memory; None if there is none.
+
+        An NCCL barrier would not do: if a graph holds NCCL collectives, NCCL work before it blocks the host at the launch of the
+        graph."""
         if self.world_size == 1:
             return None
         import torch.distributed._symmetric_memory as symm_mem
 
         try:
             return symm_mem.rendezvous(symm_mem.empty(1, dtype=torch.int64, device=self.device), self.group.group_name)
-        except RuntimeError:  # devices that cannot reach each other start as well as their hosts do
+        except RuntimeError:  # devices without peer access start as closely as their hosts do
             return None
 
     def synchronize(self) -> None:
@@ -102,15 +103,17 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Devices idle, and hosts here, on all ranks."""
+        """Wait until devices are idle, and hosts are here, on all ranks."""
         self.synchronize()
         dist.barrier(self.control)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call. `skew_ms` is the median over repetitions of slowest minus fastest rank; `host_us`, on
-    GPUs, what the call kept the host busy, also the slowest rank's median. `each_ms`: the slowest rank's, in each repetition."""
+    """Milliseconds of one call.
+
+    skew_ms: the median over repetitions of slowest minus fastest rank. host_us: on GPUs, the time that the call kept the host
+    busy, also the slowest rank's median. each_ms: the slowest rank's time in each repetition."""
 
     p20_ms: float
     p50_ms: float
@@ -122,7 +125,7 @@ class Timing:
     each_ms: tuple[float, ...] = field(default=(), repr=False)
 
     def as_fields(self) -> dict[str, float | None]:
-        """Return what a record says of it: all but `each_ms`."""
+        """Return the fields of a record: all but `each_ms`."""
         return {of.name: getattr(self, of.name) for of in fields(self) if of.name != "each_ms"}
 
     @property
@@ -131,20 +134,21 @@ class Timing:
 
 
 def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
-    """The standard error of a median, relative to it, as if times were normally distributed: 60% of them lie within 1.68
-    standard deviations, and the median of n errs by 1.25 / sqrt(n) of one."""
+    """Return the standard error of a median, relative to it, for normally distributed times.
+
+    60% of the times lie within 1.68 standard deviations, and the median of n errs by 1.25 / sqrt(n) of one."""
     return 1.2533 * (p80 - p20) / 1.6832 / math.sqrt(repetitions) / p50
 
 
 def is_clear(ratio: float, noise_a: float, noise_b: float) -> bool:
-    """Whether two medians with this ratio differ by more than twice the noise of their difference."""
+    """True if two medians with this ratio differ by more than twice the noise of their difference."""
     return abs(math.log(ratio)) > _CLEAR * math.hypot(noise_a, noise_b)
 
 
 def summarise(
     repetitions_ms: Sequence[Sequence[float]], calls: int = 1, host_us: Sequence[Sequence[float]] | None = None
 ) -> Timing:
-    """`repetitions_ms[i][rank]` -> the slowest rank's percentiles. Raises ValueError on no repetition."""
+    """Return the slowest rank's percentiles of `repetitions_ms[i][rank]`; raise ValueError without repetitions."""
     if not repetitions_ms:
         raise ValueError("no repetition was timed: ask for at least one")
     times = np.asarray(repetitions_ms, dtype=float)
@@ -161,15 +165,15 @@ def time_arms(
     advance: Callable[[float], None] = lambda share: None, before_last: Callable[[], None] = lambda: None,
     inspect: Callable[[str, int, Any], None] = lambda name, which, output: None,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time `arms` in turns, on all ranks at once; every rank returns the same.
+    """Time `arms` alternately, on all ranks at once; every rank returns the same.
 
-    The slowest arm gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through
-    `input_sets`. `advance` is told after each repetition which share of the whole it was. For `graph` an arm is what
-    replays. `waiting`: arms that wait for the device in each call.
+    The slowest arm gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through `input_sets`.
+    `advance` is called after each repetition with its share of the whole. For `graph` an arm is the call that replays. `waiting`:
+    arms that wait for the device in each call.
 
     claims: pairs of arms whose difference matters; while it is not clear, the two are repeated up to `_LONGER` times as often.
-    before_last, inspect: called before the last repetition, and in it after each arm's row, with the arm's name, the input set
-    and the output of the row's last call, in the same order on all ranks.
+    before_last, inspect: called before the last repetition, and in it after each arm's row, with the arm's name, the input set and
+    the output of the row's last call, in the same order on all ranks.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
@@ -187,7 +191,7 @@ def time_arms(
             mine[name].append(taken.measure(repetition))
             if looking:
                 inspect(name, *taken.last)
-            taken.last = (0, None)  # nobody else may lack its memory
+            taken.last = (0, None)  # frees its memory for the other arms
 
     def found() -> dict[str, Timing]:
         timings = {}
@@ -219,7 +223,7 @@ def _clear(a: Timing, b: Timing) -> bool:
 
 
 def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
-    """Two rounds over all input sets (the first may compile or allocate); the slowest rank's seconds of a call."""
+    """Run two rounds over all input sets (the first may compile or allocate); return the slowest rank's seconds of a call."""
     for _ in range(2):
         ranks.start_together()
         start = time.perf_counter()
@@ -232,9 +236,9 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
 
 @dataclass
 class _HostClock:
-    """A row of calls, each of which returns when its result is there. `last`: the input set and the output of the last one.
+    """A row of calls, each of which returns when its result is complete. `last`: the input set and the output of the last call.
 
-    A call's output is let go of before the next call, which may take its memory."""
+    A call's output is freed before the next call, which may take its memory."""
 
     call: Call
     ranks: Ranks
@@ -244,7 +248,7 @@ class _HostClock:
     last: tuple[int, object] = field(default=(0, None), init=False)
 
     def measure(self, repetition: int) -> tuple[float, float]:
-        """(milliseconds of a call, microseconds of it that the host was busy), on this rank."""
+        """Return (milliseconds of a call, microseconds of it that the host was busy), on this rank."""
         self.ranks.start_together()
         start = time.perf_counter()
         self._row(repetition, self.calls)
@@ -260,7 +264,7 @@ class _HostClock:
 
 
 class _SingleClock(_HostClock):
-    """One call and a synchronisation, in a row of such: the medians. The first follows a pause, and does not count."""
+    """One call and a synchronisation, several in a row: the medians. The first follows a pause, and does not count."""
 
     def measure(self, repetition: int) -> tuple[float, float]:
         found = []
@@ -279,9 +283,10 @@ class _SingleClock(_HostClock):
 
 @dataclass
 class _QueueClock(_HostClock):
-    """A row of calls behind a sleep of the device. If the sleep was over on any rank before all calls were enqueued, the
-    row is measured again behind a longer one; so the first row, behind none, says how long enqueueing takes. Calls that
-    wait for the device would outlast any sleep."""
+    """A row of calls behind a sleep of the device.
+
+    If the sleep ended on any rank before all calls were enqueued, the row is measured again behind a longer one. So the first
+    row, without a sleep, measures the time to enqueue. Calls that wait for the device would outlast any sleep."""
 
     sleep_s: float = field(default=0.0, init=False)
 

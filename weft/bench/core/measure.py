@@ -1,7 +1,8 @@
-"""From arms to numbers, the same for every operator: first calls, checks on poisoned memory, graphs, timings.
+"""Checks and timings of arms, the same for every operator: first calls, checks on poisoned memory, graphs, timings.
 
-An arm is one way to compute the output of a workload. Nothing is timed that was not compared with the float64 reference, and
-what was timed is compared: the last output of a row of calls, or of replays of a graph. A time whose output is wrong is dropped.
+An arm is one way to compute the output of a workload. An arm is timed only after its output was compared with the float64
+reference. The timed output is compared too: the last output of a row of calls, or of replays of a graph. A time with a wrong
+output is dropped.
 """
 
 from __future__ import annotations
@@ -18,55 +19,56 @@ import torch
 
 from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_arms
 
-Step = Callable[[str, float], None]  # what is going on, and the share of it that has been done
+Step = Callable[[str, float], None]  # (what is running, the share of it that is done)
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
-STEPS = 1  # of progress, beside one for each mode
+STEPS = 1  # steps of progress, beside one for each mode
 
 _BLOCK_BYTES = 128 << 20  # of float64 while an output is compared
 
 
 class Workload(ABC):
-    """One configuration's data on one rank: `input_sets` inputs, and what must come out."""
+    """One configuration's data on one rank: `input_sets` inputs, and their expected outputs."""
 
     name: str
     ranks: Ranks
     input_sets: int
     dtype: torch.dtype
     waiting: Collection[str] = ()
-    """Arms that wait for the device in each call: no queue of them, and no graph."""
+    """Arms that wait for the device in each call: they are not enqueued ahead, and not captured."""
     claims: Collection[tuple[str, str]] = ()
-    """(arm, baseline) whose difference is published: they are repeated until it exceeds its noise."""
+    """(arm, baseline) pairs with published differences: they are repeated until the difference exceeds its noise."""
 
     @abstractmethod
     def reference(self, which: int) -> Any:
-        """This rank's output for that input set, in float64 and two-dimensional. Collective."""
+        """Return this rank's output for that input set, in float64 and two-dimensional. Collective."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
-        """Arms that run the same schedule as another one does: how far their times differ is noise, and no claim."""
+        """Return pairs of arms that run the same schedule: their difference is noise, and no claim."""
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most have nothing to do
-        """After the first call of arm `name`."""
+        """Note the first call of arm `name`."""
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """What arm `name` may err, given everybody's errors."""
+        """Return the largest error that arm `name` may have, given all arms' errors."""
 
     def differs(self, name: str, how: str) -> str:
-        """How a wrong arm is told of."""
+        """Return the beginning of the message about a wrong arm."""
         return f"{name}{how} differs from the float64 reference"
 
     def poison(self, name: str, output: torch.Tensor) -> None:
-        """NaN into what the arm has made, which is not looked at any more."""
+        """Fill a discarded output of the arm with NaN."""
         output.fill_(math.nan)
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """What of an arm's output is to be as the reference has it; arms may leave other rows undefined."""
+        """Return the rows of an arm's output that must equal the reference; arms may leave other rows undefined."""
         return output
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Any) -> float:
-        """The largest error of any element of what arm `name` made, on any rank, relative to the largest element; infinite where
-        an element is not finite, or the shape or the dtype is wrong. Collective."""
+        """Return the largest error of any element of `output`, on any rank, relative to the largest element. Collective.
+
+        It is infinite if an element is not finite, or the shape or dtype is wrong."""
         output = self.rows_of(name, output, which)
         largest = self.ranks.most(_largest(reference))
         if output.shape != reference.shape or output.dtype != self.dtype:
@@ -75,7 +77,7 @@ class Workload(ABC):
 
 
 def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> float:
-    """The largest magnitude in `reference`, or of `output - reference`, taken in blocks of rows to save memory."""
+    """Return the largest magnitude in `reference`, or in `output - reference`, computed in blocks of rows to save memory."""
     worst = 0.0
     rows = max(1, _BLOCK_BYTES // (8 * max(1, reference.shape[1])))
     for start in range(0, reference.shape[0], rows):
@@ -88,14 +90,16 @@ def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> flo
 
 
 Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]
-"""A graph, and what its replays write. That is held as long as the graph: graphs share one pool, and another one would take the
-memory before anybody has looked at it."""
+"""A graph and its output. The output is kept as long as the graph: graphs share one pool, and another graph would take its
+memory before it is checked."""
 
 
 @dataclass
 class Results:
-    """What was found, by arm or by (mode, arm); the same on every rank. wrong: how far those that differ from the reference do: not
-    timed, or not in every mode. not_captured: why. graphs: of captured calls, by input set."""
+    """The results by arm or by (mode, arm); the same on every rank.
+
+    wrong: messages about arms that differ from the reference; they are not timed, or not in every mode. not_captured: reasons.
+    graphs: of captured calls, by input set."""
 
     errors: dict[str, float]
     first_call_ms: dict[str, float] = field(default_factory=dict)
@@ -105,13 +109,13 @@ class Results:
     graphs: dict[str, list[Captured]] = field(default_factory=dict)
 
     def ms(self, mode: Mode, name: str) -> float | None:
-        """The median; None if it was not timed."""
+        """Return the median; None if it was not timed."""
         timing = self.timings.get((mode, name))
         return None if timing is None else timing.p50_ms
 
 
 class Recorder:
-    """Captures calls in CUDA graphs. They are replayed one after the other, so all share one pool of memory."""
+    """Captures calls in CUDA graphs. They are replayed one after the other, so all share one memory pool."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -122,7 +126,8 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Call, which: int) -> Captured | str:
-        """(graph, what the call returned), or why that cannot be; the same decision on every rank. Collective."""
+        """Return (graph, the call's result), or the reason why it cannot be captured; the same decision on every rank.
+        Collective."""
         here = torch.cuda.current_stream()
         graph, output, reason = torch.cuda.CUDAGraph(), None, ""
         try:
@@ -130,11 +135,11 @@ class Recorder:
             with torch.cuda.stream(self.stream):
                 call(which)
             torch.cuda.synchronize(self.ranks.device)
-            # thread_local: the threads that watch over a group may look at their own streams meanwhile
+            # thread_local: the watchdog threads of a group may query their own streams meanwhile
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 output = call(which)
         except Exception as error:
-            cause = error.__context__ or error  # ending a capture that has failed fails again
+            cause = error.__context__ or error  # ending a failed capture fails again
             reason = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
             torch.cuda.set_stream(here)
             self._renew()
@@ -146,8 +151,9 @@ def measure_arms(
     work: Workload, arms: Arms, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at; in `graph` without those that
-    wait for the device. Collective."""
+    """Check `arms`, then time them and the calls `beside` them, whose results are not checked. Collective.
+
+    In `graph` mode, arms that wait for the device are left out."""
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(arms, work.ranks, work.called)
     found = check(arms, work)
@@ -157,9 +163,9 @@ def measure_arms(
     step(f"{work.name}: checking every variant", STEPS)
 
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
-        """(times; what the last output of each arm's row errs)"""
+        """Return (times; errors of the last output of each arm's row)."""
         seen: dict[str, float] = {}
-        references: dict[int, Any] = {}  # arms' last calls are on the same input set, so one will do
+        references: dict[int, Any] = {}  # all arms' last calls are on the same input set
 
         def inspect(name: str, which: int, output: Any) -> None:
             if name in arms:
@@ -173,7 +179,7 @@ def measure_arms(
         )  # fmt: skip
         return timed, seen
 
-    for mode in modes:  # graph is the last: what was captured once may run otherwise from then on
+    for mode in modes:  # graph is the last: captured calls may run differently afterwards
         calls: dict[str, Call] = {**arms, **beside}
         if mode == "graph":
             recorder = Recorder(work.ranks)
@@ -195,7 +201,7 @@ def measure_arms(
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
-    """NaN into what replays write. Calls that are no replays return memory that they take anew."""
+    """Fill the outputs of replays with NaN. Calls that are no replays return newly allocated memory."""
     for graphs in captured.values():
         for _, output in graphs:
             if isinstance(output, torch.Tensor):
@@ -203,7 +209,8 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
 
 
 def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda name: None) -> dict[str, float]:
-    """Milliseconds of each arm's first call with a synchronisation, the slowest rank's. called: told of each. Collective."""
+    """Return milliseconds of each arm's first call with a synchronisation, the slowest rank's. called: gets each name.
+    Collective."""
     found = {}
     for name, arm in arms.items():
         ranks.start_together()
@@ -216,11 +223,11 @@ def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda
 
 
 def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: Results | None = None) -> Results:
-    """The error of each arm, relative to the largest element, over all input sets, into what was `found` before. Collective.
+    """Add the error of each arm, relative to the largest element, over all input sets, to `found`. Collective.
 
-    Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that
-    memory which is not written anew shows. With a recorder it is the replay of a captured call that is checked, into
-    memory full of NaN. The first arm is the baseline; if that is wrong, RuntimeError.
+    Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that memory that
+    is not written anew shows. With a recorder, the checked call is the replay of a captured call, into memory full of NaN. The
+    first arm is the baseline; if it is wrong, raise RuntimeError.
     """
     found = found or Results(dict.fromkeys(arms, 0.0))
     for which in range(work.input_sets):
@@ -239,7 +246,7 @@ def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: R
 
 
 def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
-    """Whether an arm errs too much, which is noted. RuntimeError for one that must be right."""
+    """Return True and note it if an arm's error is too large; raise RuntimeError if `must`."""
     if error <= (limit := work.limit(name, found.errors)):
         return False
     found.wrong[name] = (
@@ -253,7 +260,7 @@ def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str,
 def _output(
     name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Results
 ) -> torch.Tensor | None:
-    """What the arm computes in memory that was full of NaN; None if it cannot be captured."""
+    """Return the arm's output in memory that was full of NaN; None if it cannot be captured."""
     graph, output = None, None
     if name in found.not_captured:
         return None
@@ -264,7 +271,7 @@ def _output(
         graph, output = captured
         assert isinstance(output, torch.Tensor)
         output.fill_(math.nan)
-    stale = arm((which + 1) % work.input_sets)  # also: what peers receive into holds other data now
+    stale = arm((which + 1) % work.input_sets)  # it also overwrites the memory that peers receive into
     work.poison(name, stale)
     del stale
     if graph is None:

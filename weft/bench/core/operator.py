@@ -1,8 +1,8 @@
-"""What a benchmark needs to know about an operator (`Operator`: presets, tables) and of each preset (`Variants`: inputs, variants
-and baselines, bytes), and the records that it makes of these.
+"""The interface between benchmarks and operators: `Operator` (presets, tables), `Variants` of each preset (inputs, variants and
+baselines, bytes), and the records made of these.
 
-One with baselines of its own has a file in `weft.bench.ops` named like it, with an `Operator` called `OPERATOR`. Timing, checks,
-records, command line and documents are shared.
+An operator with baselines of its own has a file in `weft.bench.ops` of its name, with an `Operator` called `OPERATOR`. Timing,
+checks, records, command line and documents are shared.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ Columns = Mapping[str, Callable[[Record], str]]
 
 @dataclass(frozen=True)
 class Measured:
-    """One configuration's results: a JSON-ready object per (variant, mode). beside: of what ran beside the variants. title, notes:
-    of the table on the terminal. wrong: what was not timed because it differs from the reference."""
+    """One configuration's results: a JSON-ready object per (variant, mode).
+
+    beside: timings of the calls beside the variants. title, notes: of the table on the terminal. wrong: messages about variants
+    that were not timed because they differ from the reference."""
 
     records: list[Record]
     beside: Sequence[Record] = ()
@@ -45,31 +47,33 @@ class Variants(Workload):
     """One configuration's data and the ways to compute its output."""
 
     about: str
-    """Of the configuration, which has a `name` too."""
+    """A description of the configuration, beside its `name`."""
     baselines: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def arms(self, wanted: Sequence[str]) -> tuple[Arms, Mapping[str, Call], list[str]]:
-        """(variants, the baseline first; what runs beside them; notes on what was left out). wanted: or the usual ones."""
+        """Return (variants, the baseline first; calls beside them; notes on omitted variants). wanted: names, or the default
+        ones."""
 
     @abstractmethod
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
-        """What bytes and operations take at the rates that were measured in the same run; None where nobody counts. Collective."""
+        """Return the time of bytes and operations at the rates measured in the same run; None if they are not counted.
+        Collective."""
 
     def baseline(self, mode: Mode) -> str:
         return self.baselines[0]
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Fields that all records of a mode have, beside those of all operators."""
+        """Return the fields that all records of a mode have, beside those of all operators."""
 
     @abstractmethod
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
-        """Fields of a variant, beside those of all operators. Collective."""
+        """Return the fields of a variant, beside those of all operators. Collective."""
 
     @abstractmethod
     def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
-        """Notes below the table."""
+        """Return the notes below the table."""
 
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
         """Check and time the variants. Collective; the same times on every rank."""
@@ -107,23 +111,23 @@ class Variants(Workload):
 
 
 class ChoosingVariants(Variants):
-    """Variants of an operator that chooses its schedule, as `weft bench never-slower` compares them."""
+    """Variants of an operator that selects its schedule, as `weft bench never-slower` compares them."""
 
     @abstractmethod
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """(the variant that chooses, the collective and the computation by hand that it is compared with)"""
+        """Return (the variant that selects its schedule, its baseline: the collective and the computation by hand)."""
 
     @abstractmethod
     def taken(self, variant: str, mode: Mode) -> str:
-        """Return the schedule that the operator took for a variant that pins none, and was called."""
+        """Return the schedule that the operator selected for a variant that pins none, after a call."""
 
     @abstractmethod
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
-        """(milliseconds of the computation alone, of the collective alone); None for what was not timed."""
+        """Return (milliseconds of the computation alone, of the collective alone); None for what was not timed."""
 
     @abstractmethod
     def arm(self, name: str) -> Callable[[int], torch.Tensor]:
-        """Return one of such a pair, of calls that are not captured."""
+        """Return an arm of such a pair, for calls that are not captured."""
 
     @abstractmethod
     def resized(self, size: int) -> Self:
@@ -131,40 +135,41 @@ class ChoosingVariants(Variants):
 
 
 class Operator(ABC, Generic[P]):
-    """P: its presets, which have names, and become `Variants`, of whose records tables are made. One that measures in its own way
-    says itself what it measures, shows and tables."""
+    """The benchmark of an operator. P: its presets, which have names and become `Variants`; tables show their records.
+
+    An operator that measures in its own way overrides the methods for measuring, showing and tables."""
 
     name: str
-    matmul: bool = False  # whether the roofline needs the rate of a GEMM
-    fp8: bool = False  # whether it can be measured with fp8 operands
+    matmul: bool = False  # True if the roofline needs the rate of a GEMM
+    fp8: bool = False  # True if it supports fp8 operands
     refuses: Mapping[str, str] = {"pictures": "draws none, leave it out", "option": "has none, leave it out"}
     baselines: tuple[str, ...] = ()
     columns: ClassVar[Columns] = {}
-    """Of a variant in the table of a configuration, beside those of all operators."""
+    """Columns of the table of a configuration, beside those of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
     """Columns of that table that a narrow terminal leaves out, the last first."""
     optional: tuple[str, ...] = ()
-    """Those of the table of several configurations."""
+    """Such columns of the table of several configurations."""
     head: tuple[str, ...] = ()
     time: str = "{}"
     tail: tuple[str, ...] = ()
-    """Of the table of several configurations: columns before the times, above a variant's times, and behind the gains."""
+    """Headers of the table of several configurations: before the times, of a variant's times, and behind the gains."""
 
     def modes(self, device: str) -> tuple[Mode, ...]:
-        """The ways of calling that are timed on this type of device."""
+        """Return the modes that are timed on this type of device."""
         return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
 
     def default_dtype(self, device: str) -> str:
-        """What is measured if nobody says."""
+        """Return the default dtype."""
         return "bf16" if device == "cuda" else "fp32"
 
     @abstractmethod
     def check_options(self, options: BenchOptions) -> None:
-        """Raise ValueError, with the fix, for a preset or variant that cannot be."""
+        """Raise ValueError, with the fix, for an impossible preset or variant."""
 
     @abstractmethod
     def presets(self, options: BenchOptions) -> Sequence[P]:
-        """The configurations that `options.preset` names."""
+        """Return the configurations that `options.preset` names."""
 
     # --- presets that become variants ---
 
@@ -172,37 +177,37 @@ class Operator(ABC, Generic[P]):
         raise NotImplementedError
 
     def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
-        """Variants whose gains are shown: the baselines with which they are compared, their own first."""
+        """Return the baselines of each variant whose gains are shown, its own baseline first."""
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:
-        """Variants that have a column of times: baselines first, and none that pins a schedule."""
+        """Return the variants with a column of times: baselines first, without pinned schedules."""
         there = dict.fromkeys(r["variant"] for r in rows if not self.pinned(r["variant"]))
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Cells of `head`, from any record of a configuration."""
+        """Return the cells of `head`, from any record of a configuration."""
         return [record["config"]]
 
     def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Cells of `tail`."""
+        """Return the cells of `tail`."""
         return []
 
     def twin(self, record: Record) -> str | None:
-        """Of a variant that chooses: the one that runs the same schedule under its own name, if its choice is recorded."""
+        """Return the variant that pins the schedule that `record`'s variant selected, if its choice is recorded."""
         return None
 
     def pinned(self, variant: str) -> bool:
-        """Whether it runs a schedule under its name: such are shown behind the others, the fastest first."""
+        """True if the variant pins a schedule by name: such variants are shown behind the others, the fastest first."""
         return False
 
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Build, check, time one configuration. Collective; the same result on every rank."""
+        """Build, check and time one configuration. Collective; the same result on every rank."""
         step(f"{preset.name}: making inputs", 0)  # type: ignore[attr-defined]
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration. What ran beside the variants has times only."""
+        """Print a table of one configuration. Calls beside the variants have times only."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows: list[Record] = []
         for mode in options.modes:
@@ -225,14 +230,14 @@ class Operator(ABC, Generic[P]):
         print_table(*table(found.title, rows, columns), notes, section=1, optional=self.narrow)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        """Print what several configurations say together."""
+        """Print a summary of several configurations."""
         for mode in options.modes:
             if rows := [r for r in written if r["mode"] == mode]:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """(header, cells), a line for each configuration: times, gains, what they are judged by."""
+        """Return (header, cells), a line for each configuration: times, gains, and the cells of `judged`."""
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
@@ -247,11 +252,11 @@ class Operator(ABC, Generic[P]):
         return header, lines
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """The same, with what is said below all lines."""
+        """Return `lines`, with summary lines below."""
         return self.lines(rows)
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
-        """What has to be known of these lines, in sentences."""
+        """Return the notes that a reader of these lines needs, in sentences."""
         header, lines = self.lines(rows)
         gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
         named = {(r["config"], r["variant"]): r for r in rows}
@@ -259,5 +264,5 @@ class Operator(ABC, Generic[P]):
         return remarks.unclear(gains) + remarks.twins(pairs)
 
     def table(self, rows: Sequence[Record]) -> str:
-        """Markdown of the records of one dtype and mode: a row per configuration."""
+        """Return Markdown of the records of one dtype and mode: a row per configuration."""
         return "\n\n".join([markdown_table(*self.summary(rows)), *self.notes(rows)])

@@ -1,4 +1,4 @@
-"""What a benchmark run is asked to do: one frozen value that the command line fills and every rank receives."""
+"""Options of a benchmark run: one frozen value that the command line fills and every rank receives."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to run. `preset=None`: all that suit the device. `modes`: those of the operator by default.
-    `scale` (embedding_all_to_all), None: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second or so per
-    variant: a call may read `read_mib` MiB of rows with each thread). `seconds`: for the slowest variant of a mode. `quick`:
-    small inputs and few repetitions, to try things out. `pictures`: a folder for them, where the operator draws any. `option`:
-    names and values of options of the operator's own (`weft.schedule.Problem.sized`)."""
+    """The options of a run.
+
+    preset: None: all presets that suit the device. modes: default: the operator's. scale (embedding_all_to_all): None: the
+    largest 1/2^k that fits (GPU: memory; CPU: memory and about a second per variant: a call may read `read_mib` MiB of rows with
+    each thread). seconds: for the slowest variant of a mode. quick: small inputs and few repetitions, to try things out.
+    pictures: a folder for them, if the operator draws any. option: names and values of the operator's own options
+    (`weft.schedule.Problem.sized`)."""
 
     op: str
     preset: str | None = None
@@ -69,12 +71,12 @@ class BenchOptions:
 
     @property
     def presets(self) -> tuple[str, ...]:
-        """Names in `preset`; none: all that suit the device."""
+        """The names in `preset`; empty for all that suit the device."""
         return tuple(name.strip() for name in self.preset.split(",")) if self.preset is not None else ()
 
     @property
     def time_s(self) -> float:
-        """What the slowest variant of a mode should take."""
+        """The seconds for the slowest variant of a mode."""
         return self.seconds or (0.1 if self.quick else 1.0)
 
     @property
@@ -84,13 +86,14 @@ class BenchOptions:
 
 
 def parse_option(op: str, text: str) -> tuple[str, Any]:
-    """Return name and value of "dst=2", an option of `op` (`weft.schedule.options`). Where a benchmark
-    refuses `option`, the value is the text. `ValueError` without a name, or for a value that the option cannot have."""
+    """Return name and value of "dst=2", an option of `op` (`weft.schedule.options`).
+
+    If the benchmark refuses `option`, the value is the text. Raises `ValueError` without a name, or for an impossible value."""
     return split(text) if "option" in operator(op).refuses else option_from_text(op, text)
 
 
 def parse_scale(text: str) -> float:
-    """ "1/32" or "0.03" as a number. Raises ValueError that says how to write it."""
+    """Return "1/32" or "0.03" as a number; raise ValueError with the right form."""
     try:
         return float(Fraction(text))
     except (ValueError, ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""One JSON object per measured (configuration, variant, mode), with what is needed to believe and repeat it."""
+"""Records: one JSON object per measured (configuration, variant, mode), with the data needed to trust and repeat it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _MOST_BYTES = 256 << 20
 def common_fields(
     options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float | None, ceilings: list[Ceilings]
 ) -> Record:  # fmt: skip
-    """What all records of a configuration share, whatever the operator; beside the `run`. roofline_ms: None where there is none."""
+    """Return the fields that all records of a configuration share, for every operator, beside `run`. roofline_ms: None if there
+    is none."""
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
         "baseline": baseline, "roofline_ms": roofline_ms,
@@ -41,7 +42,7 @@ def common_fields(
 
 @lru_cache
 def environment(device_type: str) -> Record:
-    """This machine, these versions, this code, the variables that change what weft is compared with, and now."""
+    """Return this machine, these versions, this code, the variables that affect the baselines, and the time."""
     versions = {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device_type == "cuda":
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -65,7 +66,7 @@ append = append_json
 
 
 class _Line(Record):
-    """A record that knows where it was read, to say so when a field is wanted that it lacks."""
+    """A record that knows its file and line, for the error about a missing field."""
 
     where = ""
 
@@ -76,8 +77,9 @@ class _Line(Record):
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
-    """Return all records of these files, in order. `ValueError`, with file and line, for a line that is none, and later for a
-    field that is asked of a record and missing."""
+    """Return all records of these files, in order.
+
+    Raises `ValueError`, with file and line, for a line that is no record, and later for access to a missing field."""
     found: list[Record] = []
     for path in paths:
         for number, line in enumerate(reading.read_bytes(path, _MOST_BYTES).splitlines(), 1):
@@ -87,7 +89,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
             fields = reading.parse_json(line, where, fix="remove the line, or record the run again")
             if not isinstance(fields, dict):
                 raise ValueError(
-                    f"{where}: {type(fields).__name__} where a record is wanted, an object: remove the line"
+                    f"{where}: {type(fields).__name__} in place of a record, which is an object: remove the line"
                 )
             record = _Line(fields)
             record.where = where
@@ -102,7 +104,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
-    """Raise `ValueError` where the code inside cannot compute with what records hold: a text for a number, a time of 0."""
+    """Raise `ValueError` if the code inside cannot compute with a record's values: a text for a number, a time of 0."""
     try:
         yield
     except (TypeError, AttributeError, ArithmeticError, LookupError, StopIteration) as error:
@@ -112,7 +114,7 @@ def understood() -> Iterator[None]:
 
 
 def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dict[Hashable, list[Record]]:
-    """By key, in the order of first appearance: the records of its last run, in theirs."""
+    """Return by key, in the order of first appearance, the records of its last run, in their order."""
     found, runs = list(found), dict[Hashable, list[Record]]()
     last = {key(r): r["run"] for r in found}
     for r in found:

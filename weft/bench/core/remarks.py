@@ -1,5 +1,5 @@
-"""What a reader of a table must know beside its numbers, said from the records alone: which differences are within their noise, how
-far one schedule differs from itself under another name, and which features the libraries beside weft ran without.
+"""Remarks on tables, derived from the records alone: which differences are within their noise, how far one schedule differs from
+itself under another name, and which features other libraries ran without.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from weft.bench.core.tables import Record, times
 from weft.words import counted
 
 MULTICAST_M = 2048
-"""Up to here torch's fused_all_gather_matmul(return_A=False) gathers by NVLink multicast, where a machine has it."""
+"""Up to this M torch's fused_all_gather_matmul(return_A=False) gathers by NVLink multicast, if the machine has it."""
 
 _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 
 
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
-    """How many times as fast as `base`: "1.25x", in parentheses if that is within twice the noise, or both are the same schedule;
-    nothing without either. Records without a noise are believed."""
+    """Return the speed relative to `base`: "1.25x", in parentheses if within twice the noise, or if both are the same schedule.
+
+    It is empty if either is missing. Records without noise count as exact."""
     if not (one and base):
         return ""
     noises = [
@@ -31,7 +32,7 @@ def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
-    """What parentheses among the cells of `gain` mean."""
+    """Return the explanation of parentheses among the cells of `gain`."""
     some = [cell for cell in cells if cell]
     in_them = sum(cell.startswith("(") for cell in some)
     if not in_them:
@@ -42,7 +43,7 @@ def unclear(cells: Sequence[str]) -> list[str]:
 
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
-    """How far the same schedule differs under two names."""
+    """Return how far the same schedule differs under two names."""
     if not pairs:
         return []
     off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]
@@ -53,7 +54,7 @@ def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
 
 
 def of_asynctp(rows: Sequence[Record]) -> list[str]:
-    """rows: of one dtype, AsyncTP's among them."""
+    """Return remarks on AsyncTP. rows: of one dtype, AsyncTP's among them."""
     if rows[0]["dtype"] == "fp8":
         return ["asynctp, torch's scaled operator, does not gather by NVLink multicast, with which it did not run."]
     said = []
@@ -72,7 +73,7 @@ def of_asynctp(rows: Sequence[Record]) -> list[str]:
 
 
 def of_nccl(rows: Sequence[Record]) -> list[str]:
-    """Of what may use NCCL's all-gather in switches, which takes more than two ranks."""
+    """Return remarks on NCCL's all-gather in switches, which needs more than two ranks."""
     if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
         return []
     without = [how for variables, how, _ in _by_variables(rows) if variables.get(_NO_NVLS) == "0"][:1]
@@ -83,7 +84,7 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
-    """(variables that change the libraries beside weft, how they are known, rows)"""
+    """Return (variables that affect other libraries, how they are known, rows)."""
     found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:
         known = row["variables"] is not None

@@ -1,7 +1,7 @@
-"""A benchmark run: starts the ranks or joins torchrun's, takes one configuration after the other, prints and records.
+"""A benchmark run: it starts the ranks or joins torchrun's, measures one configuration after the other, prints and records.
 
-Ceilings are measured once, before anything else takes memory. A variant whose results are wrong is not timed; the run goes
-on, and ends with an error that says which.
+Ceilings are measured once, before anything else takes memory. A variant with wrong results is not timed; the run goes on, and
+ends with an error that names it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ O = TypeVar("O")  # noqa: E741
 def bench(options: BenchOptions) -> list[Record]:
     """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
 
-    Rank 0 prints the tables and appends the records to `options.json`. Returns the records (under torchrun: on rank 0,
-    elsewhere none). WeftError at the end if a variant computed something wrong.
+    Rank 0 prints the tables and appends the records to `options.json`. Returns the records (under torchrun: on rank 0, elsewhere
+    none). Raises WeftError at the end if a variant computed a wrong result.
     """
     return on_ranks(run_rank, options.ranks, options.device, options)
 
 
 def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, device: str, options: O) -> list[Record]:
-    """Call `rank_of_run(rank, world_size, options)` on so many new processes, or, under torchrun, as one of its ranks. Return what
-    rank 0 returns, or under torchrun this rank's."""
+    """Call `rank_of_run(rank, world_size, options)` on `ranks` new processes, or, under torchrun, as one of its ranks.
+
+    Returns rank 0's result, or under torchrun this rank's."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' but torch sees no GPU here: run `weft doctor`, or use device='cpu'")
     backend = "nccl" if device == "cuda" else "gloo"
@@ -63,7 +64,7 @@ def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, dev
 
 
 def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
-    """One rank's part in `bench`; the default process group exists. Returns the records on rank 0, none elsewhere."""
+    """Run one rank's part of `bench` in the default process group. Returns the records on rank 0, none elsewhere."""
     ranks = make_ranks(options.device)
     op: Operator[Any] = operator(options.op)
     presets = op.presets(options)
@@ -95,14 +96,14 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
 
 
 def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
-    """What these ranks can do at best. Collective."""
-    # On a GPU the launch would be most of a small copy.
+    """Return the ceilings of these ranks. Collective."""
+    # On a GPU a small copy would mostly measure its launch.
     size = 16 << 20 if options.quick and ranks.device.type == "cpu" else None
     return measure_ceilings(ranks, size, DTYPES[options.dtype] if operator(options.op).matmul else None)
 
 
 def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
-    """The default group's ranks; each takes its share of the cores, as every arm will. timeout: of the control group."""
+    """Return the default group's ranks; each takes its share of the cores, as every arm will. timeout: of the control group."""
     assert dist.group.WORLD is not None
     if device == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
@@ -111,17 +112,19 @@ def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
 
 
 def free_bytes(ranks: Ranks) -> float:
-    """Memory that is free for each rank, on the one that has least. Collective."""
+    """Return the free memory of each rank, on the rank with the least. Collective."""
     on_gpu = ranks.device.type == "cuda"
     mine = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else available_memory_bytes() / ranks.world_size
     return -ranks.most(-mine)
 
 
 def release(ranks: Ranks) -> None:
-    """Give back what the last configuration held, on all ranks before the next one measures what is free."""
+    """Free the last configuration's memory, on all ranks before the next one measures what is free."""
     gc.collect()
     ranks.meet()
-    domain(ranks.group, ranks.device).close()  # symmetric memory of every variant; the next configuration makes its own
+    domain(
+        ranks.group, ranks.device
+    ).close()  # frees symmetric memory of every variant; the next configuration allocates its own
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     dist.barrier(ranks.control)

@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
-"""One JSON object: what was measured of a (configuration, variant, mode), with what is needed to believe and repeat it."""
+"""One JSON object: the measurement of a (configuration, variant, mode), with the data needed to trust and repeat it."""
 
 
 class Table(NamedTuple):
@@ -19,7 +19,7 @@ class Table(NamedTuple):
 def table(
     title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
 ) -> Table:
-    """A line for each row, and `last`, by column; columns in which no row has anything are left out."""
+    """Return a table with a line for each row, then the lines of `last`, by column. Columns without any value are left out."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     shown = [name for name in columns if any(cells[name])]
     lines = [*zip(*(cells[name] for name in shown), strict=True)]
@@ -27,7 +27,7 @@ def table(
 
 
 def by_config(rows: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """The records of each configuration, by variant, in the order of first appearance."""
+    """Return the records of each configuration, by variant, in the order of first appearance."""
     found: dict[str, dict[str, Record]] = {}
     for r in rows:
         found.setdefault(r["config"], {})[r["variant"]] = r
@@ -35,7 +35,7 @@ def by_config(rows: Sequence[Record]) -> dict[str, dict[str, Record]]:
 
 
 def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
-    """What a column says of a record; nothing where the field is missing or None."""
+    """Return a function that formats a field of a record; empty if the field is missing or None."""
 
     def said(record: Record) -> str:
         value = record.get(field)
@@ -45,33 +45,33 @@ def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column left, the others right; a bar inside a cell stays a bar."""
+    """Return a Markdown table, the first column left, the others right; a bar inside a cell stays a bar."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
     return "\n".join([lines[0], "|---" + "|---:" * (len(header) - 1) + "|", *lines[1:]])
 
 
 def milliseconds(value: float | None) -> str:
-    """Three digits; nothing for None."""
+    """Return three digits; empty for None."""
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def geomean(values: Sequence[float]) -> float | None:
-    """None for no values."""
+    """Return the geometric mean; None for no values."""
     return geometric_mean(values) if values else None
 
 
 def times(factor: float | None, clear: bool = True) -> str:
-    """ "1.25x", in parentheses if not `clear`; nothing for None."""
+    """Return "1.25x", in parentheses if not `clear`; empty for None."""
     if factor is None:
         return ""
     return f"{factor:.2f}x" if clear else f"({factor:.2f}x)"
 
 
 def number(value: float | None, digits: int) -> str:
-    """Nothing for None."""
+    """Return a fixed-point number; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def share(those: Sequence[bool]) -> float | None:
-    """Of those that are true; None for no values."""
+    """Return the share of true values; None for no values."""
     return sum(those) / len(those) if those else None

@@ -1,13 +1,13 @@
-"""Shapes that a seed draws: a function of (seed, operator, number) and of what the machine takes, the same for every part of a run.
+"""Shapes drawn from a seed: a function of (seed, operator, number) and of the machine's limits, the same for every part of a run.
 
-    M        30%: 1 to 256, as when a language model generates; else 128 to 65536, log-uniform, half of them multiples of 128.
-             Operators whose ranks have equal parts of the rows: the next multiple of the number of ranks
+    M        30%: 1 to 256, as in decoding; else 128 to 65536, log-uniform, half of them multiples of 128. For operators whose ranks
+             have equal parts of the rows, M is rounded up to a multiple of the number of ranks
     N, K     512 to 53248, log-uniform; 80% multiples of 128, else of 64
     experts  tokens of a rank as M, to 16384; 1 to 32 experts on each rank, each token for 1 to 8; even to zipf 1
     tables   1 to 64 of 1,000 to 10,000,000 rows and 16 to 512 columns; bags of up to 64 rows; batches of 64 to 65536
     CPU      all smaller, so that a call takes some milliseconds
 
-What needs more than `Bounds` is drawn again.
+A shape that needs more than `Bounds` is drawn again.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ _EVEN = ("all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter
 
 _MOST_US = 5000.0
 _MEMORY_SHARE = 0.25
-_UNKNOWN = (500e6, 2e6)  # FLOP and bytes in a microsecond, for a GPU of which nothing is known
+_UNKNOWN = (500e6, 2e6)  # FLOP and bytes in a microsecond, for an unknown GPU
 _DECODE_SHARE = 0.3
 _ATTEMPTS = 100_000
 _ITEM_BYTES, _TABLE_BYTES = {"cuda": 2, "cpu": 4}, 4
 _CHECKING = 2.4
-"""Times the bytes of a shape: what the check of its results may hold, 60% of the memory."""
+"""The check of results may hold this many times the bytes of a shape: 60% of the memory."""
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges of a type of device. m, tokens, experts: the most. decode: the most rows of a decode step. nk, rows, dim, batch:
-    least and most. sizes: the largest M, number of tokens and batch of `changing`."""
+    """The ranges of a type of device.
+
+    m, tokens, experts: the most. decode: the most rows of a decode step. nk, rows, dim, batch: least and most. sizes: the largest
+    M, number of tokens and batch of `changing`."""
 
     m: int
     decode: int
@@ -68,8 +70,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a draw, for each of `ranks`: operations of its GEMMs, bytes that pooling reads, bytes of inputs and of results in
-    float64."""
+    """Limits of a draw for each rank: flops of its GEMMs, bytes that pooling reads, bytes of inputs and of results in float64."""
 
     device: str
     ranks: int
@@ -96,8 +97,9 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return a shape of the largest size, and `count` different sizes up to that (fewer, where there are no more): M, tokens of a
-    rank, or samples of all ranks."""
+    """Return a shape of the largest size, and `count` different sizes up to that, or fewer if there are not as many.
+
+    Sizes are M, tokens of a rank, or samples of all ranks."""
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
     most = sizes[(Shape, MoeShape, EmbeddingPreset).index(_made_by(op))]
     unit = _unit(op, bounds)
@@ -136,7 +138,7 @@ def _first_fitting(
 
 
 def fits(drawn: Drawn, bounds: Bounds) -> bool:
-    """Return whether a shape stays within the bounds."""
+    """True if a shape is within the bounds."""
     if isinstance(drawn, EmbeddingPreset):
         table_bytes = _TABLE_BYTES * _of_busiest([table.rows * table.dim for table in drawn.tables], bounds.ranks)
         row_bytes = _TABLE_BYTES * _of_busiest([table.bags.mean * table.dim for table in drawn.tables], bounds.ranks)
@@ -153,13 +155,14 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: Shape, ranks: int, item_bytes: int) -> float:
-    """Return what the comparison with float64 holds: two input sets and one of each rank, operands in fp32 and fp64, products."""
+    """Return the memory of the comparison with float64: two input sets and one of each rank, operands in fp32 and fp64,
+    products."""
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
 
 
 def _of_busiest(costs: Sequence[float], ranks: int) -> float:
-    """Return the least that the busiest rank has of tables, none of which is split."""
+    """Return a lower bound of the busiest rank's cost of tables that are not split."""
     return max(max(costs), sum(costs) / ranks)
 
 

@@ -1,8 +1,8 @@
-"""The verdict on rows. A row is a record of one shape in one mode: the slowest rank's milliseconds of weft and of serial by hand in
-each repetition, in which they took turns; of `changing` the same over all sizes.
+"""The verdict on rows. A row is a record of one shape in one mode: the slowest rank's milliseconds of weft and of serial by hand
+in each repetition, in which they alternated; for `changing` the same over all sizes.
 
-A shape is *below* in a mode if weft ran at under `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a second
-run. Single calls are judged by the microseconds that weft adds, `changing` by mean and 99th percentile.
+A shape is *below* in a mode if weft ran at under `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a
+second run. Single calls are judged by the microseconds that weft adds, `changing` by mean and 99th percentile.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from weft.bench.core.tables import Record, geomean, share
 from weft.bench.ops.any_operator import NEVER_BELOW
 
 BENCHMARK = "never-slower"
-"""What the field `benchmark` of its rows says."""
+"""The field `benchmark` of its rows."""
 
 SERIAL = "serial"
-"""The schedule that overlaps nothing."""
+"""The schedule without overlap."""
 GAINS_BELOW = 0.9
-"""Of serial's time: where the ideal is under it, overlap can gain."""
+"""Overlap can gain if the ideal time is under this share of serial's."""
 OVERLAPPED_SHARE = 0.6
 ADDED_US = {True: 20.0, False: 10.0}
-"""What a single call may add to serial's time, by whether its schedule overlaps."""
+"""Limit on what a single call adds to serial's time, by overlapped or not."""
 CHANGING_MEAN, CHANGING_P99_MS = 1.03, 0.3
-"""Of serial's mean; above serial's 99th percentile."""
+"""Limits relative to serial's mean, and above serial's 99th percentile."""
 
 _OF_REPETITIONS = 0.8
 _JUDGED = ("queued", "graph")
@@ -39,12 +39,12 @@ def is_mine(record: Record) -> bool:
 
 
 def key(row: Record) -> tuple[Hashable, ...]:
-    """Return what identifies a shape in a mode."""
+    """Return the key of a shape in a mode."""
     return row["seed"], row["op"], row["index"], row["config"], row["mode"]
 
 
 def speed(row: Record) -> float:
-    """Return how many times as fast as serial by hand weft is."""
+    """Return the speed of weft relative to serial by hand."""
     return float(median(row["serial_ms"]) / median(row["weft_ms"]))
 
 
@@ -60,12 +60,12 @@ def is_timed(row: Record) -> bool:
 
 
 def is_suspect(row: Record) -> bool:
-    """True for a row of a first run that has to be measured again."""
+    """True for a row of a first run that must be measured again."""
     return is_timed(row) and row["mode"] in _JUDGED and not row["again"] and is_under(row)
 
 
 def added_us(row: Record) -> float:
-    """Return how many microseconds a call takes longer than serial's, at the median."""
+    """Return the microseconds by which a call is longer than serial's, at the median."""
     return 1e3 * (median(row["weft_ms"]) - median(row["serial_ms"]))
 
 
@@ -95,7 +95,7 @@ class Verdict:
         first, second = dict[Hashable, Record](), dict[Hashable, Record]()
         for row in self.rows:
             if not row["again"]:
-                second.pop(key(row), None)  # a second run is one of the first run before it
+                second.pop(key(row), None)  # a second run belongs to the first run before it
             (second if row["again"] else first)[key(row)] = row
         return first, second
 
@@ -106,42 +106,42 @@ class Verdict:
 
     @cached_property
     def judged(self) -> list[Record]:
-        """Those among them in modes where a shape can be below."""
+        """The timed rows in modes in which a shape can be below."""
         return [row for row in self.timed if row["mode"] in _JUDGED]
 
     @cached_property
     def suspects(self) -> list[Record]:
-        """Rows that were under in the first run and have no second one."""
+        """The rows that were under the limit in the first run and have no second run."""
         return [row for row in self.judged if is_suspect(row) and key(row) not in self._runs[1]]
 
     @cached_property
     def below(self) -> list[Record]:
-        """Rows that were under in both runs."""
+        """The rows that were under the limit in both runs."""
         again = self._runs[1]
         return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
 
     @property
     def worst(self) -> list[Record]:
-        """The slowest beside serial first; single calls only where there is nothing else."""
+        """The rows by speed relative to serial, the slowest first; single calls only if there are no others."""
         return sorted(self.judged or self.timed, key=speed)
 
     @property
     def serial(self) -> list[Record]:
-        """Rows for which the serial schedule was chosen."""
+        """The rows for which the serial schedule was selected."""
         return [row for row in self.judged if not overlaps(row)]
 
     @property
     def gaining(self) -> list[Record]:
-        """Rows where overlap can gain."""
+        """The rows in which overlap can gain."""
         return [row for row in self.judged if can_gain(row)]
 
     @property
     def overlapped_share(self) -> float | None:
-        """Of the rows where overlap can gain, the part that overlaps."""
+        """The share of overlapped rows among those in which overlap can gain."""
         return share([overlaps(row) for row in self.gaining])
 
     def added_us(self, overlapped: bool) -> float | None:
-        """What single calls add, at the median of all shapes."""
+        """Return the microseconds that single calls add, at the median of all shapes."""
         found = [added_us(row) for row in self.timed if row["mode"] == "single" and overlaps(row) == overlapped]
         return median(found) if found else None
 
@@ -159,12 +159,12 @@ class Verdict:
 
     @property
     def mean_ideal_of_serial(self) -> float | None:
-        """Where serial was chosen: the ideal over serial's time, in the geometric mean."""
+        """The ideal time over serial's, in the geometric mean of rows for which serial was selected."""
         return geomean([ratio for row in self.serial if (ratio := ideal_ratio(row)) is not None])
 
     @property
     def failures(self) -> list[str]:
-        """What does not hold, a part of a sentence for each; empty if all holds."""
+        """The violated criteria, a part of a sentence for each; empty if all hold."""
         found = []
         if self.below:
             found.append(f"{len(self.below)} of {len(self.judged)} below {NEVER_BELOW}x")
@@ -197,7 +197,7 @@ def is_under_again(row: Record | None) -> bool:
 
 
 def changing_ratios(row: Record) -> tuple[float, float]:
-    """(weft's mean over serial's, milliseconds that weft's 99th percentile is above serial's)"""
+    """Return (weft's mean over serial's, milliseconds by which weft's 99th percentile exceeds serial's)."""
     weft, serial = row["changing"]["weft_ms"], row["changing"]["serial_ms"]
     return weft["mean"] / serial["mean"], weft["p99"] - serial["p99"]
 

@@ -1,4 +1,4 @@
-"""One drawn shape on all ranks: inputs, checks and times by the harness of all benchmarks, and a row for each mode."""
+"""The measurement of one drawn shape on all ranks: inputs, checks and times by the shared harness, and a row for each mode."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from weft.words import counted
 
 REPETITIONS = 5
 _SECONDS = {"cuda": 0.03, "cpu": 0.05}
-"""For the slowest variant of a mode."""
+"""Seconds for the slowest variant of a mode."""
 _WARM = {"cuda": 20, "cpu": 5}
-"""Sizes that are called before `changing` counts."""
+"""The number of warm-up sizes of `changing`."""
 _FP8 = (8, 9)
-"""The compute capability from which on GPUs have fp8 GEMMs."""
+"""The least compute capability with fp8 GEMMs."""
 _LIMIT = 4.0
-"""Times the error that torch's own GEMM may have: how far results of two ways may be apart, each of which rounds."""
+"""Two results, each rounded, may differ by this many times the allowed error of torch's own GEMM."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A shape to measure. index: its number; -1 for that of `changing`. sizes: of `changing`."""
+    """A shape to measure. index: its number; -1 for the shape of `changing`. sizes: of `changing`."""
 
     op: str
     index: int
@@ -98,7 +98,7 @@ def _timed(work: ChoosingVariants, modes: tuple[Mode, ...], options: Options) ->
     arms, beside, notes = work.arms([*wanted])
     arms, beside = {name: arms[name] for name in wanted if name in arms}, dict(beside)
     beside.pop(COMMUNICATION, None)
-    work.claims = ()  # all variants in each repetition, so that repetitions are pairs
+    work.claims = ()  # every repetition runs all variants, so that repetitions are pairs
     found = measure_arms(
         work, arms, beside, modes=modes, seconds=_SECONDS[options.device], repetitions=(REPETITIONS, REPETITIONS),
         step=lambda what, share: None,
@@ -125,7 +125,7 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: Item, ranks: Ranks) -> Record:
-    """Call all sizes, one after the other, weft and serial in turns, a synchronisation after each call."""
+    """Call all sizes, one after the other, weft and serial alternately, with a synchronisation after each call."""
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)

@@ -1,4 +1,4 @@
-"""The command line of `weft bench never-slower`. It needs no torch for its help."""
+"""The command line of `weft bench never-slower`. Its help needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMAND = "never-slower"
 MODES = ("queued", "graph", "single", "changing")
 SHAPES = 12
 SIZES = {"cuda": 1000, "cpu": 30}
-"""How many sizes follow each other in `changing`, by type of device."""
+"""The number of consecutive sizes in `changing`, by type of device."""
 
 _ABOUT = """
 Measure whether weft is ever slower than NCCL (gloo) and cuBLAS called by hand: every forward operator, on shapes that a seed draws.
@@ -48,7 +48,8 @@ def forward_operators() -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What to run. part: (i, n), the i-th of n equal parts of all shapes. sizes: how many follow each other in `changing`."""
+    """The options of a run. part: (i, n), the i-th of n equal parts of all shapes. sizes: number of consecutive sizes in
+    `changing`."""
 
     ops: tuple[str, ...]
     modes: tuple[str, ...]
@@ -88,7 +89,7 @@ class Options:
 
 
 def options_of(arguments: Sequence[str], program: str) -> Options:
-    """Return what is asked for. `ValueError` for what cannot be."""
+    """Parse the command line; raise `ValueError` for impossible options."""
     parser = argparse.ArgumentParser(
         prog=f"{program} {COMMAND}", description=_ABOUT, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -124,7 +125,7 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
 
 
 def default_seed() -> str:
-    """Return the first 8 hexadecimal digits of the commit, or of the sources' hash where no commit is known."""
+    """Return the first 8 hexadecimal digits of the commit, or of the sources' hash if no commit is known."""
     code = provenance()
     return (code.source if code.commit == "unknown" else code.commit)[:8]
 

@@ -23,12 +23,12 @@ from weft.words import counted, joined
 
 _WORST = 10
 _SPEEDS = ("queued", "graph")
-"""Modes whose factors are shown."""
+"""The modes with shown factors."""
 _HOW = {True: "overlapped", False: "serial"}
 
 
 def in_short(rows: Sequence[Record]) -> str:
-    """Return what a shape's rows say, for a line of progress."""
+    """Return a shape's rows in short, for a line of progress."""
     found = []
     for row in rows:
         if row.get("error"):
@@ -44,7 +44,7 @@ def in_short(rows: Sequence[Record]) -> str:
 
 
 def show(rows: Sequence[Record]) -> None:
-    """Print the ten worst, what all say together, and the verdict."""
+    """Print the ten worst rows, the summary, and the verdict."""
     verdict = Verdict(rows)
     if verdict.timed:
         below = {key(row) for row in verdict.below}
@@ -70,7 +70,7 @@ def verdict_of(verdict: Verdict) -> str:
 
 
 def said(verdict: Verdict) -> list[str]:
-    """Return what rows say together, a line for each thing."""
+    """Return the summary of all rows, in lines."""
     lines = []
     if judged := verdict.judged:
         lines.append(
@@ -110,7 +110,7 @@ def said(verdict: Verdict) -> list[str]:
 
 
 def markdown(rows: Sequence[Record]) -> str:
-    """Return a table with a line for each operator, what all say together, and a table of the shapes of each operator."""
+    """Return a table with a line for each operator, the summary, and a table of the shapes of each operator."""
     verdict = Verdict(rows)
     ops = list(dict.fromkeys(row["op"] for row in rows))
     header = [
@@ -163,8 +163,9 @@ def _shapes(op: str, rows: Sequence[Record]) -> str:
 
 
 def _line_of_shape(by_mode: Mapping[str, Record], below: Set[Hashable]) -> list[str]:
-    """Return the cells of a shape: time and schedule of queued calls, and the schedule of captured ones where it is another. below:
-    keys of rows."""
+    """Return the cells of a shape: time and schedule of queued calls, and the schedule of captured calls if it differs.
+
+    below: keys of rows."""
     usual = by_mode.get("queued") or next(iter(by_mode.values()))
     captured = by_mode.get("graph", usual)["chosen"]
     speeds = [by_mode.get(mode) for mode in _SPEEDS]
@@ -183,7 +184,7 @@ def _total(verdict: Verdict) -> str:
 
 
 def sentence(rows: Sequence[Record]) -> str:
-    """Return what a record says of "never slower", for the README. `ValueError` for rows without times."""
+    """Return the sentence about "never slower" for the README; raise `ValueError` for rows without times."""
     verdict = Verdict(rows)
     judged = verdict.judged
     if not judged:

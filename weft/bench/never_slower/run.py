@@ -1,7 +1,8 @@
-"""A run of `weft bench never-slower`: all shapes of its part, what the file already has left out, and the suspects again.
+"""A run of `weft bench never-slower`: all shapes of its part except those in the file, and the suspects again.
 
-Rank 0 draws, reads the file and decides; the other ranks are told. An error at a shape is a row, and the run goes on, if all ranks
-met the same one and the group lives. Otherwise it ends: the same command, with `--json`, goes on behind that shape.
+Rank 0 draws shapes, reads the file and decides; it broadcasts to the other ranks. If all ranks fail alike at a shape and the
+group is alive, the error becomes a row, and the run goes on. Otherwise it ends: the same command, with `--json`, goes on behind
+that shape.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from weft.words import by_rank
 T = TypeVar("T")
 
 _SAME = ("seed", "commit", "source", "machine", "device", "ranks", "versions", "variables", "harness")
-"""Fields by which a row of a file is one of this run."""
+"""The fields in which a row of the file must equal this run."""
 _CHANGING = -1
 
 
 def never_slower(options: Options) -> list[Record]:
-    """Measure on new processes or as one of torchrun's ranks, print the summary, and append rows to `options.json`. Return all
-    rows that the summary is made of. WeftError if the group died."""
+    """Measure on new processes or as one of torchrun's ranks, print the summary, and append rows to `options.json`.
+
+    Returns all rows of the summary. Raises WeftError if the group died."""
     return on_ranks(run_rank, options.ranks, options.device, options)
 
 
 def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
-    """Do one rank's part; the default process group exists. Return the rows on rank 0, none elsewhere."""
+    """Run one rank's part in the default process group. Return the rows on rank 0, none elsewhere."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", plan.NoOverlapWarning)  # each row says what was chosen
+        warnings.simplefilter("ignore", plan.NoOverlapWarning)  # each row records the selected schedule
         return _Run(options).all()
 
 
@@ -71,7 +73,7 @@ class _Run:
         self.options, self.run = options, uuid.uuid4().hex[:12]
         self.patience = timedelta(seconds=2 * env.deadline_s())
         self.ranks = make_ranks(options.device, self.patience)
-        # A rank that fails alone waits here for the others, who may wait for it elsewhere until their deadline.
+        # A rank that fails alone waits here for the others, which may wait for it elsewhere until their deadline.
         self.meeting = dist.new_group(backend="gloo", timeout=2 * self.patience)
         self.rows: list[Record] = []
         self.written = 0
@@ -105,7 +107,7 @@ class _Run:
         return self.rows
 
     def found(self, items: Sequence[Item]) -> list[Record]:
-        """Return the rows of these shapes that the file has, and say how many there are."""
+        """Return the rows of these shapes that the file has, and print their number."""
         path = self.options.json
         if path is None or not path.is_file():
             return []
@@ -132,7 +134,7 @@ class _Run:
         return tuple(mode for mode in self.options.modes if mode != "changing")
 
     def missing(self, items: Sequence[Item]) -> list[tuple[Item, tuple[str, ...]]]:
-        """Return the shapes and modes that are to be measured."""
+        """Return the shapes and modes that are still to be measured."""
         done: set[Hashable] = {key(row) for row in self.rows if not row["again"]}
         found = []
         for item in items:
@@ -165,7 +167,7 @@ class _Run:
             records.append(self.options.json, rows)
 
     def attempt(self, item: Item, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """(rows of a shape, why the group is dead if it is). Collective."""
+        """Return (rows of a shape, the reason if the group is dead). Collective."""
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
         if not any(errors):
@@ -176,7 +178,7 @@ class _Run:
         rows = [self.common(item, mode, again) | {"error": text} for mode in modes]
         if not alike:
             return rows, text
-        control = dist.new_group(backend="gloo", timeout=self.patience)  # the old one may hold a part of what failed
+        control = dist.new_group(backend="gloo", timeout=self.patience)  # the old group may have unfinished operations
         self.ranks = replace(self.ranks, control=control)
         try:
             release(self.ranks)
@@ -186,7 +188,7 @@ class _Run:
         return rows, next((dead for dead in self.said(error) if dead), "")
 
     def rows_of(self, item: Item, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """(rows, the error); what an exception holds is let go of here."""
+        """Return (rows, the error); the references of an exception are dropped here."""
         try:
             found = measured(item, modes, again, self.ranks, self.options)
             return [row | {"run": self.run} for row in found], ""

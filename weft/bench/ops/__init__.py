@@ -1,1 +1,1 @@
-"""A file for each operator: its presets, inputs, baselines, and what its tables say."""
+"""A file for each operator with baselines of its own: its presets, inputs, baselines, and tables."""

@@ -1,13 +1,13 @@
-"""Benchmark of the all-gather that feeds a GEMM: shapes x variants. benchmarks/README.md says what they and their numbers mean.
+"""Benchmark of all-gather + GEMM: shapes x variants. benchmarks/README.md explains them and their numbers.
 
 With fp8 the operators are the scaled ones, with a scale for each whole tensor, and results are bf16. Inputs of shapes named
 "-symmetric" lie in torch's symmetric memory. Presets of FiCCO's GEMMs: `weft.bench.ops.ficco_shapes`. Variants beside weft's:
 
-    serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm (fp8: torch._scaled_mm)
+    serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
 
-Beside them run the two halves of an ideal overlap, the GEMM alone on gathered rows and the shard's copies to the peers alone, and
-the library's all-gather alone.
+Also timed: the two halves of an ideal overlap, which are the GEMM alone on gathered rows and the copies of the shard to the peers
+alone, and NCCL's all-gather alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BLOCK = 4096  # rows of the reference that are computed at a time
 
 
 class GatherVariants(TorchVariants):
-    """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
+    """Normally distributed x and w, a different x for each input set, w scaled so that outputs are about 1."""
 
     rules = (plan.AUTOTUNE, plan.HEURISTIC)
 
@@ -66,7 +66,7 @@ class GatherVariants(TorchVariants):
         self.gathered = whole.gathered[: self.config.m]
 
     def whole(self, which: int) -> torch.Tensor:
-        """The gathered x, made and not gathered: [m, k]."""
+        """Return the gathered x [m, k], drawn here without a gather."""
         return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
 
     def reference(self, which: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class GatherVariants(TorchVariants):
         return y
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """FiCCO's 2D schedules round an output at every step."""
+        """Allow for the roundings of FiCCO's 2D schedules, which round an output at every step."""
         chosen = [choice.schedule for choice in self.choices.values()] if name in (WEFT, *self.rules) else []
         if name == plan.HEURISTIC and (pick := plan.pick_here(self.problem, device_name(self.ranks.device))[0]):
             chosen = [named(self.problem, pick).build()]
@@ -105,7 +105,7 @@ class GatherVariants(TorchVariants):
         )
 
     def gemm(self, x: torch.Tensor) -> torch.Tensor:
-        """By the library, on gathered rows."""
+        """Run cuBLAS's GEMM on gathered rows."""
         if not self.scaled:
             return torch.mm(x, self.w)
         y = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=x.device)
@@ -147,12 +147,12 @@ class GatherVariants(TorchVariants):
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
-        """Made late: a first call pays for its own memory."""
+        """The peers' memory for the copies, allocated late: the first call of an arm pays for its own memory."""
         return self.places(self.problem.rows[self.ranks.rank], self.config.k, self.operands)
 
 
 def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The same in memory that torch's operators know to be symmetric. Collective."""
+    """Return a copy in memory that torch's operators know to be symmetric. Collective."""
     import torch.distributed._symmetric_memory as symm_mem
 
     copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -181,7 +181,7 @@ class _AllGatherMatmul(TorchOperator):
         super().check_options(options)
 
     def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """torch's own up to, and above, the rows for which it would use multicast."""
+        """Compare with torch's operator up to, and above, the rows for which it would use multicast."""
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
         if small:

@@ -1,16 +1,16 @@
-"""Benchmark of tokens that go to the ranks of their experts and are multiplied there: mixture-of-experts layers x variants.
+"""Benchmark of MoE dispatch + GEMM: mixture-of-experts layers x variants.
 
-Tokens are sorted by expert, a router has drawn how many there are for each; weights lie as [experts, K, N]. Variants
-(benchmarks/README.md says more of them):
+Tokens are sorted by expert; a router has drawn the number for each. Weights are [experts, K, N]. Variants (benchmarks/README.md
+has more):
 
     serial    the baseline: all_to_all_single of the splits, which the host reads, and of the tokens, torch's grouped GEMM
-    padded    what can be captured without weft, the baseline of `graph`: as much room for every expert as the largest count needs,
-              equal all_to_all_single, torch.bmm over everything
-    weft, names of schedules     as of any operator, for exactly the rows that arrive: for them the host waits in each call
+    padded    the best that can be captured without weft, the baseline of `graph`: as much room for every expert as the largest
+              count needs, equal all_to_all_single, torch.bmm over everything
+    weft, names of schedules     as of any operator, for exactly the rows that arrive: the host waits for their number in each call
     ...-bounded     the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
 
-Beside them run torch's GEMMs alone on rows that lie in the order of experts, grouped and one by one, and the library's
-all-to-all of the tokens alone, sizes known.
+Also timed: torch's GEMMs alone on rows in the order of experts, grouped and one by one, and NCCL's all-to-all of the tokens
+alone, with known sizes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"
 GEMM_EACH, EXCHANGE = "gemm-each", "exchange"
-_PADDED_SHARE = 0.3  # of the free memory, for what `padded` makes in a call
+_PADDED_SHARE = 0.3  # of the free memory, for the tensors of a call of `padded`
 _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)(?:-zipf(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True)
 class MoeShape(Shape):
-    """m tokens on each rank, `top_k` of all ranks' `experts` for each, [k, n] in each expert. skew: exponent of Zipf's law."""
+    """m tokens on each rank, each for `top_k` of all ranks' `experts`, [k, n] in each expert. skew: exponent of Zipf's law."""
 
     experts: int = 1
     top_k: int = 1
@@ -81,11 +81,11 @@ class MoeShape(Shape):
 
     @property
     def rows(self) -> int:
-        """What a rank sends, to others and to itself: each token once for each of its experts."""
+        """The rows that a rank sends, to others and to itself: each token once for each of its experts."""
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Of calls for as many rows as there are, and for at most so many."""
+        """Return the descriptions of calls for exactly the rows that arrive, and for a bounded number."""
         described: Any = PROBLEMS[op]
         p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)
@@ -94,7 +94,7 @@ class MoeShape(Shape):
         return (2 * self.rows + self.experts // ranks * self.n) * self.k * item_bytes + 8 * self.rows * self.n
 
     def splits(self, world_size: int, which: int) -> torch.Tensor:
-        """int64 [world_size, experts]: how many rows each rank has for each expert; the same on every rank and device."""
+        """Return int64 [world_size, experts]: each rank's rows for each expert; the same on every rank and device."""
         popularity = torch.arange(1, self.experts + 1).double() ** -self.skew
         drawn = []
         for rank in range(world_size):
@@ -107,9 +107,9 @@ class MoeShape(Shape):
 
 @dataclass(frozen=True)
 class Load:
-    """What the router's choice means for a configuration; the worst or, of skews, the mean input set.
+    """The load that the router's choice makes for a configuration; the worst or, for skews, the mean input set.
 
-    capacity: rows that `padded` has for each expert on each rank. max_rows: what bounded variants are given. rank_skew and
+    capacity: rows that `padded` has for each expert on each rank. max_rows: the argument of bounded variants. rank_skew and
     expert_skew: most over mean of the rows of a rank, and of an expert. busiest_bytes: out of or into the busiest rank."""
 
     max_rows: int
@@ -120,18 +120,18 @@ class Load:
 
 
 class ExpertVariants(GemmVariants):
-    """Normally distributed rows, weights scaled so that results are about 1; other rows and splits in each input set."""
+    """Normally distributed rows, weights scaled so that results are about 1; different rows and splits in each input set."""
 
     beside = (GEMM, GEMM_EACH, EXCHANGE)
     sent_columns: ClassVar = "k"
     ahead: ClassVar[str]
-    """The baseline that can be captured."""
+    """The baseline for graphs, which can be captured."""
     arrived: Sequence[torch.Tensor]
-    """What lies at this rank's experts, by expert and then by source."""
+    """The rows at this rank's experts, by expert and then by source."""
     moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """What the exchange alone receives, and what it sends."""
+    """(received, sent) tensors of the exchange alone."""
     most: int | None = None
-    """The largest number of tokens of any call, where it changes."""
+    """The largest number of tokens of any call, if it changes."""
 
     def draw(self) -> None:
         ranks, shape = self.ranks, self.config
@@ -141,7 +141,7 @@ class ExpertVariants(GemmVariants):
         self.received = [self.counts(which).to(ranks.device) for which in range(self.input_sets)]
         self.draw_rows()
         self.w = torch.empty(self.experts, shape.k, shape.n, dtype=self.dtype, device=ranks.device)
-        for i, of_expert in enumerate(self.w):  # one by one: in fp32 all together take as much again, twice
+        for i, of_expert in enumerate(self.w):  # one by one: all in fp32 at once would take three times the memory
             of_expert.copy_(self.expert(ranks.rank, i))
 
     @abstractmethod
@@ -156,7 +156,8 @@ class ExpertVariants(GemmVariants):
         return drawn.to(self.dtype)
 
     def counts(self, which: int, rank: int | None = None) -> torch.Tensor:
-        """int64 [world size, experts], on the host: what each rank sends to `rank`, here, for each expert of it."""
+        """Return int64 [world size, experts], on the host: the rows that each rank sends to `rank` (default: this one) for each
+        of its experts."""
         first = (self.ranks.rank if rank is None else rank) * self.experts
         return self.all_splits[which][:, first : first + self.experts]
 
@@ -184,7 +185,7 @@ class ExpertVariants(GemmVariants):
         return self.ahead if mode == "graph" else BASELINE
 
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """In graphs the variant that waits for nothing."""
+        """Return the bounded variant for graphs, since it waits for nothing."""
         return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
 
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
@@ -192,7 +193,7 @@ class ExpertVariants(GemmVariants):
         return min(gemms, default=None), found.ms(mode, EXCHANGE)
 
     def cut_to(self, whole: Self) -> None:
-        """With as many rows for each expert in proportion."""
+        """Take fewer rows for each expert, in proportion."""
         self.most = whole.config.rows
         self.all_splits = [_in_proportion(splits, self.config.rows) for splits in whole.all_splits]
         self.splits = [splits[self.ranks.rank].to(self.ranks.device) for splits in self.all_splits]
@@ -202,10 +203,11 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take as many of the rows of `whole` as these splits say."""
+        """Take as many of the rows of `whole` as these splits need."""
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
+        """Return the longest of the busiest rank's memory traffic (its rows and experts once), its GEMMs, and its bytes over the
+        link."""
         shape, load = self.config, self.load
         rows = load.rank_skew * shape.rows
         traffic = (self.experts * shape.k * shape.n + rows * (shape.k + shape.n)) * self.dtype.itemsize
@@ -237,7 +239,7 @@ class ExpertVariants(GemmVariants):
         self.ends = [received.sum(0).cumsum(0, dtype=torch.int32) for received in self.received]
         beside: dict[str, Call] = {GEMM: self.gemm, GEMM_EACH: self.gemm_each, EXCHANGE: self.exchange}
         if any(size * self.dtype.itemsize % 16 for size in (self.config.n, self.config.k)):
-            del beside[GEMM]  # torch's grouped GEMM refuses rows that do not begin at multiples of 16 bytes
+            del beside[GEMM]  # torch's grouped GEMM needs rows that begin at multiples of 16 bytes
         return {BASELINE: self.serial}, beside, []
 
     def waits(self, name: str) -> bool:
@@ -259,7 +261,10 @@ class ExpertVariants(GemmVariants):
 
 class DispatchVariants(ExpertVariants):
     baselines: ClassVar[tuple[str, ...]] = (BASELINE, PADDED)
-    compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: baselines}  # exact rows are not compared with padding
+    compared: ClassVar = {
+        WEFT: (BASELINE,),
+        WEFT + BOUNDED: baselines,
+    }  # variants with exact rows are not compared with padding
     ahead = PADDED
 
     def draw_rows(self) -> None:
@@ -273,7 +278,7 @@ class DispatchVariants(ExpertVariants):
         return self.rows_drawn(which, rank, self.config.rows)
 
     def ordered(self, which: int) -> torch.Tensor:
-        """What arrives, made and not sent: [rows, k]."""
+        """Return the rows [rows, k] that arrive, drawn here without a transfer."""
         first, parts = self.ranks.rank * self.experts, []
         for source, splits in enumerate(self.all_splits[which]):
             parts.append(self._tokens(which, source).split(splits.tolist())[first : first + self.experts])
@@ -288,7 +293,7 @@ class DispatchVariants(ExpertVariants):
         return y
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """Of `padded` the rows that hold tokens; of bounded variants those that arrive, which come first."""
+        """Return the rows that hold tokens: of `padded` the used slots, of bounded variants the first rows."""
         counts = self.counts(which)
         if name != PADDED:
             return output[: int(counts.sum())] if name.endswith(BOUNDED) else output
@@ -296,7 +301,7 @@ class DispatchVariants(ExpertVariants):
         return output[here.flatten().to(output.device)]
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        # Sent, received, in the order of experts; and multiplied.
+        # Rows as sent, as received, in the order of experts; and the result.
         needed = self.config.experts * self.load.capacity * (3 * self.config.k + self.config.n) * self.dtype.itemsize
         fits = needed <= _PADDED_SHARE * free_bytes(self.ranks)
         self.arrived = [self.ordered(which) for which in range(self.input_sets)]
@@ -307,7 +312,7 @@ class DispatchVariants(ExpertVariants):
         return arms, beside, [f"{PADDED} not measured, no memory: it needs {needed / 1e9:.1f} GB"]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """FiCCO's 2D schedules round y at every step; they run where they are pinned."""
+        """Allow for the roundings of FiCCO's 2D schedules, which round y at every step; they run only if pinned."""
         most = roundings(self.schedules[name]) if name in self.schedules else 1
         return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)
 
@@ -321,9 +326,9 @@ class DispatchVariants(ExpertVariants):
         return multiplied_by_library(self.tokens[which], self.w, sizes, group, None)[0]
 
     def padded(self, which: int) -> torch.Tensor:
-        """Room for `capacity` rows of each expert on each rank: sizes are known, so that nobody waits for them.
+        """Run with room for `capacity` rows of each expert on each rank: sizes are known, so the host does not wait.
 
-        [experts * world size * capacity, n], by expert and then by source; slots that are not used hold other tokens."""
+        Returns [experts * world size * capacity, n], by expert and then by source; unused slots hold other tokens."""
         splits, tokens = self.splits[which], self.tokens[which]
         rows = ((splits.cumsum(0) - splits).unsqueeze(1) + self.slots).clamp_(max=tokens.shape[0] - 1)
         padded = tokens.index_select(0, rows.flatten())
@@ -333,7 +338,7 @@ class DispatchVariants(ExpertVariants):
         return torch.bmm(by_source.transpose(0, 1).reshape(self.experts, -1, self.config.k), self.w).flatten(0, 1)
 
     def weft(self, variant: str, schedule: str | None) -> Arm:
-        """For exactly the rows that arrive or for at most so many."""
+        """Return weft's call, for exactly the rows that arrive or for a bounded number."""
         max_rows = self.load.max_rows if variant.endswith(BOUNDED) else None
 
         def call(which: int) -> torch.Tensor:
@@ -378,7 +383,8 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
 
     def said(self, rows: Sequence[Record]) -> list[str]:
-        """A sentence for each of `weft` and `weft-bounded`: even and skewed routing apart, for what padding costs is the skew."""
+        """Return a sentence each for `weft` and `weft-bounded`, with even and skewed routing apart, since skew is what makes
+        padding cost."""
         return [text for variant in self.variants.compared if (text := self._said_of(variant, rows))]
 
     def _said_of(self, variant: str, rows: Sequence[Record]) -> str:
@@ -404,11 +410,12 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return "; ".join([*said_of_all, *self.said_of_best(mine, alike)]) + "."
 
     def twin(self, record: Record) -> str | None:
-        """With `max_rows` the serial schedule is not the baseline, whose result has another shape, and it cannot be pinned."""
+        """Return the pinned twin. With `max_rows` the serial schedule has none: it cannot be pinned, and the baseline has another
+        shape."""
         variant = record["variant"]
         if variant not in self.variants.compared or record["chosen"] is None:
             return BASELINE if variant == OWN_SERIAL else None
-        queued, _, captured = record["chosen"].partition(", in graphs ")  # as harness 3 had both
+        queued, _, captured = record["chosen"].partition(", in graphs ")  # harness 3 recorded both in one field
         taken = captured or queued if record["mode"] == "graph" else queued
         if taken == "serial":
             return BASELINE if variant == WEFT else None
@@ -420,7 +427,7 @@ def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
 
 
 def _in_proportion(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """`rows` for each rank, spread over experts as `splits` spreads its own; the last ones go to the first experts."""
+    """Return `rows` for each rank, spread over experts in proportion to `splits`; the remainder goes to the first experts."""
     of_rank = splits.sum(1, keepdim=True)
     fewer = splits * rows // of_rank
     left = rows - fewer.sum(1, keepdim=True)

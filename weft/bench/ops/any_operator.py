@@ -1,9 +1,9 @@
-"""Benchmark of any operator that is registered (`weft.operator`), shapes x variants, and what those with baselines of their own
-build on.
+"""Benchmark of any registered operator (`weft.operator`), shapes x variants, and the base of benchmarks with baselines of their
+own.
 
-Calls are those that an operator's spec draws, and what must come out is what it says. Variants are the serial schedule, which is
-the baseline, `weft`, the operator as it chooses, and names of schedules ("weft-serial": its serial one): the beginning of a name
-means all that begin so, "all" every one.
+The operator's spec draws the calls and computes the expected results. Variants are the serial schedule, which is the baseline,
+`weft`, the operator with its own choice, and names of schedules ("weft-serial": its serial one). The beginning of a name means
+all schedules that begin so, "all" every one.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from weft.words import counted
 
 GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
 PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
-"""An operator takes the same schedule for single calls as for queued ones."""
+"""An operator selects the same schedule for single calls as for queued ones."""
 NEVER_BELOW = 0.98
-"""Of the baseline's speed: what counts as not slower."""
+"""The share of the baseline's speed that counts as not slower."""
 Arm = Callable[[int], torch.Tensor]
 
 _NEAR_BEST = 0.03
@@ -53,17 +53,17 @@ _PREDICTED = ("predicted_ms", "predicted_blind_ms")
 
 
 class GemmVariants(ChoosingVariants):
-    """Of an operator with a GEMM: baselines, the operator as it chooses (`compared`), schedules under their names."""
+    """Variants of an operator with a GEMM: baselines, the operator with its own choice (`compared`), and pinned schedules."""
 
     config: Any
-    """Its shape."""
+    """The shape."""
     baselines: ClassVar[tuple[str, ...]] = (BASELINE,)
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
-    """Variants that choose: the baselines with which they are compared, their own first."""
+    """The baselines of each variant that selects its schedule, its own first."""
     rules: ClassVar[tuple[str, ...]] = ()
-    """Variants that choose in another way than by default (`weft.plan.use`); they run if they are named."""
+    """Variants that select by another rule than the default (`weft.plan.use`); they run if named."""
     beside: ClassVar[tuple[str, ...]] = ()
-    """What runs beside the variants; all records have their times."""
+    """The calls timed beside the variants; all records have their times."""
 
     def __init__(self, spec: Spec[Any], shape: Shape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
@@ -72,8 +72,8 @@ class GemmVariants(ChoosingVariants):
         self.problems = self._describe(shape)
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
-        self.schedules: dict[str, Schedule] = {}  # of the variants that pin one
-        self._taken: dict[str, tuple[str, str]] = {}  # of the variants that choose and were called
+        self.schedules: dict[str, Schedule] = {}  # the schedules of variants that pin one
+        self._taken: dict[str, tuple[str, str]] = {}  # the selected schedules, by variant, after a call
         self.draw()
 
     @abstractmethod
@@ -84,19 +84,19 @@ class GemmVariants(ChoosingVariants):
         return torch.Generator(self.ranks.device).manual_seed(seed)
 
     def normal(self, seed: int, *size: int) -> torch.Tensor:
-        """Normally distributed numbers in fp32."""
+        """Return normally distributed numbers in fp32."""
         return torch.randn(size, generator=self.generator(seed), device=self.ranks.device)
 
     @abstractmethod
     def weft(self, variant: str, schedule: str | None) -> Arm:
-        """The operator, as that variant calls it, with a schedule or as it chooses."""
+        """Return the operator's call for that variant, with a pinned schedule or its own choice."""
 
     @abstractmethod
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        """(baselines; what runs beside the variants; notes on what was left out). wanted: or the usual ones."""
+        """Return (baselines; calls beside the variants; notes on omitted ones). wanted: names, or the default ones."""
 
     def waits(self, name: str) -> bool:
-        """Whether a variant waits for the device in each call."""
+        """True if a variant waits for the device in each call."""
         return False
 
     def arms(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
@@ -116,12 +116,13 @@ class GemmVariants(ChoosingVariants):
         return gemms.gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
 
     def is_mine(self, p: Any, variant: str) -> bool:
-        """Whether that is the description of a variant's calls."""
+        """True if `p` describes the calls of this variant."""
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
-        """Note what the operator took: it forgets calls when there are many others. RuntimeError if none is of this problem: then
-        what was timed is not what the records say."""
+        """Note the schedule that the operator selected, since it forgets old calls when there are many others.
+
+        Raises RuntimeError if no call is of this problem: the records would then not describe the timed calls."""
         if name not in self.compared and name not in self.rules:
             return
         calls, rule = prepared_calls(self.spec, self.ranks.group), name if name in self.rules else None
@@ -146,7 +147,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def serial(self, which: int) -> torch.Tensor:
-        """The baseline: the library's collective and GEMM in turn."""
+        """Run the baseline: NCCL's collective and cuBLAS's GEMM one after the other."""
 
     def resized(self, size: int) -> Self:
         other = copy.copy(self)
@@ -158,7 +159,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def cut_to(self, whole: Self) -> None:
-        """Take the first rows of the inputs of `whole`, as this shape needs them."""
+        """Take the first rows of the inputs of `whole`, as many as this shape has."""
 
     def twins(self, mode: Mode) -> dict[str, str]:
         return {WEFT: BASELINE} if WEFT in self._taken and self.taken(WEFT, mode) == "serial" else {}
@@ -168,7 +169,7 @@ class GemmVariants(ChoosingVariants):
         return {"sources": list(self.config.sources)} | beside
 
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
-        """added_us: what a single call takes longer than the baseline's. chosen: the schedule, of a variant that chooses."""
+        """added_us: the time of a single call minus the baseline's. chosen: the schedule of a variant that selects its own."""
         mine, base = found.ms(mode, name), found.ms(mode, self.baseline(mode))
         added_us = 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
         chooses = name in self.compared or name in self.rules
@@ -181,7 +182,7 @@ class GemmVariants(ChoosingVariants):
 
 
 class MatmulVariants(GemmVariants):
-    """Of [m, k] @ [k, n] in some way: random calls, other ones for each input set; of the results the first is compared."""
+    """Variants of [m, k] @ [k, n] in some form: random calls, different for each input set; the first result is compared."""
 
     def draw(self) -> None:
         self.calls = [self._drawn(which, self.ranks.rank) for which in range(self.input_sets)]
@@ -211,7 +212,7 @@ class MatmulVariants(GemmVariants):
         return {BASELINE: self.serial}, {}, []
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Inputs and results once through memory."""
+        """Return the time of inputs and results once through memory."""
         outputs = self.spec.outputs(self.calls[0], self.ranks.world_size).values()
         tensors = [t for t in (*self.spec.tensors(self.calls[0]), *outputs) if isinstance(t, torch.Tensor)]
         return max(c.ms(sum(t.nbytes for t in tensors)) for c in ceilings)
@@ -237,8 +238,9 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def choices(self) -> dict[Mode, plan.Choice]:
-        """What the planner says of queued and of captured calls; nothing where it does not know the machine, and the operator
-        measures instead. Look at it after the operator's first call, which is timed and should not find the choice made."""
+        """The planner's choices for queued and captured calls; empty if the machine is unknown and the operator measures instead.
+
+        Read it after the operator's first call, which is timed and must not find the choice made."""
         model = self._model()
         if model is None:
             return {}
@@ -246,8 +248,10 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
-        """For each schedule milliseconds of one of many calls: calibrated by GEMMs of the very shape that the first call has timed,
-        and blind, by the machine's file (and `weft plan calibrate`) alone."""
+        """For each schedule the predicted milliseconds of one of many calls: (calibrated, blind).
+
+        Calibrated predictions use GEMMs of this very shape that the first call has timed. Blind ones use the machine's file (and
+        `weft plan calibrate`) alone."""
         found = {}
         for mode, choice in self.choices.items():
             model, p = self._model(), choice.problem
@@ -258,7 +262,7 @@ class MatmulVariants(GemmVariants):
                 for rows in (choice.rows, decide(p, blind, mode=choice.mode).rows)
             )
             taken = self.taken(WEFT, mode) if WEFT in self._taken else None
-            if taken is not None and taken not in blind_ms:  # predicted to be hopeless
+            if taken is not None and taken not in blind_ms:  # it was pruned as too slow
                 blind_ms[taken] = predict(named(p, taken).build(), blind, choice.mode, least_us(p, blind)) / 1e3
             found[mode] = calibrated_ms, blind_ms
         return found
@@ -269,13 +273,14 @@ class MatmulVariants(GemmVariants):
 
 
 class GemmOperator(Operator[S]):
-    """Its presets are shapes, or are typed as shapes. Tables have a row for each shape, and sentences about all of them."""
+    """The benchmark of an operator with a GEMM. Presets are names or typed shapes; tables have a row for each shape, and a
+    summary."""
 
     matmul = True
     variants: type[GemmVariants]
     shape: type[S]
     shapes_of: ClassVar[str] = ""
-    """The operator whose shapes it has, if not shapes of its own."""
+    """The operator whose shapes it uses, if it has none of its own."""
     columns: ClassVar[Columns] = {"added\nus": cell("added_us", 1)}
 
     def __init__(self, spec: Spec[Any], variants: type[GemmVariants] | None = None) -> None:
@@ -305,15 +310,15 @@ class GemmOperator(Operator[S]):
 
     @abstractmethod
     def said(self, rows: Sequence[Record]) -> list[str]:
-        """What the shapes say together, in sentences."""
+        """Return the summary of the shapes, in sentences."""
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Of the baselines those that were measured."""
+        """Return the baselines that were measured."""
         there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """With the best schedule where schedules were pinned."""
+        """Return the lines, with the best schedule if schedules were pinned."""
         header, lines = super().lines(rows)
         best = [self.fastest(rows, config) for config in dict.fromkeys(r["config"] for r in rows)]
         if not any(best):
@@ -325,7 +330,7 @@ class GemmOperator(Operator[S]):
         return self.said(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
 
     def remarks(self, rows: Sequence[Record]) -> list[str]:
-        """What has to be known of other libraries."""
+        """Return remarks on other libraries."""
         return []
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
@@ -340,7 +345,7 @@ class GemmOperator(Operator[S]):
         return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
-        """(header, cells), where schedules of several kinds were pinned."""
+        """Return (header, cells), if schedules of several kinds were pinned."""
         variants: dict[str, set[str]] = {}
         fastest: dict[str, dict[str, float]] = {}  # milliseconds by shape and kind
         for r in rows:
@@ -354,7 +359,7 @@ class GemmOperator(Operator[S]):
         return header, [[config, *(milliseconds(ms.get(kind)) for kind in variants)] for config, ms in fastest.items()]
 
     def _on_host(self, rows: Sequence[Record]) -> list[str]:
-        """What calls cost the host beside the device's time."""
+        """Return the host time of calls."""
         if rows[0]["mode"] != "queued":
             return []
         found, fields = [], ("host_us", "first_call_ms")
@@ -366,11 +371,11 @@ class GemmOperator(Operator[S]):
         return [f"{said}: {', '.join(found)}."] if found else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
-        """(milliseconds, variant) of the schedules of a shape that were run under their names, the fastest first."""
+        """Return (milliseconds, variant) of the pinned schedules of a shape, the fastest first."""
         return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and self.pinned(r["variant"]))
 
     def said_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
-        """On which share of shapes `mine` is about as fast as the fastest pinned schedule, where there are any."""
+        """Return the share of shapes on which `mine` is about as fast as the fastest pinned schedule, if there are any."""
         others = [(r["p50_ms"], found) for r in mine if (found := self.fastest(rows, r["config"]))]
         if not others:
             return []
@@ -381,7 +386,7 @@ class GemmOperator(Operator[S]):
 
 
 class AnyOperator(GemmOperator[Shape]):
-    """Of [m, k] @ [k, n] in some way. What it says of many shapes is what all such operators say."""
+    """The benchmark of [m, k] @ [k, n] in some form. Its summary is the one of all such operators."""
 
     variants, shape = MatmulVariants, Shape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012
@@ -424,7 +429,7 @@ class AnyOperator(GemmOperator[Shape]):
         return ["; ".join([*said, *self.said_of_best(mine, rows), *_said_of_predictions(mine)]) + "."]
 
     def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """How the operator as it chooses compares with baselines beside the first."""
+        """Compare the operator's own choice with baselines beside the first."""
         return []
 
 

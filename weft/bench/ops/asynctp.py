@@ -1,5 +1,6 @@
-"""What the benchmarks of operators that torch has too, as AsyncTP (`torch.ops.symm_mem`), have in common: its variant, what may be
-said of it, and the copies alone that an overlap hides."""
+"""The base of benchmarks of operators that torch has too, as AsyncTP (`torch.ops.symm_mem`): its variant, remarks on it, and the
+copies alone that an overlap hides.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ASYNCTP = "asynctp"
 
 
 def enable_symmetric_memory(group_name: Any) -> None:
-    """For torch's operators. torch 2.13 does without."""
+    """Enable torch's operators for a group. torch 2.13 needs no call."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
@@ -34,7 +35,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 
 
 class TorchVariants(HandVariants):
-    """Variants of an operator that torch has too. The copies to the peers alone run beside them as well."""
+    """Variants of an operator that torch has too. The copies to the peers alone are timed as well."""
 
     baselines = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}
@@ -42,7 +43,7 @@ class TorchVariants(HandVariants):
 
     @abstractmethod
     def torchs(self) -> Arm:
-        """torch's own operator."""
+        """Return torch's own operator."""
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
         arms, beside, notes = super().others(wanted)
@@ -52,22 +53,22 @@ class TorchVariants(HandVariants):
         return arms, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Operands and result once through memory, the GEMM, or what leaves a rank over the link: the longest."""
+        """Return the longest of operands and result once through memory, the GEMM, and a rank's outgoing bytes over the link."""
         memory, wire, flops = self.moved()
         return max(c.ms(memory, wire, flops) for c in ceilings)
 
     @abstractmethod
     def moved(self) -> tuple[float, float, float]:
-        """(bytes of operands and result, bytes that leave a rank, operations)"""
+        """Return (bytes of operands and result, bytes that leave a rank, operations)."""
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Of this rank in each peer's memory, the next rank's first."""
+        """Return this rank's place in each peer's memory, the next rank's first."""
         rank, world = self.ranks.rank, self.ranks.world_size
         self._box = SymmetricBuffer((world, rows, columns), dtype, group=self.ranks.group, device=self.ranks.device)
         return [self._box.peer((rank + i) % world)[rank] for i in range(1, world)]
 
     def copy_to_peers(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Each (source, target) with others beside it; on GPUs by copy engines, a stream for each."""
+        """Run the copies (source, target) concurrently; on GPUs by copy engines, a stream for each."""
         if self.ranks.device.type != "cuda":
             for source, target in copies:
                 target.copy_(source)

@@ -1,4 +1,4 @@
-"""The baseline of operators with a GEMM: the calls that a user would write, torch.mm and the library's collective in turn."""
+"""The baseline of operators with a GEMM: torch.mm and the NCCL collective, called one after the other as a user would."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from weft.bench.ops.gemms import BASELINE
 
 
 class HandVariants(MatmulVariants):
-    """Variants whose baseline is written by hand, and weft's public function. The GEMM alone and the library's collective alone run
-    beside them."""
+    """Variants with a baseline by hand, and weft's public function. The GEMM alone and NCCL's collective alone are timed beside
+    them."""
 
     beside: ClassVar[tuple[str, ...]] = (GEMM, COLLECTIVE)
 
     @abstractmethod
     def serial(self, which: int) -> torch.Tensor:
-        """Collective and GEMM as a user would write them, with memory made beforehand but for the result."""
+        """Call collective and GEMM as a user would, with preallocated memory except for the result."""
 
     @abstractmethod
     def alone(self) -> tuple[Call, ...]:
-        """Return what runs beside the variants."""
+        """Return the calls beside the variants."""
 
     @abstractmethod
     def public(self, which: int, schedule: str | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Benchmark of embedding pooling fused with the all-to-all: presets x variants.
 
-For each configuration all ranks build the same tables and inputs, scaled to what fits this machine. The roofline is
-what the bytes that move take at the rates measured in the same run; what a cache holds can take less.
+For each configuration all ranks build the same tables and inputs, scaled to fit this machine. The roofline is the time of the
+moved bytes at the rates measured in the same run; with caches a call can take less.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from weft.bench.ops.embedding_arms import BASELINE, CHOOSES, Arm, EmbeddingData,
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale, shared_out
 
 BASELINES = (BASELINE, "batched", "fbgemm")
-DEFAULT = "direct"  # what transport="auto" takes on CPU, and on H200s by their model
+DEFAULT = "direct"  # transport="auto" selects it on CPU, and on H200s by their model
 DEFAULT_VARIANTS = ("batched", "fbgemm", DEFAULT, "put")
 POOL, EXCHANGE = " pooling alone", "exchange alone"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank must move in a call, whatever the algorithm.
+    """Bytes that one rank must move in a call, for every algorithm.
 
-    Every row read counts, repeated or not (caches may do better: `distinct_rows` counts each row once); ids and offsets
-    are read; pooled vectors are written, here or at a peer; `wire` is the part of them that leaves the rank.
+    Every row read counts, repeated or not (caches may do better: `distinct_rows` counts each row once); ids and offsets are read;
+    pooled vectors are written, here or at a peer; `wire` is the part of them that leaves the rank.
     """
 
     rows: float
@@ -53,12 +53,12 @@ class Traffic:
         return self.rows + self.ids + self.offsets + self.outputs
 
     def roofline_ms(self, ceilings: Ceilings) -> float:
-        """Rows that are read again may come from a cache, and then a call takes less."""
+        """Return the roofline. A call can take less if repeated rows come from a cache."""
         return ceilings.ms(self.memory, self.wire)
 
 
 class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
-    """What is recorded of the arms."""
+    """The arms' data and records."""
 
     baselines = BASELINES
     claims = tuple((DEFAULT, baseline) for baseline in BASELINES)
@@ -66,7 +66,8 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     # --- variants, and what is recorded of them ---
 
     def arms(self, wanted: Sequence[str]) -> tuple[Mapping[str, Arm], dict[str, Call], list[str]]:
-        """Beside serial variants runs their pooling alone, and beside the one that chooses the baseline's exchange alone."""
+        """Return the arms; beside serial variants their pooling alone, beside the variant that selects the baseline's exchange
+        alone."""
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_arm(name, self) for name in names if why_not(name, self.ranks.device) is None}
         pools: dict[str, Call] = {
@@ -93,7 +94,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return make_arm(name, self)
 
     def resized(self, size: int) -> Self:
-        """The ids of another global batch are drawn anew, one set of them."""
+        """Return a workload of another global batch, with one set of newly drawn ids."""
         other = copy.copy(self)
         other.input_sets = 1
         other.config = replace(self.config, batch_sizes=shared_out(size, self.ranks.world_size))
@@ -105,7 +106,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """traffic_bytes: of the rank that needs longest."""
+        """traffic_bytes: of the rank that takes longest."""
         worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
         scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
         scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}
@@ -123,11 +124,11 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
     @cached_property
     def traffics(self) -> list[Traffic]:
-        """Of all ranks. Collective."""
+        """The traffic of all ranks. Collective."""
         return [Traffic(*values) for values in self.ranks.gather(list(asdict(self.traffic()).values()))]
 
     def traffic(self) -> Traffic:
-        """This rank's bytes, exact for its inputs, in the mean over the input sets."""
+        """Return this rank's bytes, exact for its inputs, in the mean over the input sets."""
         rows = distinct = 0.0
         for values, offsets in self.inputs:
             cuts = pairwise(offsets[:: self.config.global_batch].tolist())
@@ -147,13 +148,13 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
 
 def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
-    """`options.scale`, or the largest that fits here; all ranks choose the same."""
+    """Return `options.scale`, or the largest that fits here; the same on all ranks."""
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)
         return Scale(scale, scale)
     free = free_bytes(ranks)
     if ranks.device.type == "cuda":
-        # FBGEMM holds a copy of the tables. All arms together hold about ten outputs, the reference counts as two.
+        # FBGEMM keeps a copy of the tables. All arms together keep about ten outputs; the reference counts as two.
         share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
         rows_bytes = 2e9 if options.quick else math.inf
     else:
@@ -192,7 +193,7 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
     # --- tables in documents ---
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them."""
+        """Return the baselines of the default variant only. Every arm's time is shown, but more ratios would not be readable."""
         variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]
@@ -213,7 +214,7 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
         return header, lines
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """With the geometric means of the gains."""
+        """Return the lines, with the geometric means of the gains."""
         header, lines = self.lines(rows)
         if len(lines) > 1:
             cases, means = by_config(rows).values(), {}

@@ -1,4 +1,4 @@
-"""A configuration's data of embedding + all-to-all, and the ways to compute its output: weft's operator, and its baselines."""
+"""The data of a configuration of embedding + all-to-all, and the ways to compute its output: weft's operator, and its baselines."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from weft.timeline import Timeline
 BASELINE = "embedding_bag"
 PER_TABLE = "per-table"
 CHOOSES = "weft"
-"""The operator as users call it, which chooses its transport (`transport="auto"`)."""
+"""The operator as users call it, which selects its transport (`transport="auto"`)."""
 _OUTPUT_BUFFERS = 1  # no result is held across calls
 _CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
 
 
 class EmbeddingData(Workload):
-    """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features."""
+    """Tables (uniform in [-1, 1)), and `input_sets` inputs of the global batch for this rank's features."""
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
@@ -66,17 +66,18 @@ class EmbeddingData(Workload):
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """A variant may err at most twice as much as plain torch in the same dtype (`nn.EmbeddingBag`), or by one rounding
-        of the largest element; plain torch by one rounding for each row of the longest bag."""
+        """Allow twice the error of plain torch in the same dtype (`nn.EmbeddingBag`), or one rounding of the largest element.
+
+        For plain torch itself, allow one rounding for each row of the longest bag."""
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:
             return eps * max(2 * bag.mean for bag in self.config.bags)
         return max(2 * errors[BASELINE], eps)
 
     def reference(self, which: int) -> torch.Tensor:
-        """float64 [local batch, sum of D]: what this rank must receive. Collective.
+        """Return float64 [local batch, sum of D]: the expected output of this rank. Collective.
 
-        In round i every rank pools its i-th slot and sends it off, which keeps the memory for it small.
+        In round i every rank pools its i-th slot and sends it off, which saves memory.
         """
         config, (values, offsets) = self.config, self.inputs[which]
         batch, device = config.global_batch, self.ranks.device
@@ -99,7 +100,7 @@ class EmbeddingData(Workload):
 
 
 def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Sums of bags in float64: `values[offsets[b]:offsets[b + 1]]` name the rows of bag b. [len(offsets) - 1, D]."""
+    """Return sums of bags in float64, [len(offsets) - 1, D]: `values[offsets[b]:offsets[b + 1]]` are the rows of bag b."""
     bags, ends = offsets.numel() - 1, offsets.cpu()
     gathered = 8 * weight.shape[1] * int(ends[-1] - ends[0])
     pooled = []
@@ -113,11 +114,11 @@ def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Te
 
 
 Pool = Callable[[int], torch.Tensor]
-"""This rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
+"""A function that returns this rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
 
 
 class SerialArm:
-    """Pool, then exchange, then unpack."""
+    """An arm that pools, then exchanges, then unpacks."""
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool]):
         self.work, sharding = work, work.config.sharding
@@ -135,7 +136,7 @@ class SerialArm:
             return self._pool(which)
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
-        """What all ranks pooled for this rank's samples, rank after rank, flat."""
+        """Return the vectors that all ranks pooled for this rank's samples, rank after rank, flat."""
         received, group = pooled.new_empty(sum(self.receive_splits)), self.work.ranks.group
         dist.all_to_all_single(received, pooled.view(-1), self.receive_splits, self.send_splits, group=group)
         return received
@@ -150,13 +151,14 @@ class SerialArm:
 
     @cached_property
     def extra_bytes(self) -> tuple[int, str]:
-        """What it holds at the worst moment beyond tables and inputs, output included, on the worst rank, and how that is known: on
-        GPUs it is measured, elsewhere counted from buffers. Collective."""
+        """(most bytes beyond tables and inputs at any moment, with the output, on the worst rank; how it is known). Collective.
+
+        On GPUs it is measured, elsewhere counted from buffers."""
         work, config = self.work, self.work.config
         if work.ranks.device.type != "cuda":
             pooled = config.global_batch * work.local_dim * config.itemsize
             received = work.local_batch * config.sharding.total_dim * config.itemsize
-            # Of tables one by one and put together; sent and received; received and output.
+            # Pooled one by one and concatenated; sent and received; received and output.
             most = max(2 * pooled * self.pooled_twice, pooled + received, 2 * received)
             return int(work.ranks.most(most)), "counted"
         self(0)
@@ -183,8 +185,10 @@ class SerialArm:
 
 
 def embedding_bags(work: EmbeddingData) -> Pool:
-    """One `nn.EmbeddingBag` per table: what a user of plain torch writes. (The PGAS paper starts from TorchRec's
-    EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the exchange.)"""
+    """Pool with one `nn.EmbeddingBag` per table, as a user of plain torch would.
+
+    The PGAS paper starts from TorchRec's EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the
+    exchange."""
     how: dict[str, Any] = {"freeze": True, "mode": "sum", "include_last_offset": True}
     bags = [nn.EmbeddingBag.from_pretrained(weight, **how) for weight in work.weights]
     batch, per_table = work.config.global_batch, []
@@ -195,14 +199,14 @@ def embedding_bags(work: EmbeddingData) -> Pool:
 
 
 def batched(work: EmbeddingData) -> Pool:
-    """Our own kernel pools all tables in one launch; then the same exchange. The honest strong baseline."""
+    """Pool all tables in one launch of weft's own kernel; the exchange is the same. It is the honest strong baseline."""
     sharding = work.config.sharding
     tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
     return lambda which: embedding_pool(work.weights, work.inputs[which], tables)
 
 
 def fbgemm(work: EmbeddingData) -> Pool:
-    """FBGEMM's table-batched kernel (the one under TorchRec) with tables on the device, forward only."""
+    """Pool with FBGEMM's table-batched kernel (the one under TorchRec), tables on the device, forward only."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
@@ -218,7 +222,8 @@ def fbgemm(work: EmbeddingData) -> Pool:
 
 
 def parse(name: str) -> EmbeddingOptions | None:
-    """A fused variant, written as its name: `direct`, `put`, with `-natural` and `-slice8` as wanted; without, the preset's."""
+    """Return the options of a fused variant's name: `direct`, `put`, optionally with `-natural` and `-slice8`; the preset's by
+    default."""
     found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
     if found is None:
         return None
@@ -228,8 +233,9 @@ def parse(name: str) -> EmbeddingOptions | None:
 
 
 class FusedArm:
-    """weft's operator. per_table: its kernel launched once for each table instead of once for all. (So does the fused paper within
-    a node, by a kernel that is not persistent; this one is.)"""
+    """weft's operator. per_table: its kernel is launched once for each table, not once for all.
+
+    (The fused paper does so within a node, with a kernel that is not persistent; this one is.)"""
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, per_table: bool = False):
         self.work, self.per_table, config, rank = work, per_table, work.config, work.ranks.rank
@@ -255,7 +261,7 @@ class FusedArm:
 
     @property
     def transport(self) -> str:
-        """The transport of the calls that were made."""
+        """The transport that the calls have selected."""
         work = self.work
         plan = plan_of(work.config.sharding, self.options)
         known = known_operator(plan, domain(work.ranks.group, work.ranks.device), work.config.batch_sizes)
@@ -274,8 +280,8 @@ class FusedArm:
 
 
 Arm = SerialArm | FusedArm
-"""One way to compute the output of a workload's input set: [local batch, sum of D], on the current stream. `traced`, on CPU: one
-call whose spans go into a timeline, times on the monotonic clock that all ranks share."""
+"""One way to compute the output of an input set, [local batch, sum of D], on the current stream. `traced`, on CPU, records the
+spans of a call in a timeline, on the monotonic clock that all ranks share."""
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
     BASELINE: embedding_bags, "batched": batched, "fbgemm": fbgemm,
@@ -283,7 +289,7 @@ POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Why arm `name` cannot run here, None if it can. Raises ValueError on a name that is no arm."""
+    """Return why arm `name` cannot run here, None if it can; raise ValueError for an unknown name."""
     if name not in (*POOLS, PER_TABLE, CHOOSES) and parse(name) is None:
         raise ValueError(
             f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE, CHOOSES))}, or direct or put, optionally with -natural and "
@@ -296,7 +302,7 @@ def why_not(name: str, device: torch.device) -> str | None:
             return "it is compared on GPUs"
         try:
             import fbgemm_gpu  # noqa: F401
-        except Exception as error:  # it loads shared objects: many things can be wrong with those
+        except Exception as error:  # it loads shared objects, which can fail in many ways
             return f"fbgemm_gpu does not import ({type(error).__name__})"
     return None
 

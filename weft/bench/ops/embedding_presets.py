@@ -1,10 +1,10 @@
-"""Realistic configurations of embedding + all-to-all (`embedding_all_to_all.toml`, each with its source), and how they shrink to
+"""Realistic configurations of embedding + all-to-all (`embedding_all_to_all.toml`, each with its source), and their scaling to
 fit a machine.
 
-A `Scale` shrinks the batch, and the rows of every table above `SMALL_TABLE` rows. Dimensions, bag lengths and the number
-of tables stay: they make the access pattern. Where rows are drawn uniformly the two shrink apart, each no more than it
-must (time limits the batch, memory the rows), because tables that fit a cache are another benchmark; where they follow a
-Zipf law they shrink together, which keeps how often a batch reads the same row.
+A `Scale` shrinks the batch, and the rows of every table above `SMALL_TABLE` rows. Dimensions, bag lengths and the number of
+tables stay: they make the access pattern. If rows are drawn uniformly, batch and rows shrink separately, each no more than needed
+(time limits the batch, memory the rows), because tables that fit a cache are a different benchmark. If rows follow a Zipf law,
+both shrink together, which keeps how often a batch reads the same row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Bag:
-    """So many rows are added up for a sample, all numbers equally often."""
+    """The number of rows that are summed for a sample, uniform from `least` to `most`."""
 
     least: int
     most: int
@@ -41,13 +41,13 @@ class Bag:
 
 @dataclass(frozen=True)
 class Zipf:
-    """Which rows are read; with exponent 0 all equally often."""
+    """The distribution of the rows that are read; uniform with exponent 0."""
 
     exponent: float
 
     def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
         u = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
-        power = (1 - self.exponent) or 1e-8  # whose limit, an exponential, it meets to 1e-7
+        power = (1 - self.exponent) or 1e-8  # approximates its limit, an exponential, to 1e-7
         rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
         rank = (rank.long() - 1).clamp_(0, rows - 1)  # rounding may reach rows + 1
         return (rank * _coprime(rows)) % rows
@@ -56,10 +56,10 @@ class Zipf:
 def jagged_input(
     bags: list[Bag], rows: list[int], distribution: Zipf, samples: int, tables: list[int], seed: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Values (int64 [n]) and offsets (int64 [len(tables) * samples + 1]) of those tables' features, table by table.
+    """Return values (int64 [n]) and offsets (int64 [len(tables) * samples + 1]) of these tables' features, table by table.
 
-    `tables` are the tables' numbers in the whole model: they seed the draws, so that a table's input does not depend on
-    which rank owns it.
+    `tables` are the tables' numbers in the whole model: they seed the draws, so that a table's input does not depend on the rank
+    that owns it.
     """
     nothing = torch.zeros(0, dtype=torch.int64, device=device)  # for a rank without tables
     lengths, values = [nothing], [nothing]
@@ -89,7 +89,7 @@ class TableShape:
 
 @dataclass(frozen=True)
 class Scale:
-    """What the batch and the rows of tables are multiplied by."""
+    """The factors of the batch and of the rows of tables."""
 
     batch: Fraction = Fraction(1)
     rows: Fraction = Fraction(1)
@@ -112,14 +112,14 @@ FULL = Scale()
 class EmbeddingPreset:
     name: str
     about: str
-    tables: tuple[TableShape, ...]  # all of them, or one rank's where tables_per_rank
+    tables: tuple[TableShape, ...]  # all of them, or with tables_per_rank one rank's
     tables_per_rank: bool
     global_batch: int
     indices: Zipf = Zipf(0)
     slice_size: int | None = None  # the operator's own default
 
     def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
-        """This preset on `world_size` ranks, shrunk by `scale`, tables placed by cost."""
+        """Return this preset on `world_size` ranks, shrunk by `scale`, with tables placed by cost."""
         shapes = self.tables * (world_size if self.tables_per_rank else 1)
         tables = tuple(
             EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
@@ -137,7 +137,7 @@ def shared_out(batch: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """A preset on so many ranks at such a scale: what a run needs to know."""
+    """A preset on a number of ranks at a scale: the data that a run needs."""
 
     preset: EmbeddingPreset
     sharding: EmbeddingSharding
@@ -154,11 +154,11 @@ class EmbeddingConfig:
         return self.sharding.dtype.itemsize
 
     def table_bytes(self, rank: int) -> int:
-        """Bytes of the tables that `rank` owns."""
+        """Return the bytes of the tables that `rank` owns."""
         return sum(self.sharding.tables[t].nbytes for t in self.sharding.local_tables(rank))
 
     def expected_rows_bytes(self, rank: int) -> float:
-        """Bytes of table rows that a call on `rank` reads, on average."""
+        """Return the bytes of table rows that a call on `rank` reads, on average."""
         return self.global_batch * sum(
             self.bags[t].mean * self.sharding.tables[t].embedding_dim * self.itemsize
             for t in self.sharding.local_tables(rank)
@@ -180,9 +180,11 @@ def fitting_scale(
     preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf,
     output_bytes: float = math.inf,
 ) -> Scale:  # fmt: skip
-    """The largest powers of two at which the tables of each rank take at most `table_bytes`, a call reads at most
-    `rows_bytes` of rows on each rank, and each rank's output takes at most `output_bytes`."""
-    full = preset.config(world_size, FULL, dtype)  # a scale hardly moves the placement: place once
+    """Return the largest powers of two that fit.
+
+    The tables of each rank take at most `table_bytes`, a call reads at most `rows_bytes` of rows on each rank, and each rank's
+    output takes at most `output_bytes`."""
+    full = preset.config(world_size, FULL, dtype)  # a scale hardly changes the placement: place once
     owned = [[full.sharding.tables[t] for t in full.sharding.local_tables(r)] for r in range(world_size)]
 
     def held(tables: list[EmbeddingBagConfig], scale: Fraction) -> int:
@@ -227,7 +229,7 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _preset
 
 
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
-    """All presets, or those called `name` (several with commas), or the family before a slash: "fused-inter" is five."""
+    """Return all presets, or those called `name` (several with commas), or the family before a slash: "fused-inter" is five."""
     family = {preset: preset.split("/")[0] for preset in PRESETS}
     names = list(PRESETS) if name is None else [part.strip() for part in name.split(",")]
     if unknown := [part for part in names if part not in {*family, *family.values()}]:

@@ -1,11 +1,11 @@
-"""FiCCO's GEMMs (`weft.bench.table_1`) as shapes of all_gather_matmul: by what one types, and made smaller until they fit.
+"""FiCCO's GEMMs (`weft.bench.table_1`) as shapes of all_gather_matmul: their names, and their reduction until they fit.
 
-    g1 ... g16, s1 ... s16      one of table I, or of the synthetic ones: N over the ranks, M halved until it fits
+    g1 ... g16, s1 ... s16      a GEMM of table I, or a synthetic one: N over the ranks, M halved until it fits
     g1-m4                       with a quarter of M, on every machine the same
     table-1, synthetic          all sixteen; table-1-m16 with a sixteenth of M
 
-A rank holds the gathered input several times, results in float64, and what each schedule that is measured keeps. So what fits
-depends on the variants too. Only M is made smaller: it is what batch and sequence decide, while N and K are the model's.
+A rank holds the gathered input several times, results in float64, and the buffers of each measured schedule. So the size that
+fits depends on the variants too. Only M is reduced: batch and sequence decide it, while N and K are the model's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _GEMMS = {gemm.name: (gemm,) for gemms in _GROUPS.values() for gemm in gemms}
 _NAME = re.compile(r"(table-1|synthetic|[gs][1-9]\d?)(?:-m([1-9]\d{0,5}))?")
 
 
-_USED = 0.9  # of what is free: libraries take some
+_USED = 0.9  # of the free memory: libraries take some
 
 
 @dataclass(frozen=True)
 class GatherShape(Shape):
-    """gemm: its name in the paper's table; "": a shape of our own. over: what M is divided by; 0: by as little as fits."""
+    """gemm: its name in the paper's table; "" for a shape of our own. over: the divisor of M; 0: the least that fits."""
 
     gemm: str = ""
     over: int = 1
@@ -47,7 +47,7 @@ class GatherShape(Shape):
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Of the paper's GEMMs N is the layer's (`on`)."""
+        """Return the shapes of this name. The paper's GEMMs have the layer's N (`on` divides it)."""
         match = _NAME.fullmatch(name)
         gemms: Sequence[Gemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
         if not match or not gemms:
@@ -59,7 +59,7 @@ class GatherShape(Shape):
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
-        """As one of so many ranks computes it: N over the ranks."""
+        """Return the shape as one of `ranks` ranks computes it: N over the ranks."""
         if not self.gemm:
             return self
         (gemm,) = _GEMMS[self.gemm]
@@ -72,8 +72,10 @@ class GatherShape(Shape):
         return replace(self, m=self.m // 2, over=2 * max(1, self.over)).on(ranks)
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
-        """Of the paper's GEMMs, which may fill a GPU, nearer to what a run takes at most: the input gathered, to be compared with
-        and twice while that is made, in a buffer, and two sets of shards; the weight, also in float64; two results, likewise."""
+        """Return the bytes of a run. The paper's GEMMs may fill a GPU, so their estimate is closer to the peak of a run.
+
+        It counts the input gathered, for the comparison and twice while that is made, in a buffer, and two sets of shards; the
+        weight, also in float64; two results, likewise."""
         if not self.gemm:
             return super().bytes(ranks, item_bytes)
         m, n, k = self.m, self.n, self.k
@@ -81,9 +83,10 @@ class GatherShape(Shape):
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """One of the paper's with M halved until inputs and results fit, and beside them the schedules that `names` begin, all of
-    them (`pinned_schedules`). Any other shape, or one whose M is given, as it is; and the whole one if no part of it fits, which
-    is refused later. Collective."""
+    """Return one of the paper's GEMMs with M halved until inputs, results and all schedules that `names` begin fit. Collective.
+
+    Any other shape, or one with a given M, is returned as it is. If no part fits, the whole shape is returned, which is refused
+    later. See `pinned_schedules`."""
     if not shape.gemm or shape.over:
         return shape
     free, world = free_bytes(ranks), ranks.world_size

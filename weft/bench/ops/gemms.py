@@ -1,5 +1,6 @@
-"""What the benchmarks of operators with a GEMM measure and run: shapes, from `benchmarks/shapes/OP.toml`, each with where it comes
-from, or as typed; and which schedules run beside what the operator chooses.
+"""Shapes and pinned schedules for the benchmarks of operators with a GEMM.
+
+Shapes come from `benchmarks/shapes/OP.toml`, each with its source, or from the command line.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from weft.bench.core.run import free_bytes
 from weft.schedule import ITEM_BYTES, Candidate, Compute, NotApplicableError, Schedule, candidates, described, named
 
 BASELINE, WEFT, OWN_SERIAL = "serial", "weft", "weft-serial"
-"""Variants: the baseline, what the operator chooses, and its serial schedule when pinned."""
+"""Variants: the baseline, the operator with its own choice, and its serial schedule if pinned."""
 ALL = "all"
 CPU_GROUP = "cpu"
-"""The group of shapes that run on CPUs by default; the others run on GPUs."""
+"""The group of shapes that run on CPUs by default; the other groups run on GPUs."""
 
 Problems = Sequence[tuple[Any, str]]
-"""Descriptions of the calls of a shape, each with the suffix of the variants that make it."""
+"""Descriptions of the calls of a shape, each with the suffix of its variants."""
 
 _SYMMETRIC = "-symmetric"
 MEMORY_SHARE = 0.5
-"""Of what is free, for the schedules of one run: each keeps its buffers."""
+"""The share of free memory for the schedules of one run: each keeps its buffers."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured; of one name all are alike. [m, k] @ [k, n], n on each rank. symmetric: peers can read the input where it
-    lies. own: options of the operator's own. written: how one is typed. example: one that is small."""
+    """A shape to measure, [m, k] @ [k, n], n on each rank; shapes of one name are equal.
+
+    symmetric: peers can read the input in place. own: the operator's own options. written: how to type a shape. example: a small
+    one."""
 
     m: int
     n: int
@@ -63,7 +66,7 @@ class Shape:
 
     @classmethod
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
-        """Those of a group of the file, or the one that is typed; none if `name` is neither."""
+        """Return the shapes of a group of the file, or the typed shape; empty if `name` is neither."""
         plain, symmetric = name.removesuffix(_SYMMETRIC), name.endswith(_SYMMETRIC)
         typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", plain)
         if typed and plain not in groups:
@@ -79,7 +82,7 @@ class Shape:
         return [(described(op, m=self.m, n=self.n, k=self.k, ranks=ranks, dtype=dtype, **dict(self.own)), "")]
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
-        """Of a rank's inputs, and of its output in float64."""
+        """Return the bytes of a rank's inputs, and of its output in float64."""
         return (self.m + self.n) * self.k * item_bytes + 8 * self.m * self.n
 
 
@@ -87,14 +90,15 @@ S = TypeVar("S", bound=Shape)
 
 
 def shapes_file(op: str) -> Path:
-    """The operator's own, or that of all that multiply."""
+    """Return the operator's own file, or the one of all operators with a GEMM."""
     shapes = Path(weft.__file__).parents[1] / "benchmarks" / "shapes"
     return shapes / f"{op if (shapes / f'{op}.toml').exists() else 'all_gather_matmul'}.toml"
 
 
 def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ...]:
-    """Those of all groups that suit the device, or of the groups and shapes that the preset names, with commas between; each once,
-    with all its sources, and with the operator's own options. Raises ValueError for a name that is neither."""
+    """Return the shapes of all groups that suit the device, or of the groups and shapes that the preset names.
+
+    Each shape comes once, with all its sources, and with the operator's own options. Raises ValueError for an unknown name."""
     groups = reading.read_toml(file) if file.exists() else {}
     suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
     found: dict[str, Any] = {}
@@ -114,7 +118,7 @@ def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ..
 
 
 def check_room(shape: Shape, ranks: Ranks, item_bytes: int) -> None:
-    """Raise ValueError where the inputs and the float64 reference of a rank take more than is free. Collective."""
+    """Raise ValueError if the inputs and the float64 reference of a rank exceed the free memory. Collective."""
     needed, free = shape.bytes(ranks.world_size, item_bytes), free_bytes(ranks)
     if needed > free:
         needs = f"{needed / 1e9:.1f} GB on each rank for inputs and the float64 reference"
@@ -128,8 +132,10 @@ class Pinned(NamedTuple):
 
 
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
-    """(suffix, variant, candidate): of those that the planner tries, and of `names` that are names of others, with other numbers,
-    those whose variant begins like one of `names`. The serial schedule only as the first of `problems` has it."""
+    """Yield (suffix, variant, candidate) for the variants that begin like one of `names`.
+
+    Candidates are those that the planner tries, and those of `names` that are full names with other numbers. The serial schedule
+    comes only from the first of `problems`."""
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
         others = []
@@ -143,8 +149,9 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
-    """(those whose variant begins like one of `names`, as far as they can be and there is memory; notes on the others); of equal
-    schedules under several names the first. Collective."""
+    """Return (schedules whose variant begins like one of `names`, if they apply and fit in memory; notes on the others).
+
+    Of equal schedules under several names the first is kept. Collective."""
     free, kept, left_out = MEMORY_SHARE * free_bytes(ranks), [], []
     for one in _distinct(problems, names):
         free -= _memory(one.schedule)
@@ -157,7 +164,7 @@ def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> 
 
 
 def memory_of_schedules(problems: Problems, names: Sequence[str]) -> int:
-    """Bytes of a rank for all schedules whose variant begins like one of `names`."""
+    """Return the bytes of a rank for all schedules whose variant begins like one of `names`."""
     return sum(_memory(one.schedule) for one in _distinct(problems, names))
 
 
@@ -176,7 +183,8 @@ def _memory(schedule: Schedule) -> int:
 
 
 def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequence[str]) -> None:
-    """Raise ValueError for one that is not how the variant of a schedule begins, or whose schedules can do none of the shapes.
+    """Raise ValueError for a name that begins no variant, or whose schedules support none of the shapes.
+
     fixed: variants that pin no schedule."""
     for name in names if shapes else ():
         if next(_beginning(shapes[0], [name]), None) is None:
@@ -190,13 +198,13 @@ def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequ
 
 
 def cannot(names: Sequence[str], problems: Problems) -> list[str]:
-    """Notes of a shape on those of `names` that are left out because their schedules cannot do it."""
+    """Return notes of a shape on those of `names` that are omitted because their schedules do not support it."""
     found = {name: _why_not(name, problems) for name in names}
     return [f"not measured, {name}: {why}" for name, why in found.items() if why]
 
 
 def _why_not(name: str, problems: Problems) -> str:
-    """Why none of the schedules that `name` names can do a shape; empty if one can."""
+    """Return why none of the schedules that `name` names supports a shape; empty if one does."""
     reasons: dict[str, None] = {}
     for _, _, candidate in _beginning(problems, [name]):
         try:
@@ -208,17 +216,17 @@ def _why_not(name: str, problems: Problems) -> str:
 
 
 def roundings(schedule: Schedule) -> int:
-    """How often an output is rounded to its dtype at most: every step that adds to it, or its tiles, rounds it again."""
+    """Return the most roundings of an output to its dtype: every step, or tile, that adds to it rounds it again."""
     steps = (inner for lane in schedule.of_rank(0) for step in lane.steps for inner in step.inner or (step,))
     added = Counter(step.out for step in steps if isinstance(step, Compute) and step.accumulate)
     return 1 + max(added.values(), default=0)
 
 
 def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:
-    """What a GEMM's output may err, relative to the largest element.
+    """Return the largest allowed error of a GEMM's output, relative to the largest element.
 
-    of_torch: what torch's own GEMM errs in this dtype; twice that (but no less than half a rounding of the largest element),
-    times how often an output is rounded. None: torch's own, a few roundings and those of k additions in fp32.
+    of_torch: the error of torch's own GEMM in this dtype. The limit is twice that (at least half a rounding of the largest
+    element), times the number of roundings. None: the limit for torch itself, a few roundings and those of k additions in fp32.
     """
     eps = torch.finfo(dtype).eps
     if of_torch is None:

@@ -1,11 +1,11 @@
-"""Benchmark of the GEMM whose products go to all ranks: shapes x variants.
+"""Benchmark of GEMM + all-gather: shapes x variants.
 
-[m, k] @ [k, n] on each rank; every rank gets all products, below each other or, with `gather_dim=-1`, side by side. Variants beside
-weft's:
+[m, k] @ [k, n] on each rank; every rank gets all products, below each other or, with `gather_dim=-1`, side by side. Variants
+beside weft's:
 
-    serial    the baseline: torch.mm, all_gather_into_tensor; of columns, a copy that puts them side by side
+    serial    the baseline: torch.mm, all_gather_into_tensor; for columns, a copy that puts them side by side
 
-Beside them run the GEMM alone and the library's all-gather alone.
+Also timed: the GEMM alone and NCCL's all-gather alone.
 """
 
 from __future__ import annotations

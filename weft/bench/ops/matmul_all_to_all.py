@@ -1,8 +1,9 @@
-"""Benchmark of rows that are multiplied at the ranks of their experts and go back: layers and variants as of all_to_all_matmul.
+"""Benchmark of GEMM + MoE combine: rows are multiplied at the ranks of their experts and go back. Layers and variants are those
+of all_to_all_matmul.
 
 [k, n] is an expert's last matrix. `serial`, the baseline: torch's grouped GEMM, a copy into the order of source ranks,
 all_to_all_single. Its sizes are on the host already, from the dispatch before it, so it waits for nothing, and can be captured.
-weft knows what a dispatch before it would tell it, the number of this rank's tokens; ...-bounded is given it as `rows`.
+weft knows the number of this rank's tokens, as a dispatch before it would tell it; ...-bounded gets it as `rows`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weft.runtime.exchanged import remember_total, returned_by_library
 
 
 class CombineVariants(ExpertVariants):
-    """k columns of a row at its expert, n when it returns."""
+    """Variants with k columns of a row at its expert, n when it returns."""
 
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: (BASELINE,)}
     ahead, sent_columns = BASELINE, "n"
@@ -39,7 +40,7 @@ class CombineVariants(ExpertVariants):
             remember_total(splits, self.config.rows)
 
     def rows_at(self, which: int, rank: int) -> torch.Tensor:
-        """What is at the experts of `rank`, by expert and then by source."""
+        """Return the rows at the experts of `rank`, by expert and then by source."""
         return self.rows_drawn(which, rank, int(self.counts(which, rank).sum()))
 
     def reference(self, which: int) -> torch.Tensor:
@@ -72,7 +73,7 @@ class CombineVariants(ExpertVariants):
         return returned_by_library(self.arrived[which], self.w, self.known[which], group, self.config.rows)
 
     def weft(self, variant: str, schedule: str | None) -> Arm:
-        """Without `rows`, or with them."""
+        """Return weft's call, without or with `rows`."""
         rows = self.config.rows if variant.endswith(BOUNDED) else None
         return lambda which: matmul_all_to_all(
             self.arrived[which], self.w, self.received[which], self.splits[which], group=self.ranks.group, rows=rows,

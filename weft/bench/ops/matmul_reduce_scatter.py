@@ -1,13 +1,13 @@
-"""Benchmark of the GEMM that feeds a reduce-scatter: shapes x variants.
+"""Benchmark of GEMM + reduce-scatter: shapes x variants.
 
 [m, k] @ [k, n] on each rank, k being its part of a layer's rows; a rank gets m / ranks rows of the sum. With fp8 operands, which
 have a scale for each whole tensor, it is the operator scaled_matmul_reduce_scatter. Variants beside weft's:
 
-    serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a buffer made beforehand, reduce_scatter_tensor
+    serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a preallocated buffer, reduce_scatter_tensor
     asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter (fused_scaled_matmul_reduce_scatter); GPUs only
 
-Beside them run the two halves of an ideal overlap, the GEMM alone and the copies of the peers' rows to them alone, and the
-library's reduce-scatter alone.
+Also timed: the two halves of an ideal overlap, which are the GEMM alone and the copies of the peers' rows to them alone, and
+NCCL's reduce-scatter alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ScatterVariants(TorchVariants):
         return (m + n) * k * self.operands.itemsize + of_rank, of_rank * others, 2.0 * m * n * k
 
     def gemm(self, which: int, out: torch.Tensor) -> None:
-        """By the library."""
+        """Run cuBLAS's GEMM."""
         call = self.calls[which]
         torch.mm(call.x, call.B, out=out)
 
@@ -59,7 +59,7 @@ class ScatterVariants(TorchVariants):
 
     def scattered(self) -> torch.Tensor:
         rank, world, rows, group = self.ranks.rank, self.ranks.world_size, self.problem.rows, self.ranks.group
-        if self.ranks.device.type != "cuda":  # gloo's way, without one of its own
+        if self.ranks.device.type != "cuda":  # gloo has no reduce-scatter: weft's replacement
             return reduce_scatter(self.product, [rows] * world, rank, group, None, "reduce_scatter")
         y = self.product.new_empty(rows, self.config.n)
         reduce_scatter_by_torch(y, self.product, group=group)
@@ -78,7 +78,8 @@ class ScatterVariants(TorchVariants):
 
     @cached_property
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each peer's rows, the next rank's first. Made late: a first call pays for its own memory."""
+        """(source, target) of each peer's rows, the next rank's first. Made late: the first call of an arm pays for its own
+        memory."""
         rank, world = self.ranks.rank, self.ranks.world_size
         parts = self.product.chunk(world)
         theirs = [parts[(rank + i) % world] for i in range(1, world)]
@@ -86,7 +87,7 @@ class ScatterVariants(TorchVariants):
 
 
 class ScaledScatterVariants(ScatterVariants):
-    """Operands in fp8 with a scale for each; products, sums and results in bf16. torch has an operator for that too."""
+    """Operands in fp8 with a scale for each; products, sums and results in bf16. torch has this operator too."""
 
     def draw(self) -> None:
         self.dtype = torch.bfloat16

@@ -7,12 +7,12 @@ Presets are models, with an MLP and an attention each, of one sequence. Variants
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only
 
-Beside them runs `compute`: the same work on one rank's part, without any communication, on whatever data. `hidden` is
-(serial - variant) / (serial - compute): 0 is all communication exposed, 1 none. Of compiled variants it also has what the compiler
-gains elsewhere, so tables show it of `weft` alone.
+Also timed: `compute`, the same work on one rank's part, without any communication, on arbitrary data. `hidden` is (serial -
+variant) / (serial - compute): 0 if all communication is exposed, 1 if none is. For compiled variants it includes other gains of
+the compiler, so tables show it for `weft` alone.
 
-Presets that end in -whole, which run if they are asked for, have all activations on every rank between blocks: `serial` is torch's
-all-reduce then, forward behind the block and backward before it.
+Presets that end in -whole, which run only if named, keep all activations on every rank between blocks: `serial` is then torch's
+all-reduce, forward behind the block and backward before it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
 
 
 class Comparison(Variants):
-    """A block's inputs and arms on one rank. What arms make are results and all gradients, and the reference is what `serial`
-    makes. Making one is collective."""
+    """A block's inputs and arms on one rank. Making one is collective.
+
+    The results of an arm are its output and all gradients. The reference is the result of `serial`."""
 
     baselines, claims, input_sets = (BASELINE, ASYNCTP), ((WEFT, BASELINE), (COMPILED, ASYNCTP)), 1
 
@@ -72,7 +73,7 @@ class Comparison(Variants):
         return {name: partial(self.call, name) for name in self.blocks}, {}, []
 
     def call(self, name: str, which: int = 0) -> torch.Tensor:
-        """Forward and backward. Gradients are new ones."""
+        """Run forward and backward, with new gradients."""
         arm = self.blocks[name]
         self.x.grad = None
         for parameter in arm.module.parameters():
@@ -84,13 +85,13 @@ class Comparison(Variants):
     # --- what is compared ---
 
     def results(self, name: str, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of the last call, which was this arm's and returned `y`: this rank's part of that and of all gradients."""
+        """Return this rank's part of `y` and of all gradients, after a call of this arm that returned `y`."""
         gradients = {f"the gradient of {n}": local(p.grad) for n, p in self.blocks[name].module.named_parameters()}
         return {"y": local(y.detach()), "the gradient of x": local(self.x.grad)} | gradients
 
     @cached_property
     def wanted(self) -> dict[str, torch.Tensor]:
-        """Collective."""
+        """The results of the baseline. Collective."""
         return {key: value.clone() for key, value in self.results(BASELINE, self.call(BASELINE)).items()}
 
     def reference(self, which: int) -> dict[str, torch.Tensor]:
@@ -101,7 +102,8 @@ class Comparison(Variants):
             value.fill_(math.nan)
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Mapping[str, torch.Tensor]) -> float:
-        """The largest of any result, relative to the largest element of `serial`'s; of `compute`, which makes anything, 0."""
+        """Return the largest error of any result, relative to the largest element of `serial`'s; 0 for `compute`, whose results
+        mean nothing."""
         if name == COMPUTE:
             return 0.0
         found = self.results(name, output)
@@ -111,7 +113,7 @@ class Comparison(Variants):
         return errors[self.worst[name]]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Both round what they keep a few times, and add in orders of their own."""
+        """Allow a few roundings: both round their results a few times, and add in different orders."""
         return 4 * torch.finfo(self.dtype).eps + 1e-4
 
     def differs(self, name: str, how: str) -> str:
@@ -137,7 +139,8 @@ class Comparison(Variants):
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference over the largest of `wanted`; infinite where one is not finite, or shape or dtype are others."""
+    """Return the largest difference over the largest of `wanted`; infinite if an element is not finite, or shape or dtype
+    differ."""
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         return math.inf
     error = float((found.float() - wanted.float()).abs().max()) / max(float(wanted.abs().max()), 1e-30)
@@ -145,7 +148,7 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def hidden(serial: float | None, compute: float | None, mine: float | None) -> float | None:
-    """The share of the communication that it hides; None without what it is compared with, or if communication took no time."""
+    """Return the hidden share of the communication; None without the other times, or if communication took no time."""
     if serial is None or compute is None or mine is None or serial <= compute:
         return None
     return (serial - mine) / (serial - compute)
@@ -188,11 +191,11 @@ class _TensorParallel(Operator[Block]):
     def workload(self, preset: Block, ranks: Ranks, options: BenchOptions) -> Comparison:
         wanted = options.variants or tuple(v for v in VARIANTS if v != ASYNCTP or ranks.device.type == "cuda")
         if preset.model.whole:
-            wanted = tuple(v for v in wanted if v != ASYNCTP)  # which has no all-reduce
+            wanted = tuple(v for v in wanted if v != ASYNCTP)  # AsyncTP has no all-reduce
         return Comparison(preset, wanted, ranks, DTYPES[options.dtype])
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Without columns of what nobody measured."""
+        """Return the lines, without columns that were not measured."""
 
         def ms(variant: str) -> Callable[[Mapping[str, Record]], str]:
             return lambda of: milliseconds(of[variant]["p50_ms"]) if variant in of else ""

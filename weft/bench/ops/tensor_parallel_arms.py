@@ -1,8 +1,8 @@
-"""A Llama's MLP (SwiGLU) and causal attention (grouped-query), tensor-parallel, in the ways that `weft.bench.ops.tensor_parallel`
-compares: torch's collectives, no communication at all, weft's modules, AsyncTP.
+"""A Llama's MLP (SwiGLU) and causal attention (grouped-query), tensor-parallel, in the variants of
+`weft.bench.ops.tensor_parallel`: torch's collectives, no communication at all, weft's modules, AsyncTP.
 
-Between blocks the sequence is divided over ranks. It is the first dimension, as in Megatron: nobody has to copy what is gathered or
-scattered. In models that are `whole` it is the second one, and nothing is divided.
+Between blocks the sequence is divided over ranks. It is the first dimension, as in Megatron, so gathered and scattered tensors
+need no copy. In models that are `whole` it is the second dimension, and nothing is divided.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     length: int
-    """Of the sequence, all ranks' together."""
+    """The length of the sequence, over all ranks."""
     whole: bool = False
-    """Whether each rank has all of it between blocks: without sequence parallelism."""
+    """True if each rank has the whole sequence between blocks: no sequence parallelism."""
 
     @property
     def head_dim(self) -> int:
@@ -56,14 +56,14 @@ class Block:
 
 
 class Arm(NamedTuple):
-    """call: forward. module: whose parameters get gradients."""
+    """call: forward. module: the module whose parameters get gradients."""
 
     module: nn.Module
     call: Callable[..., torch.Tensor]
 
 
 def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Arm]:
-    """`compute` and `serial`, and those of `wanted`, all with the same weights. Collective."""
+    """Return `compute`, `serial` and the arms of `wanted`, all with the same weights. Collective."""
     model = block.model
     torch.manual_seed(0)
     sequence_dim = None if model.whole else 0
@@ -98,7 +98,7 @@ def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtyp
 
 
 class _Through(torch.autograd.Function):
-    """there(x), and back(gradient)."""
+    """An autograd function: there(x) forward, back(gradient) backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
@@ -136,13 +136,13 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """anything: what takes the place of all that is gathered, and then nothing is communicated."""
+    """The exchanges of a plain block. anything: replaces all gathered data, so that nothing is communicated."""
 
     anything: torch.Tensor | None = None
     whole = False
 
     def exchanges(self) -> tuple[Exchange, Exchange]:
-        """(before GEMMs, behind them); the way back is the other one."""
+        """Return (exchange before GEMMs, exchange behind them); each is the other's backward."""
         if self.whole:
             return _same, added_up if self.anything is None else _same
         if self.anything is None:
@@ -230,13 +230,13 @@ def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def fused_by_torch(call: Callable[[], Any]) -> int:
-    """How many of AsyncTP's operators a call takes: that the compiler found something to fuse."""
+    """Return the number of AsyncTP's operators in a call: above 0 if the compiler found something to fuse."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(e.count for e in profile.key_averages() if e.key.startswith("symm_mem::fused"))
 
 
 def local(x: torch.Tensor | None) -> torch.Tensor:
-    """This rank's part of what may be a DTensor."""
+    """Return this rank's part of a tensor that may be a DTensor."""
     assert x is not None, "a gradient is missing"
     return x.to_local() if hasattr(x, "to_local") else x
