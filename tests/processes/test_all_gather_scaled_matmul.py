@@ -104,7 +104,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "bias": "biases[0] is torch.float32 on cpu: use torch.bfloat16",
         "shape of bias": "biases[0] has shape (15,), strides (1,): pass a contiguous [16]",
         "bias of fp32": "fp8 GEMMs add none there; use bf16",
-        "result scale": "result_scales are not taken: pass None each, and scale B_scales",
+        "result scale": "result_scales are not supported: pass None for each, and scale B_scales",
         "out": "out_dtypes has torch.float64: use one of torch.bfloat16",
         "fp8 by row": "out_dtypes[0] is torch.float8_e4m3fn (or None): with scales of rows",
         "bias of fp8": "biases[0] is torch.float32 on cpu: use torch.bfloat16",

@@ -239,8 +239,12 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         ("orig_scatter_dim", None, f"orig_scatter_dim=None is a NoneType: {NO_DIMENSION}"),
         ("scatter_dim_after_maybe_reshape", True, f"scatter_dim_after_maybe_reshape=True is a bool: {NO_DIMENSION}"),
         ("output_shape", 4, "output_shape is an int: pass a list"),
-        ("output_shape", [], "output_shape=() is none of A (4, 32) @ B (32, 16): pass (4, 16), or, with A as (4, 32)"),
-        ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) is none of A (4, 32) @ B (32, 16)"),
+        (
+            "output_shape",
+            [],
+            "output_shape=() does not fit A (4, 32) @ B (32, 16): pass (4, 16), or, with A as (4, 32)",
+        ),
+        ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) does not fit A (4, 32) @ B (32, 16)"),
         ("output_shape", [4.0, 16], "output_shape[0]=4.0 is a float: pass a whole number"),
         ("B", [torch.ones(32, 16)], "B is a list: pass a torch.Tensor"),
         ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
@@ -259,7 +263,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
     "matmul_all_reduce": [
         ("op", "max", 'op=\'max\': use "sum" or "avg"'),
         ("op", None, 'op=None: use "sum" or "avg"'),
-        ("op", "avg", 'op="avg" is of sums alone'),
+        ("op", "avg", 'op="avg" does not support bias, residual and norm'),
         ("eps", None, f"eps=None {NO_EPS}"),
         ("eps", True, f"eps=True {NO_EPS}"),
         ("eps", math.nan, f"eps=nan {NO_EPS}"),

@@ -132,7 +132,7 @@ def test_one_rank_that_differs_is_named_on_every_rank() -> None:
 
 def test_a_gradient_of_other_products_is_refused(pool: Pool) -> None:
     for told in pool.run(ranks.bad_gradient, ranks=2):
-        assert "a gradient (15, 6) torch.float32 does not go with products (16, 6)" in told
+        assert "a gradient (15, 6) torch.float32 does not match products (16, 6)" in told
 
 
 def measured(group: dist.ProcessGroup) -> list[dict[str, Any]]:

@@ -174,7 +174,7 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                 "negative": "rank 1: received has -1 at (0, 1): numbers must not be negative",
                 "given": "rank 1: splits has -2 at 0: numbers must not be negative",
                 "own": "rank 1: received says that [1, 0] rows for its experts came from rank 1 itself, and splits say [2, 0]",
-                "rows": "rank 1: rows=7 and splits add up to 6: pass how many tokens this rank has",
+                "rows": "rank 1: rows=7 and splits add up to 6: pass this rank's number of tokens",
             }.items():
                 assert told[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, told[f"{name}, {when}"])
         if schedule == "serial":  # which makes memory for what comes

@@ -110,7 +110,7 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             f"ColumnParallelLinear(in_features=8, out_features=8, bias=True, rank={rank} of 2, sequence_dim=1)"
         )
         expected = {
-            "columns": "ValueError: out_features=9 must be positive and divisible by world_size=2, as every rank has as many: "
+            "columns": "ValueError: out_features=9 must be positive and divisible by world_size=2, as every rank has equally many: "
             "pass 10",
             "rows": "ValueError: in_features=9 must be positive and divisible by world_size=2",
             "width": "ValueError: intermediate=9 must be positive and divisible by world_size=2",

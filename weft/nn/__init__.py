@@ -1,4 +1,4 @@
-"""Modules: what a model holds. The operators beneath them are in `weft.ops`."""
+"""Modules with parameters, built on the operators in `weft.ops`."""
 
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.experts import ExpertParallelMLP

@@ -38,40 +38,38 @@ from weft.words import by_rank
 class ShardedEmbeddingBagCollection(nn.Module):
     """Embedding tables placed whole on the ranks of `group`; pooled vectors for each rank's own samples.
 
-    Making one is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
-    `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A rank that does not come or dies is a
-    `DeadlineError` or a `PeerLostError`, when one is made as in a call. This release has the forward
-    only, so the parameters do not require gradients.
+    The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
+    `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A missing or dead rank is a
+    `DeadlineError` or a `PeerLostError`, in the constructor as in a call. This release has the forward only, so the parameters do
+    not require gradients.
 
-    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
-    tables exist here, so `state_dict()` is this rank's share. Each starts as its config says (`weight_init_min` and `_max`,
-    `init_fn`), by default uniform in +-sqrt(1/num_embeddings). Random values are drawn from torch's default generator, which is
-    seeded for each table by the first rank and put back after it: a table's values do not depend on the placement.
-    `load_full_weights` copies an unsharded collection's.
+    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's tables
+    exist here, so `state_dict()` is this rank's share. Each starts as its config says (`weight_init_min` and `_max`, `init_fn`),
+    by default uniform in +-sqrt(1/num_embeddings). Random values are drawn from torch's default generator. The first rank's seed
+    is set for each table, and the generator's state restored after it: a table's values do not depend on the placement.
+    `load_full_weights` copies an unsharded collection's weights.
 
-    `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and the output with them; all ranks need
-    the same dtype at the next call. Other dtypes and devices are a `ValueError` before this module is touched.
-    `copy.deepcopy` copies the weights for use on the same group, and is not collective. The module does not pickle
-    (`TypeError`): save its `state_dict()` on every rank, and load it into one made anew.
+    `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and the output with them; all ranks need the same
+    dtype at the next call. Other dtypes and devices are a `ValueError` before this module is touched. `copy.deepcopy` copies the
+    weights for use on the same group, and is not collective. The module does not pickle (`TypeError`): save its `state_dict()` on
+    every rank, and load it into a new module.
 
     Calls set up symmetric memory for their results, which stays until the group ends, or until `close()`.
 
-    Args:
-        tables: `weft.EmbeddingBagConfig` or TorchRec's, one dtype for all. Output columns follow their order.
-        group: a process group that this rank is in. There is no default: pass `dist.group.WORLD` for all ranks.
-        device: where this rank's tables and features live; default the current GPU for an NCCL group, else the CPU. On
-            "meta" the tables take no memory and cannot be called before `to_empty(device=...)`, which leaves the values
-            to be loaded, or to `reset_parameters()`.
-        placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
-        rows_read: mean rows per sample and table, by name or in table order, which the balance goes by; default 1 per
-            feature. Give it where pooling factors differ.
-        input: "local_batch" (TorchRec's): a rank passes all features of its own samples, and they are distributed over
-            `group`. "global_batch": a rank passes (at least) its own tables' features of the global batch, that is of
-            all ranks' samples in rank order, and nothing is distributed.
-        is_weighted: the features carry one float32 weight per id. If False, weights in the features are passed over,
-            as in TorchRec.
-        transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as `weft.embedding_all_to_all`. The
-            distribution of a local batch goes by `deadline_s` on CPU, and on GPUs by the process group's own timeout.
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, one dtype for all. Output columns follow their order.
+    group: a process group that this rank is in. There is no default: pass `dist.group.WORLD` for all ranks.
+    device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU. On "meta" the
+        tables take no memory and cannot be called before `to_empty(device=...)`, after which the values must be loaded, or filled
+        with `reset_parameters()`.
+    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
+    rows_read: mean rows per sample and table, by name or in table order, for the balance; default 1 per feature. Give it if
+        pooling factors differ.
+    input: "local_batch" (TorchRec's): a rank passes all features of its own samples, and they are distributed over `group`.
+        "global_batch": a rank passes (at least) its own tables' features of the global batch, that is of all ranks' samples in
+        rank order, and nothing is distributed.
+    is_weighted: the features carry one float32 weight per id. If False, weights in the features are ignored, as in TorchRec.
+    transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as for `weft.embedding_all_to_all`. The distribution of
+        a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
-            # Refused now, on every rank, and not at the first call.
+            # Bad options are refused now, on every rank, not at the first call.
             options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs)
         except (ValueError, TypeError) as error:
             refusal = error
@@ -129,16 +127,17 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
         """Pool `features` (a KeyedJaggedTensor, ours or TorchRec's): a KeyedTensor of [local batch, sum(D)] values.
 
-        The output has the tables' dtype; keys are feature names, "feature@table" where several tables use a feature,
-        and columns are in table order. A feature of a table that is missing from the input is a `ValueError`; keys that
-        no table uses are passed over, as in TorchRec (the same features may feed several modules).
+        The output has the tables' dtype; keys are feature names, "feature@table" if several tables use a feature, and columns are
+        in table order. A table's feature that is missing from the input is a `ValueError`; unused keys are ignored, as in
+        TorchRec (the same features may feed several modules).
 
-        `batch_sizes` (for input="global_batch"): how many samples of the global batch each rank gets, in rank order;
-        default even, the first ranks get the odd ones. With input="local_batch" the ranks tell each other: refused then.
+        `batch_sizes` (for input="global_batch"): the number of samples of the global batch for each rank, in rank order; default
+        even, the first ranks get the odd ones. With input="local_batch" the ranks exchange these sizes, and the argument is
+        refused.
         """
         if torch.compiler.is_compiling():
             return self._pooled(features, batch_sizes)
-        if self.input == "local_batch":  # two calls, of which the ranks meet for one
+        if self.input == "local_batch":  # two collectives, one call for the ranks
             with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
                 return self._pooled(features, batch_sizes)
         with together(OPERATOR, self.group, self._speaks_on, self.deadline_s):
@@ -165,22 +164,23 @@ class ShardedEmbeddingBagCollection(nn.Module):
         return KeyedTensor(self._keys, self._length_per_key, values)
 
     def close(self) -> None:
-        """Give back the symmetric memory that calls of this module have set up; the tables stay. Collective.
+        """Free the symmetric memory that calls of this module have set up; the tables stay. Collective.
 
-        It is kept otherwise for as long as the group lives, which adds up in a program that makes many modules. A later
-        call sets it up again, as the first one did; so do calls of copies of this module, which share it. Before `half()`
-        and the like, which lead to other memory, close what is not needed any more. On GPUs it waits for the device, and
-        CUDA graphs that have captured calls may not be replayed after it.
+        Otherwise it is kept as long as the group lives, which adds up in a program that makes many modules. A later call sets it
+        up again, as the first one did; so do calls of copies of this module, which share it. Before `half()` and similar
+        conversions, which need other memory, close modules that are not needed any more. On GPUs it waits for the device, and
+        CUDA graphs that have captured calls must not be replayed after it.
 
-        Raises `RefusedError` on every rank while any rank holds a result (or a view of one) in that memory;
-        `DisagreementError` if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as
-        calls do: the memory of a group that has failed goes with the group.
+        Raises `RefusedError` on every rank while any rank holds a result (or a view of one) in that memory; `DisagreementError`
+        if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as calls do: the memory of a
+        failed group is freed with the group.
         """
         release(self._plan, group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
-        """Past `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch; unless something stands where
-        the parameter was."""
+        """Return the parameters, bypassing `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch.
+
+        Attributes are used if something replaced the parameters."""
         bags = cast(dict[str, nn.EmbeddingBag], self.embedding_bags._modules).values()
         try:
             return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
@@ -191,9 +191,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
         return self._input_dist.device
 
     def _own_features(self, features: Any) -> JaggedInput | Unreadable:
-        """The global batch's features, without keys that no table uses and without weights that nobody asked for.
+        """Return the global batch's features, without unused keys and without weights unless is_weighted.
 
-        What is wrong with them is left for the operator to refuse, since that tells the other ranks.
+        Errors are left for the operator to raise, since it notifies the other ranks.
         """
         try:
             return self._without_unused(as_jagged(features))
@@ -203,13 +203,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def _without_unused(self, jagged: JaggedInput) -> JaggedInput:
         if not self._is_weighted:
             jagged = jagged if jagged.weights is None else jagged._replace(weights=None)
-        elif jagged.weights is None:  # no weights: too few, unless there are no ids either
+        elif jagged.weights is None:  # no weights: refused later as too few, unless there are no ids
             jagged = jagged._replace(weights=torch.empty(0, dtype=torch.float32, device=jagged.values.device))
         keys = jagged.keys
         if keys is None or self._features.issuperset(keys) or not self._own.issubset(keys):
             return jagged
         check_parts(jagged, None)
-        if jagged.values.device.type == "cpu":  # of what stays behind nothing is looked at later
+        if jagged.values.device.type == "cpu":  # dropped keys are not checked later
             blocks = blocks_of_slots(keys, self.sharding, self.rank)
             check_offsets(jagged, self.sharding, self.rank, CheckedInput(blocks, (), jagged.stride or 0))
         keyed = KeyedJaggedTensor(keys, jagged.values, jagged.weights, offsets=jagged.offsets, stride=jagged.stride)
@@ -218,13 +218,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's tables from `weights`, whole tables by table name (tables of other ranks may be there too).
 
-        For example an unsharded collection's: `{name: bag.weight for name, bag in ebc.embedding_bags.items()}`. Values
-        are converted to the table's dtype. Raises `ValueError` on a missing or unknown table or a wrong shape, before
-        anything is copied.
+        For example from an unsharded collection: `{name: bag.weight for name, bag in ebc.embedding_bags.items()}`. Values are
+        converted to the table's dtype. Raises `ValueError` for a missing or unknown table or a wrong shape, before anything is
+        copied.
         """
         names = [table.name for table in self.sharding.tables]
         if unknown := [name for name in weights if name not in set(names)]:
-            raise ValueError(f"weights name {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
+            raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
         local = dict(zip(self.embedding_bags, self._weights(), strict=True))
         for name, weight in local.items():
             if name not in weights:
@@ -238,44 +238,45 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 weight.copy_(weights[name])
 
     def reset_parameters(self) -> None:
-        """Fill this rank's tables with the values that they started with, as after `to_empty`. Not collective."""
+        """Fill this rank's tables with their initial values, as after `to_empty`. Not collective."""
         for table in self.embedding_bags.children():
             cast(_Table, table).reset_parameters()
 
     def _make_tables(self, seed: int) -> None:
-        """Make and fill this rank's tables. Collective: no rank has a module if another one has no memory for its tables, or an
-        `init_fn` that raises."""
+        """Make and fill this rank's tables. Collective.
+
+        All ranks fail together if a rank has no memory for its tables, or an `init_fn` that raises."""
         failed = None
         try:
             for index in self.sharding.local_tables(self.rank):
                 table = self.sharding.tables[index]
-                # Past add_module, which refuses names that the container has for itself: a table may be called "items".
+                # Not by add_module, which refuses names of the container's own attributes: a table may be called "items".
                 self.embedding_bags._modules[table.name] = _Table(table, self.device, seed + index)
         except Exception as error:
             failed = error
         domain = _domain_of(self.group, self.device, self.deadline_s)
         said = None if failed is None else str(failed) or repr(failed)
         everyone = domain.all_gather(said, what="filling embedding tables", deadline_s=_patient(self.deadline_s))
-        if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
+        if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it to try with less
             raise failed
         if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
             raise RefusedError(f"tables could not be filled: {reasons}") from failed
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Take note of what the tables are and of the device that they are on."""
+        """Store the sharding and the device of the tables, and what depends on them."""
         self.sharding, self.device = sharding, device
         self._plan = plan_of(sharding, self._options)
-        # Ranks with tables on meta still take part, to say that they refuse.
+        # Ranks with tables on meta still take part, to report their refusal.
         speaks_on = _device_for(self.group, None) if device.type == "meta" else device
         self._input_dist = InputDist(
             sharding, self.group, speaks_on, is_weighted=self._is_weighted, deadline_s=self.deadline_s
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """`nn.Module`'s way to convert and to move parameters: `half()`, `to(...)`, `cuda()` and others end here."""
+        """Convert and move parameters: `half()`, `to(...)`, `cuda()` and others of `nn.Module` end here."""
         if not recurse:  # this module's own parameters: none
             return super()._apply(fn, recurse)
-        # What it makes of any table; a rank that owns none learns it too.
+        # An empty table shows the resulting dtype and device, also on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))
         if after.dtype not in DTYPES:
             raise ValueError(
@@ -293,7 +294,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self.__new__(type(self))
-        memo[id(self.group)] = self.group  # which cannot be copied, and need not be
+        memo[id(self.group)] = self.group  # a process group cannot be copied, and need not be
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
@@ -305,12 +306,12 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled: it belongs to a process group, and rank {self.rank} of "
-            f"{self.sharding.world_size} has a part of the tables. Save module.state_dict() on every rank, make the "
-            f"module anew with the same arguments where it is wanted, and load_state_dict() there"
+            f"{self.sharding.world_size} has a part of the tables. Save module.state_dict() on every rank, make a "
+            f"new module with the same arguments where it is needed, and load_state_dict() there"
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """All tables, of all ranks, in the order of the output's columns."""
+        """Return all tables, of all ranks, in the order of the output's columns."""
         return list(self.sharding.tables)
 
     def is_weighted(self) -> bool:
@@ -342,7 +343,7 @@ class _Table(nn.EmbeddingBag):
 
 
 def _first_values(table: EmbeddingBagConfig) -> str:
-    """What ranks compare of how a table starts."""
+    """Return the text by which ranks compare the initialization of a table."""
     function: Any = table.init_fn
     if function is None:
         return f"uniform in {list(table.first_values)}"
@@ -356,7 +357,7 @@ def _first_values(table: EmbeddingBagConfig) -> str:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and of `device`, and put them back."""
+    """Seed the generators of the CPU and of `device`, and restore them at the end."""
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.default_generator.manual_seed(seed)
@@ -380,7 +381,7 @@ def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> 
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device!r} is no device: {error}") from None
+        raise ValueError(f"device={device!r} is not a device: {error}") from None
     if device.type not in (*DEVICE_TYPES, "meta"):
         raise ValueError(f"device={str(device)!r}: tables are pooled on {' or '.join(DEVICE_TYPES)}, pass one of them")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -398,12 +399,12 @@ def _agree(
     refusal: Exception | None,
     deadline_s: float | None,
 ) -> tuple[EmbeddingSharding, int]:
-    """Collective: the sharding, if all ranks have the same one and say the same of everything else, and the first rank's seed.
+    """Return the sharding, if all ranks have the same one and the same other arguments, and the first rank's seed. Collective.
 
-    Otherwise every rank raises: `RefusedError` with what a rank refused its arguments for, or `DisagreementError`.
+    Otherwise every rank raises: `RefusedError` with the reason of a rank that refused its arguments, or `DisagreementError`.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
-    # What was refused may be anything, and need not pickle. Nor need an `init_fn`.
+    # Refused arguments may be of any type, and need not pickle. Nor need an `init_fn`.
     mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
     if refusal is None and sharding is not None:
         mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
@@ -427,12 +428,13 @@ def _agree(
 
 
 def _domain_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Domain:
-    """Where ranks meet to make a module: where the group's calls usually are, though a rank means another type of device."""
+    """Return the domain in which ranks meet to make a module: the one of the group's usual calls, even if a rank passed another
+    device type."""
     usual = _device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
     return symm.domain(group, meets_on, deadline_s=_patient(deadline_s))
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Not the shorter wait of other set-up: a rank may be filling tables meanwhile."""
+    """Return the deadline for calls, not the shorter one of other set-up: a rank may be filling tables meanwhile."""
     return env.deadline_s() if deadline_s is None else deadline_s

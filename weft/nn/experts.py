@@ -1,14 +1,14 @@
-"""Experts of a mixture, divided over the ranks of a group: tokens travel to their experts and back beside the GEMMs.
+"""Experts of a mixture, divided over the ranks of a group: tokens travel to their experts and back during the GEMMs.
 
-    x, routing      top_k experts of each token, and how much each counts: a router's choice, made outside
+    x, routing      top_k experts of each token, and their weights: a router's choice, made outside
     sort            each token once for each of its experts, by expert of all ranks
     h               weft.all_to_all_matmul: tokens to their experts' ranks, times gate_up_proj, as they arrive
     a               activation(gate) * up
     y               weft.matmul_all_to_all: times down_proj, and back, as they are computed
     sum             each token's rows, weighted
 
-Source: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 3.2 (experts of all ranks, dispatch and
-combine).
+Source: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 3.2 (experts of all ranks, dispatch
+    and combine).
 """
 
 from __future__ import annotations
@@ -34,31 +34,35 @@ _WHICH = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class ExpertParallelMLP(nn.Module):
-    """For each token the weighted sum of its experts' down_proj(activation(gate_proj(x)) * up_proj(x)), experts divided over ranks.
+    """For each token the weighted sum of its experts' down_proj(activation(gate_proj(x)) * up_proj(x)), experts divided over
+    ranks.
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Every rank has its own tokens and experts rank * E .. of num_experts = W * E. The router is outside: models differ in it, and
-    every rank has it whole (give its parameters the sum of the ranks' gradients, as data parallelism does). Tokens are neither
-    dropped nor padded. Every call is collective over `group`, and so is its backward: gradients of experts are sums over all
-    ranks' tokens, so take no further sum of them.
+    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The router is outside: models differ in
+    it, and every rank has it whole (reduce its parameters' gradients over ranks, as data parallelism does). Tokens are neither
+    dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of experts are sums over all
+    ranks' tokens already: do not reduce them again.
 
-    hidden, intermediate: of an expert. num_experts: of all ranks, divisible by their number.
+    hidden, intermediate: of an expert.
+    num_experts: of all ranks, divisible by their number.
     group: a process group, or its name.
-    activation: of the gate. gated=False: experts are down_proj(activation(up_proj(x))), two GEMMs.
-    max_rows: rows that an expert's rank may get in a call; then the host waits for nothing on GPUs, a CUDA graph can capture the
-        forward (where neither schedule is "serial"), and rows beyond are lost, which on CPU is an error. None: as many as come.
+    activation: of the gate.
+    gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
+    max_rows: the most rows that an expert's rank may get in a call. Then the host waits for nothing on GPUs, and a CUDA graph can
+        capture the forward (if neither schedule is "serial"). Further rows are lost, which on CPU is an error. None: as many as
+        come.
     capacity: the most tokens times top_k that a rank has in any call, the same on all ranks; default: a little above the first
         call's.
-    schedules: pin those of `all_to_all_matmul` and of `matmul_all_to_all`, by name.
-    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, in which x is too. Autocast does not apply.
+    schedules: pin the schedules of `all_to_all_matmul` and of `matmul_all_to_all`, by name.
+    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, the dtype of x too. Autocast does not apply.
 
     Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
     hidden]), and `down_proj` [E, hidden, intermediate]: rows of Hugging Face's `MixtralExperts`, whose forward this has.
     `local_part` takes them from all experts' state dict, in that form or one expert by one, and `weft.nn.local_state_dict` from a
-    whole model's. `deepcopy` and pickle keep the
-    group's name. Rows are weighted in x's dtype and added up in fp32, in the order of top_k: equal calls give equal bits.
-    Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; routing that cannot be is refused on every rank.
+    whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the order of
+    top_k: equal calls give equal bits. Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; impossible
+    routing is refused on every rank.
     """
 
     def __init__(
@@ -82,8 +86,8 @@ class ExpertParallelMLP(nn.Module):
         if num_experts < 1 or num_experts % self.world_size:
             above = max(1, -(-num_experts // self.world_size)) * self.world_size
             raise ValueError(
-                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, as every rank has as "
-                f"many: use {above}, or other ranks"
+                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, as every rank has "
+                f"equally many: use {above}, or other ranks"
             )
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity
@@ -97,16 +101,16 @@ class ExpertParallelMLP(nn.Module):
 
     @property
     def first_name(self) -> str:
-        """Of the parameter of the first GEMM."""
+        """The name of the parameter of the first GEMM."""
         return "gate_up_proj" if self.gated else "up_proj"
 
     def reset_parameters(self) -> None:
-        """Each expert as `nn.Linear` draws its weights, one after the other: ranks with equal seeds have parts of one model."""
+        """Draw each expert as `nn.Linear` does, one after the other: ranks with equal seeds have parts of one model."""
         parameters = self.get_parameter(self.first_name), self.down_proj
         if parameters[0].is_meta:
             return
         local = self.num_experts // self.world_size
-        # FSDP2 may have divided them further.
+        # FSDP2 may have sharded them further.
         divided = [hasattr(w, "placements") for w in parameters]
         parts = [
             torch.empty(w.shape, device=w.device, dtype=w.dtype) if of_fsdp else w.detach()
@@ -123,9 +127,11 @@ class ExpertParallelMLP(nn.Module):
                 fill(parameter, part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of the state dict of all experts this rank's. `whole` has stacked weights of this module's names and num_experts, or for
-        every expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`, or `i.w1.weight`, `i.w3.weight` and
-        `i.w2.weight` (Mixtral's): copied then, otherwise views."""
+        """Return this rank's slice of the full expert state dict.
+
+        `whole` has stacked weights of this module's names and num_experts, of which views are returned. Or it has for every
+        expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`, or `i.w1.weight`, `i.w3.weight` and
+        `i.w2.weight` (Mixtral's), which are copied."""
         local = self.num_experts // self.world_size
         mine = range(self.rank * local, (self.rank + 1) * local)
         if self.first_name in whole:
@@ -146,13 +152,15 @@ class ExpertParallelMLP(nn.Module):
         return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}
 
     def is_of_experts(self, name: str) -> bool:
-        """Whether `local_part` may take it."""
+        """True if `local_part` may take this name."""
         return name in (self.first_name, "down_proj") or _ONE_BY_ONE.fullmatch(name) is not None
 
     @tells_peers
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """top_k_index: which experts of all each token has, integers; on CPU their values are checked. top_k_weights: how much each
-        counts, in any floating dtype."""
+        """Run the experts on x.
+
+        top_k_index: each token's experts among all, integers; on CPU their values are checked. top_k_weights: the weight of each,
+            in any floating dtype."""
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
             raise ValueError(f"{type(self).__name__}: {wrong}")
         require_alike(self, x, self.get_parameter(self.first_name), self.down_proj)
@@ -183,7 +191,7 @@ class ExpertParallelMLP(nn.Module):
 
     @ends_group
     def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's rows. order: which row of a token each row of y is."""
+        """Return the weighted sum of each token's rows. order: the row of the sorted tokens that each row of y belongs to."""
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = y[place].view(*top_k_weights.shape, self.hidden)
         return (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
@@ -223,5 +231,5 @@ class ExpertParallelMLP(nn.Module):
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:
-    """[E, in, out] of [E, out, in]: on GPUs the same memory."""
+    """Return [E, in, out] of [E, out, in]: on GPUs the same memory."""
     return weight.mT if weight.is_cuda else weight.mT.contiguous()

@@ -1,12 +1,12 @@
-"""From "every rank has all features of its own samples" to "every rank has its own features of all samples".
+"""Redistribution from "every rank has all features of its own samples" to "every rank has its own features of all samples".
 
-That is TorchRec's input distribution for table-wise sharding. Two rounds over the process group: a header (batch size,
-and how many ids of each feature are coming), after which alone the host waits for the device; then lengths, ids and
-weights, all under way at once. With the counts on the host every reordering is a concatenation of slices: ids go out
-grouped by destination, and what arrives source by source is put together feature by feature, samples in rank order, as
-the operator reads it.
+It is TorchRec's input distribution for table-wise sharding. There are two rounds over the process group. The first exchanges a
+header (batch size, and the number of coming ids of each feature); only after it the host waits for the device. The second sends
+lengths, ids and weights, all at once. With the counts on the host every reordering is a concatenation of slices. Ids leave
+grouped by destination. They arrive source by source and are concatenated feature by feature, samples in rank order, as the
+operator reads them.
 
-A rank that refuses its input says so in its header, so that the others raise too and do not wait for its ids.
+A rank that refuses its input reports it in its header, so that the others raise too and do not wait for its ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an i
 
 @dataclass(frozen=True)
 class _Layout:
-    """For input with `keys`: which blocks go out in which order, and the words of the header that go with them."""
+    """For input with `keys`: the blocks to send in order, and the words of the header that go with them."""
 
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -50,7 +50,7 @@ class _LocalBatch:
     layout: _Layout
     values: torch.Tensor
     lengths: torch.Tensor
-    offsets: torch.Tensor | None  # where they were given: then the bags may be a part of `values`
+    offsets: torch.Tensor | None  # if given: then the bags may be a part of `values`
     weights: torch.Tensor | None
     batch_size: int
 
@@ -58,8 +58,8 @@ class _LocalBatch:
 class InputDist:
     """The input distribution of one sharding over one group and device. Every call is collective.
 
-    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs it is the process group's wait,
-    but for what a rank refuses.
+    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs the process group's timeout
+        applies, except for the exchange of refusals.
     """
 
     def __init__(
@@ -74,29 +74,29 @@ class InputDist:
         self.sharding, self.group, self.device, self.is_weighted = sharding, group, device, is_weighted
         self.deadline_s = checked_deadline(deadline_s)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        # A feature travels to a rank once, however many tables there use it.
+        # A feature is sent to a rank once, however many tables there use it.
         self.features_of_rank = tuple(
             tuple(dict.fromkeys(slot.feature for slot in sharding.local_slots(rank))) for rank in range(self.world_size)
         )
-        # What ranks compare before they exchange anything: of others there are other numbers of elements.
+        # Ranks compare this before they exchange anything: other features have other numbers of elements.
         digest = hashlib.blake2b(repr((self.features_of_rank, is_weighted)).encode(), digest_size=6).hexdigest()
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: _Layout | None = None
 
     @opaque
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
-        """This rank's features of the global batch, and every rank's batch size.
+        """Return this rank's features of the global batch, and every rank's batch size.
 
-        `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch
-        sizes. Keys that no table uses stay behind, and so do values before the first offset and after the last: bags
-        may share their values with other batches. Lengths alone have to add up to all values. If any rank's input is
-        bad, every rank raises `RefusedError` (a `ValueError`) with that rank's reason; `DisagreementError` if ids are
-        int32 here and int64 there. `refusal` is what the caller has refused already: the other ranks are told.
+        `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch sizes. Unused
+        keys are dropped, and so are values before the first offset and after the last: bags may share their values with other
+        batches. Lengths without offsets must add up to all values. If any rank's input is bad, every rank raises `RefusedError`
+        (a `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 on one rank and int64 on another.
+        `refusal`: an error that the caller found already: the other ranks are notified.
         """
         local = None
         try:
             local = self._read(features) if refusal is None else None
-        except Exception as error:  # whatever it is, the other ranks are told
+        except Exception as error:  # the other ranks are notified of any error
             refusal = error
         heads, own = self._exchange_headers(local)
         if any(head[0] for head in heads):
@@ -115,9 +115,9 @@ class InputDist:
         check_keyed(features)
         keys, batch_size = tuple(features.keys()), features.stride()
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
-        # Asked for only where they are there: to make them from lengths costs a kernel, and they would begin at 0.
+        # Used only if they exist: making them from lengths costs a kernel, and they would begin at 0.
         offsets = getattr(features, "offsets_or_none", features.offsets)()
-        if isinstance(offsets, torch.Tensor) and offsets.numel() == 0:  # TorchRec's, of no bags
+        if isinstance(offsets, torch.Tensor) and offsets.numel() == 0:  # TorchRec's form of no bags
             offsets = None
         if self._layout is None or self._layout.keys != keys:
             self._layout = self._lay_out(keys)
@@ -163,7 +163,7 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device))
 
     def _exchange_headers(self, local: _LocalBatch | None) -> tuple[list[list[int]], list[int]]:
-        """The header that each rank sent here, and this rank's own: with a count for every block, and the first offset."""
+        """Return the header that each rank sent here, and this rank's own, with a count for every block, and the first offset."""
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         if local is None:
@@ -179,7 +179,7 @@ class InputDist:
             else:
                 begin, end = local.offsets[:1].to(torch.int64), local.offsets[-1:]
                 wrong = (begin < 0) | (end > count) | (end - begin != counts.sum())
-            # A length beyond all values would make sums and int32 wrap around.
+            # A length beyond all values would overflow sums and int32.
             refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
             own = torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin])
             send = own[local.layout.header_index]
@@ -207,7 +207,7 @@ class InputDist:
         out, into = [bags_out, ids_out, ids_out], [bags_in, ids_in, ids_in]
         received = self._all_to_all("features", send, out[: len(send)], into[: len(send)])
 
-        # What came is [source][feature]; what is wanted is [feature][source].
+        # Reorder [source][feature] into [feature][source].
         order = [source * len(features) + f for f in range(len(features)) for source in range(self.world_size)]
         by_source = zip(received[0].split(bags_in), heads, strict=True)
         lengths = torch.cat([some.view(len(features), head[2]) for some, head in by_source], dim=1)
@@ -223,7 +223,7 @@ class InputDist:
     def _all_to_all(
         self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]]
     ) -> list[torch.Tensor]:
-        """Several all-to-alls under way at once; `out[i]` and `into[i]` are elements per rank of `send[i]`."""
+        """Run several all-to-alls concurrently; `out[i]` and `into[i]` are elements per rank of `send[i]`."""
         if self.world_size == 1:
             return list(send)
         received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
@@ -237,7 +237,7 @@ class InputDist:
         return received
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Why the device refused: a negative length, or lengths or offsets that do not fit the values."""
+        """Return why the device refused: a negative length, or lengths or offsets that do not fit the values."""
         negative = (local.lengths < 0).nonzero()
         if negative.numel():
             block, sample = divmod(int(negative[0]), local.batch_size)
@@ -259,7 +259,7 @@ class InputDist:
         )
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
-        """Collective: raise what the refusing ranks have to say, on every rank."""
+        """Raise the refusals of all ranks, on every rank. Collective."""
         mine = None if refusal is None else str(refusal)
         domain = symm.domain(self.group, self.device, deadline_s=self.deadline_s)
         texts = domain.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
@@ -268,7 +268,7 @@ class InputDist:
 
 
 def _reordered(flat: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """`flat` cut into blocks of `sizes`, joined in `order` (which may leave out and repeat); no copy if as it was."""
+    """Return `flat` cut into blocks of `sizes`, joined in `order` (which may leave out and repeat); no copy if nothing changes."""
     if list(order) == list(range(len(sizes))):
         return flat
     blocks = flat.split(list(sizes))

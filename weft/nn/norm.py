@@ -14,7 +14,7 @@ from weft.operator.prepared import group_of
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` of activations that are divided along the sequence: the weight's gradient is the sum over ranks of `group`.
 
-    Where they are whole on every rank (layers with `sequence_dim=None`) the norm is torch's own.
+    For activations that are whole on every rank (layers with `sequence_dim=None`) use torch's own norm.
 
     Other arguments are those of `nn.RMSNorm`.
     """
@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
 
     @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # This rank would raise alone: forward has no collective.
+        # Without this check the rank would raise alone: forward has no collective.
         if self.weight is not None and (wrong := wrong_device(x, self.weight)):
             raise ValueError(f"RMSNorm: {wrong}")
         compare_options(

@@ -1,15 +1,15 @@
-"""Layers of a tensor-parallel transformer: weights divided over the ranks of a group, activations between layers divided along the
-sequence, and every collective overlapped with the GEMM beside it, forward and backward.
+"""Layers of a tensor-parallel transformer: weights divided over the ranks of a group, activations between layers divided along
+the sequence, and every collective overlapped with the GEMM next to it, forward and backward.
 
-A column-parallel layer has rows of the weight [out, in], a row-parallel one has columns. A block needs two collectives forward and
-two backward, and each is a part of a GEMM:
+A column-parallel layer has rows of the weight [out, in], a row-parallel layer has columns. A block needs two collectives forward
+and two backward, and each is part of a GEMM:
 
-    x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --what works on columns alone-->  --matmul_reduce_scatter-->  [B, S/W, H]
+    x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
 
-With `sequence_dim=None` every rank has all activations between layers, as when it generates a few tokens at a time, or where the
-sequence does not divide by the ranks. Then a block needs one collective forward and one backward:
+With `sequence_dim=None` every rank has all activations between layers, as in decoding of a few tokens at a time, or if the
+sequence is not divisible by the number of ranks. Then a block needs one collective forward and one backward:
 
-    x [..., H]  --GEMM-->  [..., N/W]  --what works on columns alone-->  --matmul_all_reduce-->  [..., H]
+    x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
 
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3, and "Reducing Activation
 Recomputation in Large Transformer Models", 4.2.2, for the sequence.
@@ -52,7 +52,7 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     divided: ClassVar[int]
-    """The dimension of the weight that is."""
+    """The divided dimension of the weight."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         group = group_of(group)
-        # A name and not the group, so that a module can be copied and pickled.
+        # The name, not the group, so that a module can be copied and pickled.
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
         self.in_features, self.out_features, self.sequence_dim = in_features, out_features, sequence_dim
         shape = [out_features, in_features]
@@ -79,7 +79,7 @@ class _ParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int | None = 1) -> Self:
-        """This rank's part of `linear`, copied: its values, dtype, device, and whether they are trained."""
+        """Return this rank's part of `linear`, copied: its values, dtype, device, and requires_grad."""
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}: pass a torch.nn.Linear")
         made = cls(
@@ -92,7 +92,8 @@ class _ParallelLinear(nn.Module):
         return made
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear` draws them: ranks with equal seeds have the parts of one model. The whole weight is there meanwhile."""
+        """Draw parameters as `nn.Linear` does: ranks with equal seeds have parts of one model. It needs memory for the whole
+        weight meanwhile."""
         if not self.weight.is_meta:
             device, dtype = self.weight.device, self.weight.dtype
             whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=device, dtype=dtype)
@@ -100,7 +101,7 @@ class _ParallelLinear(nn.Module):
                 fill(self.get_parameter(name), part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of an `nn.Linear`'s parameters, those of them that are given, this rank's: views."""
+        """Return this rank's part of an `nn.Linear`'s given parameters: views."""
         divided = {"weight"} if self.divided else {"weight", "bias"}
         parts = {name: whole[name].chunk(self.world_size, self.divided)[self.rank] for name in divided & whole.keys()}
         return {**whole, **parts}
@@ -110,7 +111,7 @@ class _ParallelLinear(nn.Module):
         _require(of, self._wrong_input(x, isinstance(of, ParallelAttention)) or wrong_device(x, self.weight))
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
-        """three: x has three dimensions, and no other number of them."""
+        """Return the error of x. three: x must have three dimensions."""
         if not isinstance(x, torch.Tensor):
             return f"x is {kind(x)}: pass a torch.Tensor"
         features, dim, shape = self.weight.shape[1], self.sequence_dim, tuple(x.shape)
@@ -133,7 +134,7 @@ class _ParallelLinear(nn.Module):
         if self.divided and shape[dim] % self.world_size:
             return (
                 f"x has shape {shape}, and the {shape[dim]} of sequence_dim={dim} must be divisible by "
-                f"world_size={self.world_size}, as every rank gets as many: pad the sequence"
+                f"world_size={self.world_size}, as every rank gets equally many: pad the sequence"
             )
         return ""
 
@@ -151,18 +152,18 @@ class ColumnParallelLinear(_ParallelLinear):
 
     The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with that of the weight's gradient.
     Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features] -> [...,
-    out_features/W], there is nothing to gather: only backward is collective, where the all-reduce of x's gradient overlaps
+    out_features/W], nothing is gathered: only backward is collective, and the all-reduce of x's gradient overlaps
     (`weft.matmul_all_reduce`).
 
     in_features, out_features: of the whole layer. out_features must be divisible by the number of ranks.
     bias: divided as the output features are.
     group: a process group, or its name.
-    sequence_dim: the dimension of x that is divided: 1 for [B, S, H], 0 for [S, B, H] or [S, H]; None if x is whole on every rank.
-    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16. Under autocast x and the weight are converted as there.
+    sequence_dim: the divided dimension of x: 1 for [B, S, H], 0 for [S, B, H] or [S, H]; None if x is whole on every rank.
+    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16. Autocast converts x and the weight as in `nn.Linear`.
 
     Parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W], ordinary tensors: rows of a stock layer's.
-    `from_linear` makes one of a stock layer, `weft.nn.local_state_dict` loads a stock checkpoint. `deepcopy` and pickle keep the
-    group's name. Errors are those of `weft.all_gather_matmul`.
+    `from_linear` makes a layer from a stock layer, `weft.nn.local_state_dict` loads a stock checkpoint. `deepcopy` and pickle
+    keep the group's name. Errors are those of `weft.all_gather_matmul`.
     """
 
     divided = 0
@@ -182,27 +183,28 @@ class RowParallelLinear(_ParallelLinear):
 
         x [B, S, in_features/W]  ->  [B, S/W, out_features]
 
-    The GEMM overlaps with the reduce-scatter that adds up the ranks' products (`weft.matmul_reduce_scatter`), and in backward with
-    the all-gather. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features/W] ->
-    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`), and backward has no collective: ranks go on with
-    the same result, and the gradient that comes back is taken to be the same on all of them, and whole.
+    The GEMM overlaps with the reduce-scatter of the ranks' products (`weft.matmul_reduce_scatter`), and in backward with the
+    all-gather. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features/W] ->
+    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`), and backward has no collective: ranks go on
+    with the same result, and the gradient that comes back must be whole and equal on all of them.
 
-    in_features must be divisible by the number of ranks, and so must the sequence. Arguments otherwise as for
+    in_features must be divisible by the number of ranks, and so must the sequence. Other arguments are as for
     `ColumnParallelLinear`.
 
-    Parameters are `weight` [out_features, in_features/W], columns of a stock layer's, and `bias` [out_features], the same on every
-    rank: it is added once, to the sum, and its gradient is the sum over ranks, which with `sequence_dim=None` each has by itself.
-    Errors are those of `weft.matmul_reduce_scatter`.
+    Parameters are `weight` [out_features, in_features/W], columns of a stock layer's, and `bias` [out_features], the same on
+    every rank. The bias is added once, to the sum. Its gradient is the sum over ranks; with `sequence_dim=None` each rank has the
+    whole gradient already. Errors are those of `weft.matmul_reduce_scatter`.
     """
 
     divided = 1
 
     @tells_peers
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
-        """The result y; with `norm` the pair (norm(y), y): what the next layer takes, and its residual.
+        """Return the result y; with `norm` the pair (norm(y), y): the next layer's input, and its residual.
 
-        residual: added to the result, of its shape. norm: of the hidden dimension. With `sequence_dim=None` both are a part of the
-        all-reduce, if residual and parameters have one dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no hooks.
+        residual: added to the result, of its shape. norm: of the hidden dimension. With `sequence_dim=None` both are part of the
+            all-reduce, if residual and parameters have one dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no
+            hooks.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)
@@ -228,7 +230,7 @@ class RowParallelLinear(_ParallelLinear):
     def _followed(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
     ) -> Any:
-        """Do what is left to do behind the collective. bias: of the positions that this rank has."""
+        """Apply the rest behind the collective. bias: of the positions that this rank has."""
         y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)
@@ -236,8 +238,9 @@ class RowParallelLinear(_ParallelLinear):
     def require_following(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module | None, of: nn.Module
     ) -> None:
-        """Refuse a residual and a norm that do not fit, before the first collective of a call. x: the input of `of`, the module
-        that was called, whose result this layer makes."""
+        """Refuse a residual and a norm that do not fit, before the first collective of a call.
+
+        x: the input of `of`, the module that was called, whose result this layer makes."""
         if residual is None and norm is None:
             return
         shape, dim = [*x.shape[:-1], self.out_features], self.sequence_dim
@@ -273,13 +276,13 @@ def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torc
 
 
 def _require(of: nn.Module, wrong: str) -> None:
-    """Raise `ValueError` if something is wrong with the arguments of `of`; its peers are told."""
+    """Raise `ValueError` if `wrong` names an error in the arguments of `of`; its peers are notified."""
     if wrong:
         raise ValueError(f"{type(of).__name__}: {wrong}")
 
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
-    """Whether an all-reduce of what a layer with this weight [N, ...] makes can have `norm` in it."""
+    """True if the all-reduce behind a layer with this weight [N, ...] can include `norm`."""
     hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
     own, called = norm.weight, any(hooks) or "forward" in norm.__dict__
     fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]
@@ -287,8 +290,9 @@ def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
 
 
 def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.Module) -> list[torch.Tensor]:
-    """Return what each of `layers`, of one group, makes of `x`, which is gathered once for all of them. of: the module that was
-    called, which has checked x."""
+    """Return the result of each of `layers`, of one group, for `x`, which is gathered once for all of them.
+
+    of: the module that was called, which has checked x."""
     first = layers[0]
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
     require_alike(of, x, *weights)
@@ -310,7 +314,7 @@ class ParallelMLP(nn.Module):
 
     hidden, intermediate: of the whole layer; intermediate must be divisible by the number of ranks.
     bias: of all three.
-    activation: of one tensor; works on each column alone, and keeps the shape and the dtype.
+    activation: of one tensor; it must work on each column alone, and keep the shape and the dtype.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
 
     Children are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's code).
@@ -348,7 +352,7 @@ class ParallelMLP(nn.Module):
 
     @tells_peers
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
-        """residual, norm: as `RowParallelLinear` takes them."""
+        """Run the MLP. residual, norm: as for `RowParallelLinear`."""
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
         gate_proj.require_input(x, self)
         down_proj.require_following(x, residual, norm, self)
@@ -361,17 +365,17 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention, Llama's, with the heads divided over ranks: each attends with its own, over the whole sequence.
+    """Self-attention, Llama's, with the heads divided over ranks: each rank attends with its own heads, over the whole sequence.
 
         x [B, S/W, hidden]  ->  [B, S/W, hidden]        with sequence_dim=None  [B, S, hidden]  ->  [B, S, hidden]
 
-    x is gathered once for q_proj, k_proj and v_proj. Grouped-query where kv_heads < heads.
+    x is gathered once for q_proj, k_proj and v_proj. Grouped-query if kv_heads < heads.
 
     hidden, heads, kv_heads: of the whole layer; heads and kv_heads must be divisible by the number of ranks. kv_heads: default
         `heads`.
     head_dim: default hidden / heads.
     bias: of all four projections.
-    causal: whether a position sees only itself and what is before it, where no mask is given.
+    causal: True: a position sees only itself and earlier ones, if no mask is given.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`; x has three dimensions.
 
     Children are `q_proj`, `k_proj`, `v_proj` and `o_proj`, as in Hugging Face's `LlamaAttention`, whose weights they take (halves
@@ -397,7 +401,7 @@ class ParallelAttention(nn.Module):
         _part("heads", heads, world)
         _part("kv_heads", kv_heads, world)
         if heads % kv_heads:
-            raise ValueError(f"heads={heads} must be divisible by kv_heads={kv_heads}: as many share one key")
+            raise ValueError(f"heads={heads} must be divisible by kv_heads={kv_heads}: equally many heads share a key")
         if head_dim is None and hidden % heads:
             raise ValueError(f"hidden={hidden} must be divisible by heads={heads}, or pass head_dim")
         if sequence_dim not in (0, 1, None):
@@ -432,10 +436,13 @@ class ParallelAttention(nn.Module):
         residual: torch.Tensor | None = None,
         norm: nn.Module | None = None,
     ) -> Any:
-        """rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding`
-        makes them, and Hugging Face's `LlamaRotaryEmbedding`. Not those of this rank's part: nothing broadcasts along S.
-        mask: `scaled_dot_product_attention`'s, of the whole sequence and of this rank's heads, [B, heads/W, S, S] or what
-        broadcasts to that. residual, norm: as `RowParallelLinear` takes them."""
+        """Run the attention.
+
+        rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding` and
+            Hugging Face's `LlamaRotaryEmbedding` make them. Pass the whole sequence, not this rank's part: nothing broadcasts
+            along S.
+        mask: `scaled_dot_product_attention`'s, of the whole sequence and of this rank's heads, broadcastable to [B, heads/W, S, S].
+        residual, norm: as for `RowParallelLinear`."""
         q_proj, k_proj, v_proj, o_proj = self.q_proj, self.k_proj, self.v_proj, self.o_proj
         q_proj.require_input(x, self)
         if rotary is not None or mask is not None:
@@ -468,7 +475,7 @@ class ParallelAttention(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Between the projections, on this rank's heads: [B, S, heads/W x head_dim]; k and v have as many columns as kv_heads."""
+        """Return the attention of this rank's heads, [B, S, heads/W x head_dim]; k and v have as many columns as kv_heads."""
         sequence = 1 if self.sequence_dim is None else self.sequence_dim
         q, k, v = (y.movedim(sequence, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if rotary is not None:
@@ -479,7 +486,7 @@ class ParallelAttention(nn.Module):
         )
         if self.sequence_dim is None:
             return y.transpose(1, 2).flatten(2)
-        # [B, heads, S, head_dim] -> [S, B, heads x head_dim], as the reduce-scatter takes it: one copy at most.
+        # [B, heads, S, head_dim] -> [S, B, heads x head_dim], the reduce-scatter's layout: one copy at most.
         return y.permute(2, 0, 1, 3).flatten(2).movedim(0, sequence)
 
 
@@ -519,7 +526,8 @@ def _wrong_mask(mask: Any, shape: tuple[int, ...], x: torch.Tensor) -> str:
 def rotary_embedding(
     length: int, head_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for positions 0 ... length - 1, [length, head_dim] in fp32: for `ParallelAttention`. Once for all layers.
+    """Return cosines and sines for positions 0 ... length - 1, [length, head_dim] in fp32, for `ParallelAttention`. Once for all
+    layers.
 
     Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """
@@ -531,8 +539,10 @@ def rotary_embedding(
 
 
 def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a stock model's state dict, what `model.load_state_dict` takes on this rank: of the layers of `weft.nn` in `model` this
-    rank's part, and everything else as it is. Views, no copies, but of experts that are given one by one."""
+    """Return what `model.load_state_dict` takes on this rank, from a stock model's state dict.
+
+    Layers of `weft.nn` in `model` get this rank's part, and everything else stays as it is. Views, no copies, except for experts
+    that are given one by one."""
     found = dict(whole)
     for prefix, module in model.named_modules():
         if isinstance(module, _ParallelLinear):
@@ -554,18 +564,19 @@ def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dic
 def distributed_state_dict(
     model: nn.Module, state: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """For `torch.distributed.checkpoint`: the state dict of `model`, in which a rank's part of a layer of `weft.nn` is a DTensor.
+    """Return the state dict of `model` for `torch.distributed.checkpoint`, with ranks' parts of layers of `weft.nn` as DTensors.
+
     So all parts are saved, under stock names and shapes, and another number of ranks can load them.
 
         dcp.save(weft.nn.distributed_state_dict(model), checkpoint_id=folder)
-        dcp.load(weft.nn.distributed_state_dict(model), checkpoint_id=folder)  # into the parameters: memory is theirs
+        dcp.load(weft.nn.distributed_state_dict(model), checkpoint_id=folder)  # into the parameters: memory is shared
 
-    state: tensors of the parameters' names and shapes, an optimizer's moments say; default `model.state_dict()`.
+    state: tensors with the parameters' names and shapes, such as an optimizer's moments; default `model.state_dict()`.
 
-    Raises `ValueError` for what FSDP2 has divided too.
+    Raises `ValueError` for parameters that FSDP2 has sharded too.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard  # half a second
+    from torch.distributed.tensor import DTensor, Shard  # the import takes half a second
 
     found = dict(model.state_dict() if state is None else state)
     for prefix, module in model.named_modules():
@@ -590,7 +601,7 @@ def distributed_state_dict(
 def _part(name: str, value: int, world: int) -> int:
     if value < 1 or value % world:
         raise ValueError(
-            f"{name}={value} must be positive and divisible by world_size={world}, as every rank has as many: pass "
+            f"{name}={value} must be positive and divisible by world_size={world}, as every rank has equally many: pass "
             f"{max(1, -(-value // world)) * world}, or use other ranks"
         )
     return value // world

@@ -1,4 +1,4 @@
-"""weft.all_gather_matmul: GEMMs that start before all of their input is there."""
+"""weft.all_gather_matmul: GEMMs that start before all of their input has arrived."""
 
 from __future__ import annotations
 
@@ -54,40 +54,42 @@ def all_gather_matmul(
 
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
-    but GEMMs on rows that are there run while the others arrive. Shape and machine decide how. Where nothing beats the plain
-    sequence of collective and GEMM, that is what runs. Collective over `group`. Differentiable in A_shard and Bs, once: gradients
-    are sums over ranks, not means, and all ranks must want the same ones. Autocast does not apply: inputs are multiplied in the
-    dtype that they have.
+    but GEMMs on arrived rows run while other rows arrive. The schedule depends on shape and machine. If none is faster than
+    collective and then GEMM, that sequence runs. Collective over `group`. Differentiable in A_shard and Bs, once: gradients are
+    sums over ranks, not means, and all ranks must request the same gradients. Autocast does not apply: inputs are multiplied in
+    their own dtype.
 
-    A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass
-        its to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
-    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Of one shape on all ranks, unlike in
-        torch's op: pad a vocabulary that ranks divide unevenly, or the call is a `DisagreementError` before anything is sent.
+    A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor
+        pass its to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
+    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op, of one shape on all
+        ranks: pad a vocabulary that ranks divide unevenly, or the call is a `DisagreementError` before anything is sent.
     gather_dim: any dimension but the last.
     group: a process group, or its name.
-    return_A: also return the gathered A (costs its memory, and a copy of what arrives).
+    return_A: also return the gathered A (costs its memory, and a copy of the arrived rows).
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
-        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-        "heuristic": what FiCCO's static heuristic picks; where that cannot run, the usual choice, and a warning says why.
+        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+        "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that
+        gives the reason.
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
-        on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
+        on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
-    A_shard's shape but for `gather_dim`, where it has the rows of all ranks; a product has N_i in place of K. The first call of a
-    shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
-    Memory: the results; and symmetric memory. On GPUs that of the largest A for all calls that differ in rows only; where it has to
-        grow, what is smaller goes once it is above 64 MiB, but for what a CUDA graph has captured: make a call once more before you
-        capture it then. With uneven `rows`, and on CPU, the size of A for each of the last 64 shapes. Backward of all gradients has
-        memory of its own, up to three times as much.
+    A_shard's shape, except for `gather_dim`, where it has the rows of all ranks; a product has N_i in place of K. The first call
+    of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA graph.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
-    first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
-    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Memory: the results; and symmetric memory. On GPUs all calls that differ in rows only share the memory of the largest A. If it
+        has to grow, smaller memory above 64 MiB is freed, except for what a CUDA graph has captured: then make a call once more
+        before you capture it. With uneven `rows`, and on CPU, the size of A for each of the last 64 shapes. Backward of all
+        gradients has memory of its own, up to three times as much.
+
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
+    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
+    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
+    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    `NotImplementedError` for a second derivative.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
@@ -106,7 +108,7 @@ def all_gather_matmul(
 
 
 class _Call(NamedTuple):
-    """Matrices. rows: of all ranks' shards, if they differ. outer: A_shard's dimensions (`outer_of`)."""
+    """The call as matrices. rows: of all ranks' shards, if they differ. outer: A_shard's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     Bs: list[torch.Tensor]
@@ -116,13 +118,13 @@ class _Call(NamedTuple):
 
 
 class _AllGatherMatmul(Operator[_Call]):
-    """With y_i = x @ w_i, x gathered from the ranks' shards:
+    """The operator y_i = x @ w_i, x gathered from the ranks' shards, with the gradients
 
         grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    Where both kinds are wanted, that is an operator of its own (`weft.ops.all_gather_matmul_gradients`). Otherwise x is gathered
-    again while the first GEMMs run, and the reduce-scatter runs while the second ones do; or, where there are none, as a part of
-    the first ones, by `matmul_reduce_scatter`.
+    If both kinds are requested, they are an operator of their own (`weft.ops.all_gather_matmul_gradients`). Otherwise x is
+    gathered again while the first GEMMs run, and the reduce-scatter runs during the second ones; without second GEMMs it is part
+    of the first ones, by `matmul_reduce_scatter`.
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
@@ -166,7 +168,7 @@ class _AllGatherMatmul(Operator[_Call]):
         return results[0].shape[0], call.Bs
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Where the caller holds the gathered x anyway it need not be gathered again."""
+        """Save the gathered x if the caller gets it anyway: then it need not be gathered again."""
         return [results[-1] if call.return_x else call.x, *call.Bs]
 
     def gradients(
@@ -175,8 +177,8 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        # Ranks agree on whether any gradients of weights are wanted, and not on which: each may freeze others than its peers, and
-        # from call to call. So those of frozen ones are computed too, or a rank would run another schedule than its peers.
+        # Ranks agree on whether any weight needs a gradient, but not on which: each may freeze other weights than its peers, and
+        # change that from call to call. So gradients of frozen weights are computed too, or ranks would run different schedules.
         if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
             made = _all_at_once(x, Bs, grads, group, turn)
             return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
@@ -218,17 +220,17 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
 ) -> torch.Tensor | None:
-    """The same and its reduce-scatter as one, by `matmul_reduce_scatter`; None: that would be no faster."""
+    """Return x's gradient from GEMM and reduce-scatter fused by `matmul_reduce_scatter`; None if that would not be faster."""
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
     nothing = grads[0].new_empty(())
     like = dual.form(nothing.expand(m, n), nothing.expand(n, k))
     if not overlaps(dual, like, group, turn):
         return None
-    # Of column-major Bs, as linear layers' are, the copy reads and writes rows.
+    # With column-major Bs, as of linear layers, the copy reads and writes rows.
     grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
     (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
-    # The first call may have found that nothing overlaps. Later ones go the other way, and equal calls give equal bits.
+    # The first call may have selected serial. Then later calls use the other branch, and so must this one, for equal bits.
     return found if overlaps(dual, like, group, turn) else None
 
 

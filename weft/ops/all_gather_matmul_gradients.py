@@ -1,4 +1,4 @@
-"""Backward of `weft.all_gather_matmul` where x and weights want gradients, as an operator with schedules of its own."""
+"""The backward pass of `weft.all_gather_matmul` if x and weights need gradients, as an operator with schedules of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AGAIN = "all_gather x_shard again"
 
 
 class _Call(NamedTuple):
-    """x: this rank's shard. grads: of the products, [m, n_i]. wts: the weights transposed, [n_i, k]."""
+    """x: this rank's shard. grads: of the products, [m, n_i]. wts: the transposed weights, [n_i, k]."""
 
     x: torch.Tensor
     grads: list[torch.Tensor]
@@ -29,7 +29,7 @@ class _Call(NamedTuple):
 
 
 class _AllGatherMatmulGradients(Operator[_Call]):
-    """Returns x's gradient, and those of the weights, transposed."""
+    """The operator that returns x's gradient, and the transposed gradients of the weights."""
 
     name, form = "all_gather_matmul_gradients", _Call
     arguments: ClassVar[Mapping[str, str]] = {"x_shard": "A_shard"}
@@ -40,13 +40,13 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         m, k = x.shape[0] * world, x.shape[1]
         shapes = [tuple(t.shape) for t in (*grads, *wts)]
         if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)]:
-            raise ValueError(f"a shard {tuple(x.shape)} does not go with gradients and weights {shapes}")
+            raise ValueError(f"a shard {tuple(x.shape)} does not match gradients and weights {shapes}")
         return AllGatherMatmulGradients(world, m, sizes, k, name_of_dtype("A_shard", x))
 
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}
         for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
-            # No reason to warn: autograd made it, of a sum all of one element.
+            # Copied without a warning: autograd made it; the gradient of a sum is one expanded element.
             grad = grad.contiguous() if is_scattered(grad) else grad
             tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
         return tensors
@@ -61,7 +61,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def unfused(
         self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:
-        """The library's calls, each of its collectives beside GEMMs."""
+        """Call NCCL and cuBLAS, each collective concurrently with GEMMs."""
         x, grads, wts = call
         whole = x.new_empty(p.m, p.k)
         gathering = begun(turn, AGAIN, all_gather_single, whole, x.contiguous(), group=group)
@@ -91,7 +91,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
 def partial_of(
     grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's part of the gradient of x. gathered: what else is added."""
+    """Return this rank's part of the gradient of x. gathered: a term to add."""
     partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
     for grad, wt in zip(grads[1:], wts[1:], strict=True):
         partial.addmm_(grad, wt)
@@ -101,7 +101,7 @@ def partial_of(
 def reduce_scattered(
     partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn | None
 ) -> tuple[torch.Tensor, Any]:
-    """(this rank's rows of the sum over ranks, what to wait for before reading them). rows: of all ranks."""
+    """Return (this rank's rows of the sum over ranks, the work to wait for before reading them). rows: of all ranks."""
     rank = group.rank()
     if len(set(rows)) == 1 and partial.device.type == "cuda":
         mine = partial.new_empty(rows[rank], partial.shape[1])

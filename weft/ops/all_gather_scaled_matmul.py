@@ -1,4 +1,4 @@
-"""weft.all_gather_scaled_matmul: fp8 GEMMs with scales that start before all of their input is there.
+"""weft.all_gather_scaled_matmul: fp8 GEMMs with scales that start before all of their input has arrived.
 
 The scaled sibling of `weft.all_gather_matmul`. Scales of rows travel with their rows: each schedule sends them beside the data,
 under the same signal.
@@ -60,33 +60,34 @@ def all_gather_scaled_matmul(
 
         A = all_gather(A_shard, gather_dim); return A, [torch._scaled_mm(A, B, A_scale, B_scale, bias) for B, ...]
 
-    and what `weft.all_gather_matmul` says of schedules, memory and first calls holds. Collective over `group`. Forward only: inputs
-    that want gradients are refused.
+    Schedules, memory and first calls are as for `weft.all_gather_matmul`. Collective over `group`. Forward only: inputs that
+    require gradients are refused.
 
     A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
     Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
     A_scale: fp32. Its shape decides, as in torch's op, in this order. A_shard's shape with a last dimension of 1: one scale for
-        each row, gathered with the rows, also where a rank has one row. The shape of all of A with a last dimension of 1: one
-        scale for each row, the same tensor on every rank, which takes its own rows' scales. One element of another shape, such
-        as none: the scale of all of A; each rank takes its own, and nothing checks that ranks have the same. With uneven `rows`,
-        one of which is 1, one element of a row's shape is the scale of each of this rank's rows.
+        each row, gathered with the rows, also if a rank has one row. The shape of all of A with a last dimension of 1: one scale
+        for each row, the same tensor on every rank, of which a rank uses its own rows' scales. One element of another shape, such
+        as a scalar: the scale of all of A; each rank uses its own, and nothing checks that ranks agree. With uneven `rows`, one
+        of which is 1, one element of a row's shape is the scale of each of this rank's rows.
     B_scales: fp32, one element each; with a scale for each row of A, [1, N_i] (or one element, for all columns).
-    biases: for each B [N_i] or None, in the dtype of its result, which must be bf16 or fp16; for fp8 results in bf16. None:
-        no bias.
+    biases: for each B [N_i] or None, in the dtype of its result, which must be bf16 or fp16; for fp8 results in bf16. None: no
+        bias.
     result_scales: None, or None for each B: scale B_scales instead.
     out_dtypes: for each B torch.bfloat16, float16 or float32; or float8_e4m3fn, or None for it, if A_scale and B_scales have one
         element each. Values too large for fp8 become its largest number. None: all bfloat16.
-    use_fast_accum: for each B whether to accumulate fast and less exactly. None: no.
+    use_fast_accum: for each B, True to accumulate fast and less exactly. None: False for all.
     return_A: also return the gathered A, as torch's op always does. Without it there are more schedules, and less to copy.
-    gather_dim, group, schedule, rows, deadline_s, timeline: as of `weft.all_gather_matmul`.
+    gather_dim, group, schedule, rows, deadline_s, timeline: as for `weft.all_gather_matmul`.
 
     Returns (A or None, [y...]), shaped as by `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On CPU it
     computes in fp32, for tests.
+
     Memory: as for `weft.all_gather_matmul`; scales of rows lie in symmetric memory too.
 
     Raises what `weft.all_gather_matmul` raises.
 
-    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", for data that is not scaled.
+    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", for unscaled data.
     """
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -99,8 +100,10 @@ def all_gather_scaled_matmul(
 
 
 class _Call(NamedTuple):
-    """Matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards, if they
-    differ. outer: A_shard's dimensions (`outer_of`)."""
+    """The call as matrices.
+
+    scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards, if they differ. outer:
+        A_shard's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     Bs: list[torch.Tensor]
@@ -121,7 +124,7 @@ def _call(
     out_dtypes: Sequence[torch.dtype | None] | None, use_fast_accum: Sequence[bool] | None, return_A: bool,
     rows: Sequence[int] | None, group: dist.ProcessGroup | str | None,
 ) -> _Call:  # fmt: skip
-    """What the caller means; `ValueError` for what cannot be."""
+    """Return the call for the caller's arguments; raise `ValueError` for impossible ones."""
     check_tensor("A_shard", A_shard)
     check_tensor("A_scale", A_scale)
     check_tensors("Bs", Bs := listed("Bs", Bs))
@@ -146,8 +149,9 @@ def _scale_of_rows(
     A_scale: torch.Tensor, A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
-    """Return (True if each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1]). Shapes alone decide, as
-    in torch's operator, since a rank does not know the others' scales."""
+    """Return (True if each row has a scale, the scales of the shard's rows [rows, 1], or the single scale [1, 1]).
+
+    Only shapes decide, as in torch's operator, since a rank does not know the others' scales."""
     extent, shape = A_shard.shape[gather_dim], list(A_scale.shape)
     sizes = [extent] * size_of(group) if rows is None else list(rows)
 
@@ -162,7 +166,7 @@ def _scale_of_rows(
     if A_scale.numel() == 1:
         if shape != of_rows(1) or 1 not in sizes:
             return False, A_scale.reshape(1, 1)
-        # Another rank takes such a scale for its only row's, and so it is one of rows here too.
+        # On a rank with one row, such a scale is its row's. So it is a scale of rows here too.
         return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
         f"A_scale has shape {tuple(shape)}: pass one element, or, for each row a scale, {tuple(of_rows(extent))} or "
@@ -174,14 +178,14 @@ def _check_rest(
     tensors: Sequence[torch.Tensor | None], count: int, B_scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None], fast: Sequence[bool],
 ) -> None:  # fmt: skip
-    """Raise `ValueError` for what a `_Call` cannot have."""
+    """Raise `ValueError` for arguments that a `_Call` does not support."""
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, given in (lists | {"use_fast_accum": fast}).items():
         if given is not None and len(given) != count:
             raise ValueError(f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {count} Bs")
     if any(scale is not None for scale in result_scales or ()):
         raise ValueError(
-            "result_scales are not taken: pass None each, and scale B_scales, or multiply results that are not fp8"
+            "result_scales are not supported: pass None for each, and scale B_scales, or multiply results that are not fp8"
         )
     for dtype in out_dtypes:
         if dtype is not None and dtype not in _OUT:

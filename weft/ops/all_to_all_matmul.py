@@ -1,8 +1,7 @@
-"""weft.all_to_all_matmul: mixture of experts - tokens go to the ranks of their experts, whose GEMMs start as they arrive.
+"""weft.all_to_all_matmul: MoE dispatch - tokens go to the ranks of their experts, whose GEMMs start as tokens arrive.
 
-How many tokens go where changes from call to call, and so may the number of tokens: neither is part of a shape. Memory for
-what comes in is made once, for `capacity` tokens a rank. Without overlap it is done as `weft.runtime.exchanged` says, where
-backward is too.
+The number of tokens, and where they go, change from call to call: neither is part of a shape. Memory for arriving tokens is
+allocated once, for `capacity` tokens a rank. `weft.runtime.exchanged` has the way without overlap, also of backward.
 """
 
 from __future__ import annotations
@@ -58,56 +57,57 @@ def all_to_all_matmul(
         x = x in the order of experts                                  # and for one expert by source rank
         y = grouped_mm(x, w_experts, offs=received.sum(0).cumsum(0))
 
-    but GEMMs on tokens that are there run while the others arrive, and nothing is sorted before or after them. Collective over
-    `group`. Differentiable in tokens and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same
-    ones. Autocast does not apply.
+    but GEMMs on arrived tokens run while others arrive, and no tokens are sorted before or after. Collective over `group`.
+    Differentiable in tokens and w_experts, once: gradients are sums over rows, not means, and all ranks must request the same
+    gradients. Autocast does not apply.
 
     tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), sorted by expert of all ranks, as the argsort of a
-        router's choices puts them: those for the E experts of rank 0, for those of rank 1, ... T may differ between ranks and
+        router's choices orders them: tokens for the E experts of rank 0, then of rank 1, ... T may differ between ranks and
         calls. Copied if not contiguous.
-    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU
-        is copied at every call.
-    splits: [W * E] int64 (int32 is converted), on the tokens' device: how many tokens are for each expert of all ranks.
-        They add up to T. Their values are checked on CPU; on GPUs that would be a wait, so you must have them right.
+    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
+        copied at every call.
+    splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks. They add
+        up to T. Their values are checked on CPU; on GPUs a check would wait for the device, so the caller must ensure it.
     group: a process group, or its name; default: the world.
-    max_rows: None: y has exactly the rows that came. The host waits for their number once, mostly while the GEMMs run. n: y
-        has n rows, and those beyond the rows that came are not written. Unless the schedule is "serial", the host waits for
-        nothing, and the call can be captured in a CUDA graph. May differ between ranks and calls.
-    return_received: also return how many rows came.
-    capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
-        default: a little above the largest T at the first call of this shape.
+    max_rows: None: y has exactly the rows that came. The host waits for their number once, mostly while the GEMMs run. n: y has n
+        rows, and those beyond the rows that came are not written. Unless the schedule is "serial", the host waits for nothing,
+        and the call can be captured in a CUDA graph. May differ between ranks and calls.
+    return_received: also return the number of rows that came.
+    capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks; default:
+        a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
-        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-        "heuristic": what FiCCO's static heuristic picks; where that cannot run, the usual choice, and a warning says why.
+        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+        "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that
+        gives the reason.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
-        on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
+        on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
-        [W, E] int64 on the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype,
-        capacity, whether max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a
-        CUDA graph.
-        Under torch.compile y without max_rows has a size that is known when it runs, for which
-        `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
-    Memory: y, with room for an eighth more where it is made before its rows are known; and symmetric memory of (W - 1) x
-        capacity x K elements for each of the last 64 shapes. On GPUs, shapes that a CUDA graph has captured stay and are
-        not among the 64; large ones that are not called any more go sooner. The serial schedule takes twice the rows that
-        come, K wide, instead.
+    [W, E] int64 on the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype, capacity,
+    max_rows given or not) is collective set-up of milliseconds to seconds; make it before capturing a CUDA graph. Under
+    torch.compile, y without max_rows has a dynamic size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops =
+    True`.
 
-    Calls on one group are made by one thread at a time.
+    Memory: y, with room for an eighth more if it is allocated before its rows are known; and symmetric memory of (W - 1) x
+        capacity x K elements for each of the last 64 shapes. On GPUs, shapes captured in a CUDA graph stay and are not among the
+        64; large shapes that are no longer called are freed sooner. The serial schedule takes twice the rows that come, K wide,
+        instead.
 
-    Raises `ValueError` for bad arguments, for splits that do not fit (on CPU, where they are read), and for T above the capacity
-        ("serial" has none where no gradients are wanted). It is a `RefusedError` on every rank, and the group lives on; on GPUs
-        this holds for the first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on
-        its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a
-        shape. `TooManyRowsError` on CPU, when the call is done, on a rank to which more than max_rows rows came; on GPUs rows
-        beyond are left out, and `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for
-        a second derivative.
+    Calls on one group must come from one thread at a time.
 
-    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2
-    (all-to-all before the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
-    Collectives", 7.1 and 7.2, where the all-to-all is behind the GEMM.
+    Raises `ValueError` for bad arguments, for wrong splits (on CPU, where they are read), and for T above the capacity ("serial"
+    without gradients has none). It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds for the
+    first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
+    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
+    `TooManyRowsError` on CPU, after the call, on a rank that received more than max_rows rows; on GPUs further rows are left out,
+    and `received` shows it. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+    derivative.
+
+    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all before
+        the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and
+        7.2, where the all-to-all is behind the GEMM.
     """
 
     group = dist.group.WORLD if group is None else group
@@ -124,8 +124,10 @@ def all_to_all_matmul(
 
 
 class _Call(NamedTuple):
-    """return_x: the tokens that came are a result too, as they arrived: for the backward of `matmul_all_to_all`, which wants no
-    gradients and gives max_rows as many as come."""
+    """The call.
+
+    return_x: also return the tokens as they arrived. The backward pass of `matmul_all_to_all` uses it, without gradients and with
+        max_rows as many rows as come."""
 
     tokens: torch.Tensor
     w: torch.Tensor
@@ -142,7 +144,7 @@ class _AllToAllMatmul(Operator[_Call]):
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of rows that came
 
     def note(self, call: _Call) -> None:
         if call.splits.is_cuda:
@@ -152,7 +154,7 @@ class _AllToAllMatmul(Operator[_Call]):
         splits = call.splits.to(torch.int64) if call.splits.dtype == torch.int32 else call.splits
         return call if splits is call.splits and splits.is_contiguous() else call._replace(splits=splits.contiguous())
 
-    # --- what is asked for ---
+    # --- the call and its problem ---
 
     def size(self, call: _Call) -> int:
         return call.tokens.shape[0]
@@ -177,7 +179,7 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Of `capacity` tokens on each rank, if it was given."""
+        """Return the problem with `capacity` tokens on each rank, if it was given."""
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
@@ -196,7 +198,7 @@ class _AllToAllMatmul(Operator[_Call]):
 
         def that_arrive(columns: int) -> Any:
             def make(rows: int) -> torch.Tensor:
-                # Rows for which there is no room are still written here: peers do not wait for one that gives up.
+                # Rows beyond max_rows still need memory: peers write them before this rank can refuse.
                 return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), columns)
 
             return make if max_rows is None or tokens.device.type == "cpu" else make(max_rows)
@@ -219,7 +221,7 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Tokens of the description's number, as many for each expert: the first call may have hardly any."""
+        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have hardly any."""
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
         tokens = call.tokens.new_zeros(p.rows[rank], p.k)
@@ -241,11 +243,12 @@ class _AllToAllMatmul(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Of tokens the gradient of weights is made; of received, which the caller has too, so that changing it is noticed."""
+        """Save the tokens, for the gradient of weights, and `received`, which the caller has too: then autograd notices changes
+        of it."""
         return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
 
     def beside(self, saved: Sequence[torch.Tensor | None]) -> Sizes:
-        """So that backward finds them on the host."""
+        """Fetch the sizes, so that backward finds them on the host."""
         _, _, splits, received = saved
         assert splits is not None
         assert received is not None
@@ -258,10 +261,13 @@ class _AllToAllMatmul(Operator[_Call]):
         self, p: AllToAllMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Those of tokens alone by the combine, the dual of this, with the weights transposed. With those of weights the library's
-        calls leave nothing to hide: tokens come again beside one GEMM, and gradients leave beside the other. What came is not kept:
-        it lies in memory that peers write, so that each call would copy it, and calls with gradients would be another shape than
-        those without, with other memory, and maybe another schedule and other bits where a checkpoint computes them again."""
+        """Return the gradients.
+
+        Gradients of tokens alone come from the combine, the dual of this operator, with transposed weights. With gradients of
+        weights, NCCL and cuBLAS calls leave nothing to hide: tokens come again during one GEMM, and gradients leave during the
+        other. Arrived tokens are not kept. They lie in memory that peers write, so each call would have to copy them. Calls with
+        gradients would then be another shape than those without, with other memory, and possibly another schedule and other bits
+        when a checkpoint recomputes them."""
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:
             return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
@@ -272,7 +278,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def _grad_tokens(
         self, p: AllToAllMatmul, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, turn: Turn | None, sizes: Sizes
     ) -> torch.Tensor:  # fmt: skip
-        missing = sum(sizes.host.came) - grad.shape[0]  # rows that found no room in y
+        missing = sum(sizes.host.came) - grad.shape[0]  # rows beyond max_rows
         grad = grad.contiguous() if missing <= 0 else torch.cat((grad, grad.new_zeros(missing, p.n)))
         dual, transposed = operator_named("matmul_all_to_all"), w.transpose(1, 2)
         tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
@@ -281,7 +287,7 @@ class _AllToAllMatmul(Operator[_Call]):
         (grad_tokens,) = within(dual, call, group, turn)
         return grad_tokens
 
-    # --- the way without overlap ---
+    # --- without overlap ---
 
     def unfused(
         self, p: AllToAllMatmul, call: _Call, group: dist.ProcessGroup, turn: Turn | None
@@ -295,7 +301,7 @@ class _AllToAllMatmul(Operator[_Call]):
 
 
 def expert_weights(w: torch.Tensor) -> torch.Tensor:
-    """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
+    """Return w as executors need it: on CPU one matrix below the other, on GPUs with any strides that GEMMs support."""
     if w.device.type != "cpu":
         return strided(w, "w_experts")
     if not w.is_contiguous():
@@ -304,14 +310,15 @@ def expert_weights(w: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_up(rows: int) -> int:
-    """To a multiple of an eighth of the power of two below: the number of tokens may vary a little without a new shape."""
+    """Round up to a multiple of an eighth of the power of two below, so that the number of tokens may vary a little without a new
+    shape."""
     rows = max(rows, _LEAST_CAPACITY)
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
 
 
 def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, world: int) -> None:
-    """Raises `ValueError` for what cannot be."""
+    """Raise `ValueError` for wrong shapes, dtypes or devices."""
     shape = tuple(tokens.shape)
     name_of_dtype("tokens", tokens)
     if len(shape) != 2 or shape[1] == 0:
@@ -336,16 +343,16 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
 
 
 def _check_values(tokens: torch.Tensor, splits: torch.Tensor) -> None:
-    """Raises `ValueError` for splits that will not do for these tokens, if the host can tell without a wait."""
+    """Raise `ValueError` for splits that do not fit these tokens, if the host can read them without a wait."""
     if splits.device.type != "cpu":
         return
-    numbers = splits.tolist()  # whose sum does not wrap around
+    numbers = splits.tolist()  # Python integers, whose sum cannot overflow
     least, total = min(numbers), sum(numbers)
     if least < 0:
         raise ValueError(f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative")
     if total != tokens.shape[0]:
         raise ValueError(
-            f"splits add up to {total} and tokens has {counted(tokens.shape[0], 'row')}: pass how many are for each expert"
+            f"splits add up to {total} and tokens has {counted(tokens.shape[0], 'row')}: pass the number of tokens for each expert"
         )
 
 

@@ -1,7 +1,7 @@
 """weft.embedding_pool: all tables of one device pooled by one kernel, into one ordinary tensor.
 
-The half of `embedding_all_to_all` that stays at home, for tables that are not sharded, and the strong baseline of its
-benchmarks: pool with this, then call the library's all-to-all.
+It is the local half of `embedding_all_to_all`, for tables that are not sharded. It is also the strong baseline of its benchmarks:
+pool with this, then call NCCL's all-to-all.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ def embedding_pool(
     bounds_check: BoundsCheck = "warning",
     hash: bool = False,
 ) -> torch.Tensor:
-    """`[batch, sum(D)]` in table order: every feature of `tables` looked up in `weights` and pooled. Forward only.
+    """Look up every feature of `tables` in `weights` and pool it: `[batch, sum(D)]` in table order. Forward only.
 
-    weights: one `[num_embeddings, embedding_dim]` per table, contiguous, fp32, fp16 or bf16 (accumulated in fp32), on one
-        device.
-    features: a KeyedJaggedTensor (ours or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block per feature
-        in table order; dtypes and pooling as in `embedding_all_to_all`.
+    weights: one `[num_embeddings, embedding_dim]` per table, contiguous, fp32, fp16 or bf16 (accumulated in fp32), on one device.
+    features: a KeyedJaggedTensor (ours or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block per feature in
+        table order; dtypes and pooling as in `embedding_all_to_all`.
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype.
     bounds_check, hash: as in `embedding_all_to_all`; "fatal" is a `ValueError` here.
 
-    Returns the pooled vectors in the tables' dtype, in ordinary memory; on GPUs valid in stream order. Memory: the result.
+    Returns the pooled vectors in the tables' dtype, in ordinary memory; on GPUs valid in stream order.
 
-    Raises `ValueError` for bad arguments, and `TypeError` for features that are none.
+    Memory: the result.
+
+    Raises `ValueError` for bad arguments, and `TypeError` for features of another type.
     """
     if torch.is_grad_enabled() and any(getattr(weight, "requires_grad", False) for weight in weights):
         raise ValueError(

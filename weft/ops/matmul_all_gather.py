@@ -1,4 +1,4 @@
-"""weft.matmul_all_gather: a GEMM whose rows travel to all ranks while it goes on with others."""
+"""weft.matmul_all_gather: a GEMM whose finished rows travel to all ranks while it computes others."""
 
 from __future__ import annotations
 
@@ -48,41 +48,42 @@ def matmul_all_gather(
 
         return all_gather(x @ w, gather_dim)
 
-    but rows that are computed travel while others are. Shape and machine decide how. Where nothing beats the plain sequence of
-    GEMM and collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype
-    that they have.
+    but finished rows travel while others are computed. The schedule depends on shape and machine. If none is faster than GEMM and
+    then collective, that sequence runs. Collective over `group`. Autocast does not apply: inputs are multiplied in their own
+    dtype.
 
-    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass its
-        to_local()); of one shape on all ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
-    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
-    gather_dim: of the product, [..., N]. -1 or its last dimension joins columns, as behind a column-parallel layer that gathers its
-        output: rank r's are those from r * N on. Any other joins rows, as x has them.
+    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor pass
+        its to_local()); of one shape on all ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
+    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
+    gather_dim: of the product, [..., N]. -1 or its last dimension joins columns, as behind a column-parallel layer that gathers
+        its output: rank r's columns begin at r * N. Any other dimension joins rows, as x has them.
     group: a process group, or its name.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...), forward only;
-        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
-        the serial schedule and backward call NCCL, whose waits go by the process group's timeout.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
+        GPUs the serial schedule and backward call NCCL, whose waits use the process group's timeout.
+    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns all products, in x's dtype and in ordinary memory; on GPUs valid in stream order. All ranks have the same bits, and
-    equal calls give equal ones; two schedules may multiply in parts of other sizes, which round differently. The first call of a
-    shape is collective set-up and takes milliseconds to seconds: make it before capturing a CUDA graph.
+    equal calls give equal bits; two schedules may multiply in parts of different sizes, which round differently. The first call
+    of a shape is collective set-up of milliseconds to seconds: make it before capturing a CUDA graph.
+
     Memory: the result; symmetric memory of the size of x @ w, which is kept; on GPUs that of the largest x for all calls that
-        differ in its rows only, as for `weft.all_gather_matmul`. The serial schedule's x @ w during the call, and where it joins
-        columns as much as the result again. Of backward where it overlaps: symmetric memory of the size of the others' parts of the
-        result, and memory of that of the own one, which are kept.
+        differ in its rows only, as for `weft.all_gather_matmul`. The serial schedule takes x @ w during the call, and to join
+        columns as much as the result again. Backward, if it overlaps, keeps symmetric memory of the size of the others' parts of
+        the result, and memory of the size of this rank's part.
 
-    Differentiable in x and w, once; all ranks must want the same gradients. They are sums over ranks: what a rank's gradient of y
-    is, the x and w that its parts come from get, as from all-gather's own backward. If all ranks compute one and the same loss from
-    y, as replicated layers do, it counts once for each: divide it by the number of ranks. Backward is a reduce-scatter of the
-    result's gradient and two GEMMs. Where both gradients are wanted, rows that have come from all ranks are multiplied while
-    others travel, if that is faster. It has not been tried on GPUs yet: there one runs after the other.
+    Differentiable in x and w, once; all ranks must request the same gradients. They are sums over ranks: a rank's gradient of y
+    goes to the x and w of the ranks that made its parts, as in all-gather's own backward. If all ranks compute the same loss from
+    y, as replicated layers do, it counts once for each rank: divide it by the number of ranks. Backward is a reduce-scatter of
+    the result's gradient and two GEMMs. If both gradients are requested, rows that have come from all ranks are multiplied while
+    others travel, if that is faster. The overlap has not been tried on GPUs yet: there backward is serial.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
-    first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
-    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
+    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
+    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
+    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
     """
@@ -104,7 +105,7 @@ def matmul_all_gather(
 
 
 class _Call(NamedTuple):
-    """Matrices. columns: they are joined, and not rows. outer: x's dimensions (`outer_of`)."""
+    """The call as matrices. columns: True to join columns, False to join rows. outer: x's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -113,11 +114,12 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllGather(Operator[_Call]):
-    """With y the products of all ranks, and `own` of the sum over ranks of grad y the part where this rank's product lies:
+    """The operator. With y the products of all ranks, and `own` the part of the sum over ranks of grad y where this rank's
+    product lies:
 
-    grad x = own @ w^T      grad w = x^T @ own
+        grad x = own @ w^T      grad w = x^T @ own
 
-    Where both are wanted, that is an operator of its own (`weft.ops.matmul_all_gather_gradients`); otherwise the library's
+    If both are requested, they are an operator of their own (`weft.ops.matmul_all_gather_gradients`); otherwise NCCL's
     reduce-scatter and the one GEMM.
     """
 
@@ -151,7 +153,7 @@ class _MatmulAllGather(Operator[_Call]):
     def unfused(
         self, p: MatmulAllGather, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:
-        """The serial schedule, but that columns are put side by side by one copy."""
+        """Run the serial schedule, but put columns side by side with one copy."""
         if not p.columns or p.world_size == 1 or not p.m * p.n:
             return None
         own = torch.mm(call.x, call.w)

@@ -1,4 +1,4 @@
-"""Backward of `weft.matmul_all_gather` where x and w want gradients, as an operator with schedules of its own."""
+"""The backward pass of `weft.matmul_all_gather` if x and w need gradients, as an operator with schedules of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllGatherGradients(Operator[_Call]):
-    """Returns x's gradient, and w's, which lies as w does."""
+    """The operator that returns x's gradient, and w's in the layout of w."""
 
     name, form = "matmul_all_gather_gradients", _Call
 
@@ -39,12 +39,12 @@ class _MatmulAllGatherGradients(Operator[_Call]):
         p = MatmulAllGatherGradients(world, x.shape[0], w.shape[1], x.shape[1], name_of_dtype("x", x), columns)
         if (g.shape, g.dtype) != (p.shape, x.dtype):
             raise ValueError(
-                f"a gradient {tuple(g.shape)} {g.dtype} does not go with products {p.shape} {x.dtype} of all ranks"
+                f"a gradient {tuple(g.shape)} {g.dtype} does not match products {p.shape} {x.dtype} of all ranks"
             )
         return p
 
     def inputs(self, p: MatmulAllGatherGradients, call: _Call) -> dict[str, Any]:
-        # No reason to warn of a copy of g: autograd made it.
+        # g is copied without a warning: autograd made it.
         return {"g": call.g.contiguous(), "xt": strided(call.x, "x").t(), "wt": strided(call.w, "w").t()}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
     def unfused(
         self, p: MatmulAllGatherGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:
-        """The library's calls."""
+        """Call NCCL and cuBLAS."""
         own = part_of_sum(p, call.g, group, turn)
         grad_x, grad_w = own @ call.w.t(), grad_of_weight(call.x, own, call.w)
         if turn is not None:
@@ -77,7 +77,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
 
 
 def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None) -> torch.Tensor:
-    """Of the sum over ranks of g, the part in which this rank's product lay."""
+    """Return the part of the sum over ranks of g in which this rank's product lay."""
     if p.world_size == 1:
         return g
     if p.columns:

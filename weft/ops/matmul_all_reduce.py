@@ -1,5 +1,4 @@
-"""weft.matmul_all_reduce: a GEMM whose rows leave for the ranks that add them up, and come back as sums, while it goes on with
-others."""
+"""weft.matmul_all_reduce: a GEMM whose finished rows are reduced by other ranks, and return as sums, while it computes others."""
 
 from __future__ import annotations
 
@@ -59,59 +58,60 @@ def matmul_all_reduce(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Multiply `x` with `w`, and add up the products of all ranks of `group`, on every rank.
+    """Multiply `x` with `w`, and reduce the products of all ranks of `group`, on every rank.
 
     Equals
 
         y = x @ w; all_reduce(y, op); y = y + bias + residual; return y
 
-    or, with `norm`, `return rms_norm(y, [N], norm, eps), y`: what a transformer's next layer takes, and its next residual. But rows
-    that are computed travel while others are, and sums go back while others are added up; few rows, as when a language model
-    generates, are added up by every rank. Shape and machine decide how. Where nothing beats the plain sequence of GEMM and
-    collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they
-    have, and sums normed in it.
+    or, with `norm`, `return rms_norm(y, [N], norm, eps), y`: the input of a transformer's next layer, and its next residual. But
+    finished rows travel while others are computed, and sums return while others are reduced; few rows, as in decoding, are
+    reduced by every rank. The schedule depends on shape and machine. If none is faster than GEMM and then collective, that
+    sequence runs. Collective over `group`. Autocast does not apply: inputs are multiplied, and sums normed, in their own dtype.
 
-    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass its
-        to_local()); of one shape on all ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's
-        dtype before they are added up, and these cannot hold sums. Copied if it is not contiguous.
-    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
+    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor pass
+        its to_local()); of one shape on all ranks, with any number of rows. Integers and fp8 are refused: products are rounded to
+        x's dtype before they are reduced, and these dtypes cannot hold sums. Copied if it is not contiguous.
+    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
     group: a process group, or its name.
     op: "sum", or "avg": the sum, divided by the number of ranks.
-    bias, residual: [N], and [..., N] as the result, in x's dtype: added to the sum, to each row by who adds it up, before it is
-        rounded and goes to the others. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not with "avg".
-    norm: [N], in x's dtype: the weight of an RMSNorm, which is wanted beside the sum. Not with "avg".
-    eps: of the norm, from 0 on: added to the mean of a row's squares.
+    bias, residual: [N], and [..., N] as the result, in x's dtype: added to the sum. The rank that reduces a row adds them, before
+        it rounds the row and sends it to the others. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not
+        with "avg".
+    norm: [N], in x's dtype: the weight of an RMSNorm, which is returned beside the sum. Not with "avg".
+    eps: of the norm, at least 0: added to the mean of a row's squares.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "two_shot[chunks=2,by=dma,add=gemm]", ...), forward
-        only; "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
-        the serial schedule calls NCCL, whose waits go by the process group's timeout.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+        only; "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
+        GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
+    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. With `norm` a pair: the normed
-    sum, and the sum. Each rank norms by itself, with its own weight, the sum as it was rounded to x's dtype: in fp32 (fp64 in
-    itself), rounded once. Overlapped schedules add up in fp32, in an order that the schedule and the number of ranks fix, so that
-    equal calls give equal bits; and all ranks get the same bits. A row is added up by one rank, the others copy it; or by each in
-    the order of ranks. Who adds up which rows is the schedule's business: parts of equal size, of which the last ranks' have
-    fewer rows, or none. Results of two schedules differ by what they round. "avg" divides what has been rounded, once: in fp16,
+    sum, and the sum. Each rank norms by itself, with its own weight, the sum as rounded to x's dtype: in fp32 (fp64 in fp64),
+    rounded once. Overlapped schedules reduce in fp32, in an order that the schedule and the number of ranks fix, so that equal
+    calls give equal bits; and all ranks get the same bits. A row is reduced by one rank, and the others copy it; or by each rank
+    in the order of ranks. The schedule decides which rank reduces which rows: parts of equal size, of which the last ranks' have
+    fewer rows, or none. Results of two schedules differ by their roundings. "avg" divides the rounded sum, once: in fp16,
     products and sums above 65504 are infinite before that. The first call of a shape, and its backward, are collective set-up of
-    milliseconds to seconds: before capturing a CUDA graph.
+    milliseconds to seconds: make them before capturing a CUDA graph.
+
     Memory: the results; symmetric and other memory that is kept, up to two and a half times the size of the sum, or with few rows
-        as many times as there are ranks and at most 256 MiB. For backward x, w and, with `norm`, the sum are kept too: do
-        not change them in place before it (autograd refuses that); `sum = sum + ...`, and not `sum += ...`.
+        as many times as there are ranks and at most 256 MiB. For backward x, w and, with `norm`, the sum are kept too: do not
+        change them in place before it (autograd refuses that); write `sum = sum + ...`, not `sum += ...`.
 
-    Differentiable in x, w, bias, residual and norm, once; all ranks must want the same gradients. Those of x and w are sums over
-    ranks: what a rank's gradient of y is, all ranks' x and w get, as from `torch.distributed.nn.functional.all_reduce`. So each
-    rank may have a loss of its own, and their sum is what is differentiated. If all ranks compute one and the same loss from y,
-    as replicated layers do, it counts once for each: divide it by the number of ranks. Those of bias, residual and norm are of
-    this rank's own results, as if it had added and normed behind the all-reduce. Backward is a reduce-scatter of the sum's
-    gradient, and `all_gather_matmul` of that, which overlaps; or one all-reduce where ranks do not have equally many rows. The
-    way through the norm, before that, is torch's kernel for it on GPUs, and a dozen of elementwise ones on CPU.
+    Differentiable in x, w, bias, residual and norm, once; all ranks must request the same gradients. Those of x and w are sums
+    over ranks: a rank's gradient of y goes to all ranks' x and w, as in `torch.distributed.nn.functional.all_reduce`. So each
+    rank may have a loss of its own, and the gradients are those of their sum. If all ranks compute the same loss from y, as
+    replicated layers do, it counts once for each rank: divide it by the number of ranks. Gradients of bias, residual and norm are
+    of this rank's own results, as if it had added and normed behind the all-reduce. Backward is a reduce-scatter of the sum's
+    gradient, and `all_gather_matmul` of that, which overlaps; or one all-reduce if ranks do not have equally many rows. The
+    gradient of the norm, before that, is torch's kernel on GPUs, and a dozen elementwise kernels on CPU.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
-    first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
-    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
+    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
+    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
+    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3, 7.3 and 7.6.
     """
@@ -122,19 +122,19 @@ def matmul_all_reduce(
         if not isinstance(op, str) or op not in ("sum", "avg"):
             raise ValueError(f'op={op!r}: use "sum" or "avg"')
         if op == "avg" and not (bias is None and residual is None and norm is None):
-            raise ValueError('op="avg" is of sums alone: add bias and residual to the result, and norm it, yourself')
+            raise ValueError('op="avg" does not support bias, residual and norm: apply them to the result yourself')
         checked_dimension(x, 0, names=("x", "dimension"))
         rows = None
         if residual is not None:
             check_tensor("residual", residual)
             if residual.shape[:-1] != x.shape[:-1]:
                 raise ValueError(
-                    f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}: all but the last dimension must be alike"
+                    f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}: all but the last dimension must be equal"
                 )
             rows = residual.flatten(0, -2)
         added = checked_eps(eps)
         if norm is None and added != EPS:
-            raise ValueError(f"eps={eps} is of a norm, and none is wanted: pass norm, its weight, or leave eps out")
+            raise ValueError(f"eps={eps} without norm: pass norm, the norm's weight, or leave eps out")
         row, weight = _row("bias", bias), _row("norm", norm)
         matrices = x.flatten(0, -2), w, row, rows, weight
         return _Call(*matrices, None if norm is None else added, op == "avg", outer_of(x, 0))
@@ -157,7 +157,7 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Call(NamedTuple):
-    """Matrices. norm, eps: both or none. average: the caller divides the sum. outer: x's dimensions (`outer_of`)."""
+    """The call as matrices. norm, eps: both or neither. average: the caller divides the sum. outer: x's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -170,11 +170,11 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllReduce(Operator[_Call]):
-    """With y the sum over ranks of x @ w, and `whole` the sum over ranks of grad y:
+    """The operator. With y the sum over ranks of x @ w, and `whole` the sum over ranks of grad y:
 
-    grad x = whole @ w^T      grad w = x^T @ whole      grad bias = the sum of grad y's rows      grad residual = grad y
+        grad x = whole @ w^T      grad w = x^T @ whole      grad bias = the sum of grad y's rows      grad residual = grad y
 
-    where grad y is what comes through the norm too (`through_norm`).
+    where grad y includes the gradient through the norm (`through_norm`).
     """
 
     name, form = "matmul_all_reduce", _Call
@@ -187,11 +187,11 @@ class _MatmulAllReduce(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllReduce:
         x, w, bias, residual, norm, eps, _, _ = call
-        dtype = name_of_dtype("x", x, ", in which the ranks' products can be added up")
+        dtype = name_of_dtype("x", x, ", in which the ranks' products can be reduced")
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
         if (norm is None) != (eps is None):
-            raise ValueError(f"eps={eps} and norm={norm}: pass both or none")
+            raise ValueError(f"eps={eps} and norm={norm}: pass both or neither")
         for name, given, rows in (("bias", bias, 1), ("residual", residual, m), ("norm", norm, 1)):
             if given is None:
                 continue
@@ -228,7 +228,7 @@ class _MatmulAllReduce(Operator[_Call]):
     def unfused(
         self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:
-        """The serial schedule, but that the library adds what follows, and rounds each time."""
+        """Run the serial schedule, but add bias and residual with torch, which rounds each time."""
         following = [one for one in (call.bias, call.residual) if one is not None]
         if (not following and call.norm is None) or not p.m * p.n:
             return None
@@ -277,7 +277,9 @@ class _MatmulAllReduce(Operator[_Call]):
             return drawn.to(TORCH_DTYPE[p.dtype])
 
         x, w = random(p.m, p.k), random(p.n, p.k).t()
-        generator = torch.Generator(generator.device).manual_seed(0)  # what follows is the same on all ranks
+        generator = torch.Generator(generator.device).manual_seed(
+            0
+        )  # bias, residual and norm are the same on all ranks
         bias, residual = random(1, p.n) if p.bias else None, random(p.m, p.n) if p.residual else None
         return _Call(x, w, bias, residual, None if p.eps is None else random(1, p.n), p.eps)
 
@@ -293,12 +295,14 @@ class _MatmulAllReduce(Operator[_Call]):
 def through_norm(
     grads: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the gradient of the sum, that of the norm's weight). grads: of the normed sum and of the sum. saved: the weight and the sum,
-    y. With scale = 1 / sqrt(the mean of y's squares + eps), unit = y * scale and g = grads[0] * weight the sum's is
+    """Return (the gradient of the sum, the gradient of the norm's weight).
+
+    grads: of the normed sum and of the sum. saved: the weight and the sum, y. With scale = 1 / sqrt(the mean of y's squares +
+        eps), unit = y * scale and g = grads[0] * weight the sum's gradient is
 
         grads[1] + scale * (g - unit * the mean of g * unit)
 
-    in fp32, or in fp64; on GPUs by torch's kernel for it, which it has for these alone.
+    in fp32, or in fp64; on GPUs by torch's kernel, which exists for GPUs only.
     """
     (of_normed, of_sum), (weight, y), dtype = grads, saved, saved[0].dtype
     fused, columns = getattr(torch.ops.aten, "_fused_rms_norm_backward", None), [y.shape[1]]

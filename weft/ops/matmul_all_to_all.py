@@ -1,7 +1,7 @@
-"""weft.matmul_all_to_all: mixture of experts - rows go back to their tokens' ranks as the GEMMs of experts make them.
+"""weft.matmul_all_to_all: MoE combine - rows return to their tokens' ranks as the GEMMs of experts finish them.
 
-It follows `weft.all_to_all_matmul`: how many rows go where is in that call's splits and result. Without overlap it is done as
-`weft.runtime.exchanged` says.
+It follows `weft.all_to_all_matmul`, whose splits and result have the number of rows for each rank. `weft.runtime.exchanged` has
+the way without overlap.
 """
 
 from __future__ import annotations
@@ -52,66 +52,67 @@ def matmul_all_to_all(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply every row with its expert's weights, and send it back to the rank whose token it is: what follows
-    `all_to_all_matmul` in a mixture of experts, its combine. Equals, on W ranks with E experts each,
+    """Multiply every row with its expert's weights, and send it back to the rank of its token: the combine of a mixture of
+    experts.
+
+    It follows `all_to_all_matmul`. Equals, on W ranks with E experts each,
 
         y = grouped_mm(h, w_experts, offs=received.sum(0).cumsum(0))
         y = y in the order of source ranks                             # and for one source by expert
         return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
 
-    but rows that are multiplied travel while others are, and nothing is sorted. Shape and machine decide how. Where nothing beats
-    the plain sequence of GEMM and collective, that is what runs. Collective over `group`.
-    Differentiable in h and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same ones.
-    Backward sends the gradient of y to the experts once, and while it multiplies with it, by `all_to_all_matmul`, where that
-    overlaps.
-    Autocast does not apply.
+    but finished rows travel while others are multiplied, and no rows are sorted. The schedule depends on shape and machine. If
+    none is faster than GEMM and then collective, that sequence runs. Collective over `group`. Differentiable in h and w_experts,
+    once: gradients are sums over rows, not means, and all ranks must request the same gradients. Backward sends the gradient of y
+    to the experts once, and multiplies with it meanwhile, by `all_to_all_matmul`, if that overlaps. Autocast does not apply.
 
-    A GEMM before an all-to-all of equal parts is the case of one expert: `w[None]`, and `received` [W, 1] and `splits` [W] that are
-    all `len(h) // W`.
+    A GEMM before an all-to-all of equal parts is the case of one expert: `w[None]`, and `received` [W, 1] and `splits` [W] that
+    are all `len(h) // W`.
 
     h: [R, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), ordered as the result of `all_to_all_matmul`: by local
-        expert, and for one expert by the rank that a row came from. R may be more than the rows that came, as with `max_rows`;
-        those beyond have no part in anything, and zero as gradients. Copied if not contiguous.
-    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU
-        is copied at every call.
-    received: [W, E] int64 (int32 is converted), on h's device: how many rows came from each rank for each local expert, as
-        `all_to_all_matmul(..., return_received=True)` says.
-    splits: [W * E] int64 (int32 is converted), on h's device: how many of this rank's tokens are for each expert of all ranks, as
-        it was given there. Values of both are checked on CPU; on GPUs that would be a wait, so you must have them right.
+        expert, and for one expert by source rank. R may be more than the rows that came, as with `max_rows`; further rows are
+        ignored, and their gradients are zero. Copied if not contiguous.
+    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
+        copied at every call.
+    received: [W, E] int64 (int32 is converted), on h's device: the number of rows that came from each rank for each local expert,
+        as `all_to_all_matmul(..., return_received=True)` returns it.
+    splits: [W * E] int64 (int32 is converted), on h's device: the number of this rank's tokens for each expert of all ranks, as
+        passed to `all_to_all_matmul`. The values of both are checked on CPU; on GPUs a check would wait for the device, so the
+        caller must ensure them.
     group: a process group, or its name; default: the world.
-    rows: how many tokens this rank has, the sum of splits. Then the host waits for nothing, unless the schedule is "serial", and
-        the call can be captured in a CUDA graph. None: it is what the dispatch was called with that took these very splits, or
-        else it is read from the device, and the host waits. Give it on all ranks or on none.
-    capacity: the most tokens that a rank has in any call, the same on all ranks; default: a little above the largest number at the
-        first call of this shape.
+    rows: the number of this rank's tokens, the sum of splits. Then the host waits for nothing, unless the schedule is "serial",
+        and the call can be captured in a CUDA graph. None: the number from the dispatch that took these very splits; otherwise it
+        is read from the device, and the host waits. Pass it on all ranks or on none.
+    capacity: the most tokens that a rank has in any call, the same on all ranks; default: a little above the largest number at
+        the first call of this shape.
     schedule: pin one by name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block), forward only;
-        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
+        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
-        on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
+        on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
 
-    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as `all_to_all_matmul` was given them: by expert of all
-        ranks; on GPUs valid in stream order, in ordinary memory. Every row is one product, in fp32, rounded once: equal calls give
-        equal bits. The first call of a shape (K, N, E, dtype, capacity, whether rows is given), and its backward, are collective
-        set-up of milliseconds to seconds: before capturing a CUDA graph.
-        Under torch.compile y without rows has a size that is known when it runs, for which
-        `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
+    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`: by expert of all ranks;
+    on GPUs valid in stream order, in ordinary memory. Every row is one product, in fp32, rounded once: equal calls give equal
+    bits. The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its backward, are collective set-up of
+    milliseconds to seconds: make them before capturing a CUDA graph. Under torch.compile, y without rows has a dynamic size,
+    which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+
     Memory: y; and of (W - 1) x capacity x N elements, for each of the last 64 shapes, as for `weft.all_to_all_matmul`, symmetric
-        memory and, for schedules with by=kernel, as much other. The serial schedule takes twice the rows that came, N wide.
-        Backward takes the rows of y's gradient that come here, twice if there are several experts; and, where it overlaps, as much
-        symmetric memory as forward where that does.
+        memory and, for schedules with by=kernel, as much other memory. The serial schedule takes twice the rows that came, N
+        wide. Backward takes the rows of y's gradient that come here, twice if there are several experts; and, if it overlaps, as
+        much symmetric memory as an overlapped forward.
 
-    Calls on one group are made by one thread at a time.
+    Calls on one group must come from one thread at a time.
 
-    Raises `ValueError` for bad arguments, for received or splits that do not fit (on CPU, where they are read), and for more tokens
-        than the capacity ("serial" has none where no gradients are wanted). It is a `RefusedError` on every rank, and the group
-        lives on; on GPUs this holds for the first call of a shape, and a later one ends the group. Something that is no group is a
-        `ValueError` on its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at
-        the first of a shape. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments, for wrong received or splits (on CPU, where they are read), and for more tokens than
+    the capacity ("serial" without gradients has none). It is a `RefusedError` on every rank, and the group stays usable; on GPUs
+    this holds for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank
+    alone. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
+    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all
-    behind the GEMM that produces it, experts).
+        behind the GEMM that produces it, experts).
     """
 
     given = h, w_experts, received, splits, group, rows, capacity, schedule, deadline_s, timeline
@@ -127,7 +128,7 @@ def _combined(
     group: dist.ProcessGroup | str | None, rows: int | None, capacity: int | None, schedule: str | None,
     deadline_s: float | None, timeline: Timeline | None, tokens: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`matmul_all_to_all`. tokens: how many this rank has, if that is known without reading splits."""
+    """Run `matmul_all_to_all`. tokens: the number of this rank's tokens, if it is known without reading splits."""
     group = dist.group.WORLD if group is None else group
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -142,7 +143,7 @@ def _combined(
 
 
 class _Call(NamedTuple):
-    """tokens: how many this rank has, once that is known."""
+    """The call. tokens: this rank's number of tokens, once it is known."""
 
     h: torch.Tensor
     w: torch.Tensor
@@ -154,7 +155,7 @@ class _Call(NamedTuple):
 
 
 class _MatmulAllToAll(Operator[_Call]):
-    """With grad y of all ranks where their rows were multiplied, by expert, as G:
+    """The operator. With G the grad y of all ranks where their rows were multiplied, by expert:
 
     grad h_e = G_e @ w_e^T      grad w_e = h_e^T @ G_e
     """
@@ -165,7 +166,7 @@ class _MatmulAllToAll(Operator[_Call]):
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of rows that came
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         h, _, received, splits, rows, _, total = call
@@ -185,16 +186,16 @@ class _MatmulAllToAll(Operator[_Call]):
         if rows is not None or total is not None:
             return call._replace(tokens=total if rows is None else rows)
         if splits.dtype != torch.int64 or splits.device != h.device:
-            return call  # which is refused
+            return call  # a later check refuses it
         if h.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "matmul_all_to_all reads the number of tokens on the host here, which a captured CUDA graph cannot: give rows"
+                "matmul_all_to_all would read the number of tokens on the host here, which a CUDA graph cannot capture: give rows"
             )
         known = sizes_of(splits, received)
         tokens = int(splits.sum()) if known.numbers.copy is None else sum(known.host.sent)
         return call._replace(tokens=tokens)
 
-    # --- what is asked for ---
+    # --- the call and its problem ---
 
     def size(self, call: _Call) -> int:
         return call.tokens or 0
@@ -218,7 +219,7 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Of `capacity` tokens on each rank, if it was given."""
+        """Return the problem with `capacity` tokens on each rank, if it was given."""
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.rows is None
@@ -253,7 +254,7 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Of the description's number of tokens, as many for each expert: the first call may have hardly any."""
+        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have hardly any."""
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
@@ -266,12 +267,12 @@ class _MatmulAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Of h, from which the gradient of weights is made, else only how many rows it has."""
+        """Save h for the gradient of weights; without that, only its number of rows."""
         h = call.h if wanted[1] else call.h.new_empty(call.h.shape[0], 0)
         return [h, call.w, call.received, call.splits]
 
     def beside(self, saved: Sequence[torch.Tensor | None]) -> Sizes:
-        """So that backward finds them on the host."""
+        """Fetch the sizes, so that backward finds them on the host."""
         _, _, received, splits = saved
         assert received is not None
         assert splits is not None
@@ -283,8 +284,10 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Where the dispatch that this is the combine of overlaps, grad h is one, with the weights transposed, and it brings the
-        rows of grad y of which gradients of weights are made. Or else the library does, once for both."""
+        """Return the gradients.
+
+        If the dispatch, the dual of this combine, overlaps, grad h is a dispatch with transposed weights. It also brings the rows
+        of grad y for the gradients of weights. Otherwise NCCL brings them, once for both."""
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
         grad_h = grad_w = None
         dual = self._dual(p, group, grad, w, beside, turn, wanted[1]) if wanted[0] and p.world_size > 1 else None
@@ -305,12 +308,13 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn | None,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
-        """What makes grad h, without the rows that came from nobody, and with return_x the rows of grad y; None: it would be no
-        faster than the library's calls."""
+        """Return a function that makes grad h, only for rows that came from a rank, and with return_x the rows of grad y.
+
+        Returns None if it would not be faster than NCCL and cuBLAS calls."""
         call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most, return_x)
         return partial(within, DISPATCH, call, group, turn) if overlaps(DISPATCH, call, group, turn) else None
 
-    # --- the way without overlap ---
+    # --- without overlap ---
 
     def unfused(
         self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn | None
@@ -322,12 +326,12 @@ class _MatmulAllToAll(Operator[_Call]):
 
 
 def _transposed(w: torch.Tensor) -> torch.Tensor:
-    """As both ways of backward take it, so that they give equal bits."""
+    """Return w transposed in the layout that both ways of backward use, so that they give equal bits."""
     return w.transpose(1, 2) if w.is_cuda else w.transpose(1, 2).contiguous()
 
 
 def _check_shapes(call: _Call, world: int) -> None:
-    """Raises `ValueError` for what cannot be."""
+    """Raise `ValueError` for wrong shapes, dtypes or devices."""
     h, w, received, splits, *_ = call
     shape = tuple(h.shape)
     name_of_dtype("h", h)
@@ -354,7 +358,7 @@ def _check_shapes(call: _Call, world: int) -> None:
 
 
 def _check(call: _Call, world: int, rank: int) -> None:
-    """Raises `ValueError` for what cannot be, tables included, which the host can read without a wait."""
+    """Raise `ValueError` for wrong arguments, including the values of tables that the host can read without a wait."""
     _check_shapes(call, world)
     h, w, received, splits, rows, *_ = call
     for name, t in (("received", received), ("splits", splits)):
@@ -364,7 +368,7 @@ def _check(call: _Call, world: int, rank: int) -> None:
             raise ValueError(
                 f"{name} has {min(numbers)} at {at if t.dim() == 1 else divmod(at, t.shape[1])}: numbers must not be negative"
             )
-    came, tokens = sum(received.flatten().tolist()), sum(splits.tolist())  # which do not wrap around
+    came, tokens = sum(received.flatten().tolist()), sum(splits.tolist())  # Python integers, which cannot overflow
     if came > h.shape[0]:
         raise ValueError(
             f"received adds up to {came} and h has {counted(h.shape[0], 'row')}: pass what all_to_all_matmul returned with "
@@ -378,7 +382,7 @@ def _check(call: _Call, world: int, rank: int) -> None:
             "all_to_all_matmul had them"
         )
     if rows is not None and rows != tokens:
-        raise ValueError(f"rows={rows} and splits add up to {tokens}: pass how many tokens this rank has")
+        raise ValueError(f"rows={rows} and splits add up to {tokens}: pass this rank's number of tokens")
 
 
 OPERATOR = registered(_MatmulAllToAll())

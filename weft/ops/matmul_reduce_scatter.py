@@ -1,4 +1,4 @@
-"""weft.matmul_reduce_scatter: a GEMM whose rows leave for their ranks, where they are added up, while it goes on with others."""
+"""weft.matmul_reduce_scatter: a GEMM whose finished rows leave for their owners, which reduce them, while it computes others."""
 
 from __future__ import annotations
 
@@ -44,46 +44,48 @@ def matmul_reduce_scatter(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply `A` with `B`, add up the products of all ranks of `group`, and give each rank its part along `scatter_dim`.
+    """Multiply `A` with `B`, reduce the products of all ranks of `group`, and return each rank's part along `scatter_dim`.
 
     Signature and result are those of `torch.ops.symm_mem.fused_matmul_reduce_scatter`. Equals
 
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 
-    but rows that are computed travel while others are. Shape and machine decide how. Where nothing beats the plain sequence of
-    GEMM and collective, that is what runs. Collective over `group`. Differentiable in A and B, once: gradients are sums over
-    ranks, and all ranks must want the same ones. Backward gathers the result's gradient while it multiplies with it, by
-    `all_gather_matmul`. Autocast does not apply: inputs are multiplied in the dtype that they have.
+    but finished rows travel while others are computed. The schedule depends on shape and machine. If none is faster than GEMM and
+    then collective, that sequence runs. Collective over `group`. Differentiable in A and B, once: gradients are sums over ranks,
+    and all ranks must request the same gradients. Backward gathers the result's gradient while it multiplies with it, by
+    `all_gather_matmul`. Autocast does not apply: inputs are multiplied in their own dtype.
 
-    A: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass its
-        to_local()). Integers and fp8 are refused: products are rounded to A's dtype before they are added up, and these cannot
-        hold sums (for fp8 with scales there is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not
-        contiguous.
-    B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
+    A: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor pass
+        its to_local()). Integers and fp8 are refused: products are rounded to A's dtype before they are reduced, and these dtypes
+        cannot hold sums (for fp8 with scales there is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is
+        not contiguous.
+    B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
     reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
     scatter_dim: of the product, [..., N]; its size must be divisible by the number of ranks. -1 or the last dimension scatters
         columns: B^T @ A^T is computed and its rows are scattered. A row-major B and the result are copied then.
     group: a process group, or its name.
-    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward only;
-        "pulled[chunks=2,by=gemm]" (by=tracked) is not listed, since it has not been timed on GPUs, and runs where it is pinned;
-        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
-        the serial schedule calls NCCL, whose waits go by the process group's timeout.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward
+        only; "pulled[chunks=2,by=gemm]" (by=tracked) is not listed, since it has not been timed on GPUs, and runs only if pinned;
+        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
+        GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
+    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
 
-    Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. It has N in place of K,
-    and of scatter_dim a part. Overlapped schedules add up in fp32, in an order that the schedule and the number of ranks fix, so
-    that equal calls give equal bits; the ring's rounds at each rank, and so does NCCL. Results of two schedules differ by what
-    they round. "avg" divides what has been rounded, once: in fp16, products and sums above 65504 are infinite before that. The
-    first call of a shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
+    Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. It has N in place of
+    K, and a part of scatter_dim. Overlapped schedules reduce in fp32, in an order that the schedule and the number of ranks fix,
+    so that equal calls give equal bits; the ring's sums are rounded at each rank, as are NCCL's. Results of two schedules differ
+    by their roundings. "avg" divides the rounded sum, once: in fp16, products and sums above 65504 are infinite before that. The
+    first call of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA
+    graph.
+
     Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B, on GPUs that of the largest A for
         all calls that differ in its rows only, as for `weft.all_gather_matmul`; the serial schedule's A @ B during the call.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
-    first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
-    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
+    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
+    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
+    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
     """
@@ -113,8 +115,10 @@ def matmul_reduce_scatter(
 
 
 class _Call(NamedTuple):
-    """Matrices. average: the caller divides the sum. outer: A's dimensions (`outer_of`), or -1 and the leading ones of A where
-    columns are scattered: then x is B^T, and B is A^T."""
+    """The call as matrices.
+
+    average: the caller divides the sum. outer: A's dimensions (`outer_of`), or -1 and A's leading dimensions if columns are
+        scattered: then x is B^T, and B is A^T."""
 
     x: torch.Tensor
     B: torch.Tensor
@@ -123,7 +127,7 @@ class _Call(NamedTuple):
 
 
 class _MatmulReduceScatter(Operator[_Call]):
-    """With y this rank's part of the sum over ranks of x @ B, and `whole` all ranks' grad y, gathered:
+    """The operator. With y this rank's part of the sum over ranks of x @ B, and `whole` all ranks' grad y, gathered:
 
     grad x = whole @ B^T      grad B = x^T @ whole
     """
@@ -139,7 +143,7 @@ class _MatmulReduceScatter(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
         x, B, _, _ = call
         fp8 = "; for fp8 there is weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
-        dtype = name_of_dtype("A", x, f", in which the ranks' products can be added up{fp8}")
+        dtype = name_of_dtype("A", x, f", in which the ranks' products can be reduced{fp8}")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)

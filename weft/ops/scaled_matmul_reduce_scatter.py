@@ -1,7 +1,8 @@
-"""weft.scaled_matmul_reduce_scatter: an fp8 GEMM with scales whose rows leave for their ranks while it goes on with others.
+"""weft.scaled_matmul_reduce_scatter: an fp8 GEMM with scales whose finished rows leave for their owners while it computes others.
 
-The scaled sibling of `weft.matmul_reduce_scatter`. Products travel, and are added up, in the result's dtype: fp8 holds no sums.
-Scales stay where they are: those of rows are cut as the rows are.
+The scaled sibling of `weft.matmul_reduce_scatter`. Products travel, and are reduced, in the result's dtype: fp8 cannot hold sums.
+Scales do not
+travel: scales of rows are cut as the rows are.
 """
 
 from __future__ import annotations
@@ -48,47 +49,48 @@ def scaled_matmul_reduce_scatter(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply the fp8 `A` with the fp8 `B`, scaled, add up the products of all ranks of `group`, and give each its part.
+    """Multiply the fp8 `A` with the fp8 `B`, scaled, reduce the products of all ranks of `group`, and return each rank's part.
 
     Arguments and result are those of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`. Equals
 
         y = torch._scaled_mm(A.flatten(0, -2), B, A_scale, B_scale, bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
         return reduce_scatter(y.view(output_shape), reduce_op, orig_scatter_dim)
 
-    and what `weft.matmul_reduce_scatter` says of schedules, memory and first calls holds. Collective over `group`. Forward only:
-    inputs that want gradients are refused.
+    Schedules, memory and first calls are as for `weft.matmul_reduce_scatter`. Collective over `group`. Forward only: inputs that
+    require gradients are refused.
 
     A: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16. Copied if `A.movedim(orig_scatter_dim, 0)` is not contiguous.
-        Other dtypes are refused, integers and float8_e5m2 too: weft's scaled GEMMs are of this one. For fp32, fp16 and bf16 there
-        is `weft.matmul_reduce_scatter`.
+        Other dtypes are refused, also integers and float8_e5m2: weft's scaled GEMMs support only float8_e4m3fn. For fp32, fp16
+        and bf16 there is `weft.matmul_reduce_scatter`.
     B: [K, N] in float8_e4m3fn, N a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
-    A_scale: fp32. One element: the scale of all of A. A's shape with a last dimension of 1: one for each row, which goes where the
-        row goes.
+    A_scale: fp32. One element: the scale of all of A. A's shape with a last dimension of 1: one scale for each row.
     B_scale: fp32, one element; with a scale for each row of A, [1, N] (or one element, for all columns).
-    reduce_op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare it.
+    reduce_op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare
+        reduce_op.
     orig_scatter_dim: any dimension of output_shape but the last; its size must be divisible by the number of ranks.
-    scatter_dim_after_maybe_reshape: the same in A: orig_scatter_dim, or 0 where A is flattened to [rows, K] and output_shape is
-        not. None: whichever it is.
+    scatter_dim_after_maybe_reshape: the same dimension in A: orig_scatter_dim, or 0 if A is flattened to [rows, K] and
+        output_shape is not. None: whichever applies.
     group: a process group, or its name.
-    output_shape: of the whole product, [..., N], where A is flattened. None: A's, with N in place of K.
-    bias: [N] in out_dtype, which must be bfloat16 or float16: added to this rank's product, so that the sum has all ranks'. All
-        ranks have one, or none has.
+    output_shape: of the whole product, [..., N], if A is flattened. None: A's, with N in place of K.
+    bias: [N] in out_dtype, which must be bfloat16 or float16: added to this rank's product, so that the sum has all ranks'
+        biases. All ranks have a bias, or none has.
     result_scale: None: scale B_scale, or the result.
-    out_dtype: torch.bfloat16, float16 or float32, in which products travel and are added up. No fp8, which torch takes None for:
-        it cannot hold sums. With scales of rows, GPUs may have GEMMs for bfloat16 alone.
-    use_fast_accum: whether GEMMs accumulate fast and less exactly.
-    schedule, deadline_s, timeline: as of `weft.matmul_reduce_scatter`. No schedule in which a GEMM adds to what came (add=gemm,
-        ring), which scaled GEMMs cannot, and none with a tracked GEMM.
+    out_dtype: torch.bfloat16, float16 or float32, in which products travel and are reduced. fp8, which None means in torch's op,
+        is refused: it cannot hold sums. With scales of rows, some GPUs have GEMMs for bfloat16 only.
+    use_fast_accum: True to accumulate fast and less exactly.
+    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Schedules in which a GEMM accumulates (add=gemm, ring),
+        which scaled GEMMs cannot, and tracked GEMMs are not available.
 
     Returns this rank's part of the sum, in out_dtype, of output_shape with a part of orig_scatter_dim, which is the outermost
-    dimension in memory. Overlapped schedules add up in fp32 what was rounded to out_dtype, and round once; "avg" divides what has
-    been rounded. On CPU it computes in fp32, for tests. On GPUs the library's way is taken unless a schedule is pinned or
-    "autotune" is asked for.
-    Memory: as for `weft.matmul_reduce_scatter`, products being in out_dtype.
+    dimension in memory. Overlapped schedules reduce in fp32 the products as rounded to out_dtype, and round once; "avg" divides
+    the rounded sum. On CPU it computes in fp32, for tests. On GPUs it runs cuBLAS and NCCL one after the other, unless a schedule
+    is pinned or "autotune" is requested.
+
+    Memory: as for `weft.matmul_reduce_scatter`, with products in out_dtype.
 
     Raises what `weft.matmul_reduce_scatter` raises.
 
-    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", for data that is not scaled.
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", for unscaled data.
     """
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
@@ -99,10 +101,10 @@ def scaled_matmul_reduce_scatter(
         if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
             raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
         if result_scale is not None:
-            raise ValueError("result_scale is not taken: pass None, and scale B_scale, or the result")
+            raise ValueError("result_scale is not supported: pass None, and scale B_scale, or the result")
         if not isinstance(out_dtype, torch.dtype) or out_dtype not in _OUT:
             raise ValueError(
-                f"out_dtype={out_dtype}: use one of {', '.join(map(str, _OUT))}, in which the ranks' products can be added up"
+                f"out_dtype={out_dtype}: use one of {', '.join(map(str, _OUT))}, in which the ranks' products can be reduced"
             )
         refuse_gradients((A, B, A_scale, B_scale, bias))
         x, dim = _scattered(A, B, orig_scatter_dim, scatter_dim_after_maybe_reshape, output_shape)
@@ -125,7 +127,7 @@ def scaled_matmul_reduce_scatter(
 def _scattered(
     A: torch.Tensor, B: torch.Tensor, orig_scatter_dim: int, after: int | None, output_shape: Sequence[int] | None
 ) -> tuple[torch.Tensor, int]:
-    """(A in the product's dimensions, that which is scattered); raises `ValueError` for dimensions that are none."""
+    """Return (A in the product's dimensions, the scattered dimension); raise `ValueError` for wrong dimensions."""
     of_A = checked_dimension(A, 0 if after is None else after, names=("A", "scatter_dim_after_maybe_reshape"))
     x = A if output_shape is None else A.reshape(_leading(A, B, output_shape) + A.shape[-1:])
     dim = checked_dimension(x, orig_scatter_dim, names=("A", "orig_scatter_dim"))
@@ -139,13 +141,13 @@ def _scattered(
 
 
 def _leading(A: torch.Tensor, B: torch.Tensor, output_shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of the product's dimensions but the last."""
+    """Return the sizes of the product's dimensions except the last."""
     shape, rows = checked_shape("output_shape", output_shape), math.prod(A.shape[:-1])
     alike = shape[:-1] == A.shape[:-1] or (A.dim() == 2 and len(shape) > 2 and math.prod(shape[:-1]) == rows)
     if not alike or shape[-1:] != B.shape[-1:] or min(shape) < 0:
         raise ValueError(
-            f"output_shape={shape} is none of A {tuple(A.shape)} @ B {tuple(B.shape)}: pass {(*A.shape[:-1], *B.shape[-1:])}, or, "
-            f"with A as {(rows, A.shape[-1])}, sizes before the last that make {rows}"
+            f"output_shape={shape} does not fit A {tuple(A.shape)} @ B {tuple(B.shape)}: pass {(*A.shape[:-1], *B.shape[-1:])}, "
+            f"or, with A as {(rows, A.shape[-1])}, sizes before the last that make {rows}"
         )
     return shape[:-1]
 
@@ -160,8 +162,10 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
 
 
 class _Call(NamedTuple):
-    """Matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: name of a dtype. average: the caller divides the sum. outer: A's
-    dimensions as the product has them (`outer_of`)."""
+    """The call as matrices.
+
+    scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: name of a dtype. average: the caller divides the sum. outer: A's dimensions
+        as the product has them (`outer_of`)."""
 
     x: torch.Tensor
     B: torch.Tensor
@@ -192,9 +196,7 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> ScaledMatmulReduceScatter:
         x, B = call.x, call.B
         if x.dtype != FP8:
-            raise ValueError(
-                f"A is {x.dtype}: use {FP8}, of which scaled GEMMs are; for fp32, fp16 and bf16 there is weft.matmul_reduce_scatter"
-            )
+            raise ValueError(f"A is {x.dtype}: use {FP8}, or weft.matmul_reduce_scatter for fp32, fp16 and bf16")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
         check_flag("use_fast_accum", call.fast)
@@ -232,7 +234,7 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         return call.x.shape[0], [call.B]
 
     def drawn(self, p: ScaledMatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
-        """With scales that make results about 1: fp8 has no room for small numbers."""
+        """Draw a call with scales that make results about 1: fp8 cannot represent small numbers."""
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=generator.device)

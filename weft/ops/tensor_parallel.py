@@ -1,13 +1,13 @@
 """Linear layers of tensor parallelism without sequence parallelism: activations between layers are whole on every rank.
 
-A block needs one all-reduce forward and one backward, and each is a part of a GEMM (`weft.matmul_all_reduce`):
+A block needs one all-reduce forward and one backward, and each is part of a GEMM (`weft.matmul_all_reduce`):
 
     columns   y_i = x @ w_i^T + b_i, of this rank's output features       grad x = all-reduce of grad y @ w
-    row       y = all-reduce of x @ w^T, + b + residual, its RMSNorm,     nothing
+    row       y = all-reduce of x @ w^T, + b + residual, its RMSNorm,     no collective
               of this rank's input features
 
-All ranks go on with the same y, so the gradient that comes back is whole on every rank, and the same. That is what DTensor says of
-a replicated tensor, and other than the operators' own gradients, which add up what the ranks' losses say.
+All ranks go on with the same y, so the gradient that comes back is whole and equal on every rank. This is DTensor's convention
+for a replicated tensor. It differs from the operators' own gradients, which sum the ranks' losses.
 
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3: its f and g.
 """
@@ -33,7 +33,7 @@ _COLUMNS, _ROW = "a column-parallel layer", "a row-parallel layer"
 def columns(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: str
 ) -> list[torch.Tensor]:
-    """Of x [..., K], the same on all ranks: y_i [..., N_i / W], of weights [N_i / W, K] and biases [N_i / W]."""
+    """Return y_i [..., N_i / W] for x [..., K], equal on all ranks, weights [N_i / W, K] and biases [N_i / W]."""
     require_plain_by(_COLUMNS, group, x, *weights, *biases)
     return list(_Columns.apply(x, group, len(weights), *weights, *biases))
 
@@ -42,14 +42,15 @@ def row(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str, residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None, eps: float = EPS,
 ) -> Any:  # fmt: skip
-    """Of x [..., K / W] and weight [N, K / W]: y [..., N], the same on all ranks, as bias [N], residual [..., N] and norm [N] are;
-    with norm, the weight of an RMSNorm, (normed, y)."""
+    """Return y [..., N], equal on all ranks, for x [..., K / W] and weight [N, K / W]; with norm (normed, y).
+
+    bias [N], residual [..., N] and norm [N], the weight of an RMSNorm, must be equal on all ranks."""
     require_plain_by(_ROW, group, x, weight, bias, residual, norm)
     return _Row.apply(x, weight, bias, residual, norm, eps, group)
 
 
 def gathered_columns(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
-    """`columns` of one weight, without a bias, joined: y [..., N], the same on all ranks."""
+    """Return `columns` of one weight without a bias, joined: y [..., N], equal on all ranks."""
     require_plain_by(_COLUMNS, group, x, weight)
     return _GatheredColumns.apply(x, weight, group)
 

@@ -1,9 +1,9 @@
-"""Styles for `torch.distributed.tensor.parallel.parallelize_module`, with the names, arguments and layouts of torch's: a model that
-is divided by those is divided by these, with collectives that overlap, after a change of imports.
+"""Styles for `torch.distributed.tensor.parallel.parallelize_module`, with the names, arguments and layouts of torch's. A change
+of imports makes a model's collectives overlap.
 
     from weft.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-`docs/tensor_parallel.md` says which layouts overlap; all others are torch's own.
+`docs/tensor_parallel.md` lists the layouts that overlap; all others are torch's own.
 """
 
 from torch.distributed.tensor.parallel import PrepareModuleOutput, SequenceParallel

@@ -1,13 +1,14 @@
-"""Autograd functions with the names, arguments and saved tensors of torchtitan's `dist_gemm` backend: of its
-`torchtitan/distributed/linear.py`.
+"""Autograd functions with the names, arguments and saved tensors of torchtitan's `dist_gemm` backend
+(`torchtitan/distributed/linear.py`).
 
     y = AllGatherLinear.apply(x_shard, w, bias, group, group.group_name)          column-parallel: [M/W, K] -> [M, N/W]
-    a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two of one gather
+    a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two weights, one gather
     y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
 
-Weights are those of `nn.Linear`, divided. What differs from `weft.all_gather_matmul`'s own backward is what is kept for the
-weight's gradient: a rank's columns of the gathered x, as large as its rows, and not its rows. They are gathered again beside the
-GEMM that multiplies them, so that both collectives of backward are parts of GEMMs:
+Weights are those of `nn.Linear`, divided. The difference from `weft.all_gather_matmul`'s own backward is the tensor kept for the
+weight's
+gradient: a rank's columns of the gathered x, as large as its rows, in place of its rows. They are gathered again during the GEMM
+that multiplies them, so that both collectives of backward are parts of GEMMs:
 
     grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
 """
@@ -40,7 +41,7 @@ def _gathered(
 
 
 def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Of x_shard and of the weights."""
+    """Return the gradients of x_shard and of the weights."""
     columns, *ws = saved
     grad_x: torch.Tensor | None = None
     grad_ws: list[torch.Tensor | None] = [None] * len(ws)
@@ -57,7 +58,7 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 
 
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Refuse a bias that does not fit before the call's collective; peers are told. Have ranks compare whether they have one."""
+    """Refuse a bias that does not fit before the call's collective; peers are notified. Let ranks compare if they have a bias."""
     compare_options(of, group_name, x, bias=given(bias))
     if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
         return

@@ -1,9 +1,9 @@
-"""One gather for several layers, under a change of imports.
+"""One gather for several layers, after a change of imports.
 
-torchtitan's Llama gathers around layers: `PrepareModuleInput` makes a Replicate of the attention's input, and wq, wk and wv find it
-gathered. There is no GEMM beside that gather. Here the input stays divided, as a DTensor, whose value and shape are the same; the
-first `ColwiseLinear` that is given it gathers it with its GEMM, and leaves the whole on it for the others. So as many bytes move as
-with torch's, and backward scatters the sum of all gradients once.
+torchtitan's Llama gathers around layers: `PrepareModuleInput` makes a Replicate of the attention's input, and wq, wk and wv get it
+gathered. No GEMM runs during that gather. Here the input stays divided, as a DTensor, whose value and shape are the same. The first
+`ColwiseLinear` that gets it gathers it during its GEMM, and keeps the result on it for the others. So as many bytes move as with
+torch's styles, and backward scatters the sum of all gradients once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from weft.parallel.linear import ColwiseLinear, shared
 
 
 class PrepareModuleInput(TorchPrepareModuleInput):
-    """torch's `PrepareModuleInput`, which leaves it to the layers below to gather, overlapped with a GEMM.
+    """torch's `PrepareModuleInput`, which leaves the gather to the layers below, overlapped with a GEMM.
 
-    Arguments and layouts are torch's. Where an input is to go from Shard(d) to Replicate, and linears below the module are divided
-    by `weft.parallel.ColwiseParallel`, it stays a DTensor Shard(d). The module's code sees the same shape and, by any operation on
-    DTensors, the same values. Code that calls `to_local()` on it would see this rank's part, and code that changes it before its
-    linears would have each of them gather: use torch's there. So would linears that are called one with and one without gradients,
-    autocast or activation checkpointing. Under torch.compile do not change it in place between linears.
+    Arguments and layouts are torch's. An input that goes from Shard(d) to Replicate stays a DTensor Shard(d), if linears below
+    the module are divided by `weft.parallel.ColwiseParallel`. The module's code sees the same shape and, by any operation on
+    DTensors, the same values. Use torch's style if the code calls `to_local()` on it, which would return this rank's part, or
+    changes it before its linears, which would then each gather. The same holds for linears that are called one with and one
+    without gradients, autocast or activation checkpointing. Under torch.compile do not change it in place between linears.
 
     Otherwise, and with `use_local_output=True`, it does what torch's does.
     """
@@ -36,7 +36,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
         leaving.__dict__ = self.__dict__
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Looked for in each call, as the layers may be divided later, and torch.compile lets no hook remember anything.
+            # Searched in each call: the layers may be divided later, and under torch.compile hooks cannot keep state.
             gathering = any(isinstance(layer, ColwiseLinear) for layer in module.modules())
             style = leaving if gathering and not self.use_local_output else self
             if self.with_kwargs:
@@ -48,7 +48,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class _Leaving(TorchPrepareModuleInput):
-    """Inputs as they are divided."""
+    """The style that leaves inputs divided."""
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         if not (type(input_layout) is Shard and desired_layout == Replicate()):
@@ -57,7 +57,7 @@ class _Leaving(TorchPrepareModuleInput):
             return shared(DTensor.from_local(input, mesh, (input_layout,), run_check=False))
         if input.placements == (input_layout,):
             alias: Any = input.view_as(input)
-            return shared(alias)  # a new one: what is gathered goes when the module's forward ends
+            return shared(alias)  # a new DTensor: the gathered tensor is freed when the module's forward ends
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
 

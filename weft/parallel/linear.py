@@ -1,8 +1,7 @@
 """Linear layers that torch's styles divide, whose collectives are parts of their GEMMs.
 
-torch's styles redistribute before or after `F.linear` on DTensors. Here parameters are divided, and inputs and outputs annotated,
-by torch's own code, so that FSDP2, checkpoints and optimizers find what they know. In between the layer calls weft, with local
-tensors:
+torch's styles redistribute before or after `F.linear` on DTensors. Here torch's own code divides parameters, and annotates inputs
+and outputs, so that FSDP2, checkpoints and optimizers work unchanged. In between the layer calls weft, with local tensors:
 
     ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
     RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
@@ -39,23 +38,23 @@ from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, gathered_columns, row
 
 _WHOLE = "_weft_whole"
-_OWN = "_weft_own"  # of an input that one layer alone has: no gradients of several are added up before the all-reduce
+_OWN = "_weft_own"  # marks an input of one layer alone: no gradients of several layers are added before the all-reduce
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ColwiseParallel(TorchColwiseParallel):
     """torch's `ColwiseParallel`, whose collectives overlap with GEMMs.
 
-    Arguments, layouts and the parameters that it makes are torch's. It gathers by weft where an `nn.Linear` gets an input that is
-    divided along a dimension before the last: declared so (`input_layouts=Shard(1)`), or a DTensor that is. Where several layers
-    get the same input, put `weft.parallel.PrepareModuleInput` on the module around them: then the first one gathers for all.
+    Arguments, layouts and the parameters that it makes are torch's. It gathers by weft if an `nn.Linear` gets an input that is
+    divided along a dimension before the last: declared so (`input_layouts=Shard(1)`), or as a DTensor. If several layers get the
+    same input, put `weft.parallel.PrepareModuleInput` on the module around them: then the first layer gathers for all.
 
-    An input that is whole on every rank (the default) needs no collective but in backward, where the all-reduce of its gradient
-    overlaps, if the input is an ordinary tensor. Of a DTensor torch adds up the gradients of all layers that it went into, and
-    reduces them once. `output_layouts=Replicate()` then gathers by weft too, where there is no bias.
+    An input that is whole on every rank (the default) needs a collective only in backward, where the all-reduce of its gradient
+    overlaps, if the input is an ordinary tensor. For a DTensor torch adds the gradients of all layers that it went into, and
+    reduces them once. `output_layouts=Replicate()` then gathers by weft too, without a bias.
 
-    Torch's own code runs for an `nn.Embedding`, a subclass of `nn.Linear` with a forward of its own, other layouts, sizes that do
-    not divide by the number of ranks, a mesh of several dimensions, and dtypes other than fp32, fp16 and bf16.
+    Torch's own code runs for an `nn.Embedding`, a subclass of `nn.Linear` with a forward of its own, other layouts, sizes that
+    are not divisible by the number of ranks, a mesh of several dimensions, and dtypes other than fp32, fp16 and bf16.
     """
 
     @staticmethod
@@ -82,9 +81,9 @@ class ColwiseParallel(TorchColwiseParallel):
 class RowwiseParallel(TorchRowwiseParallel):
     """torch's `RowwiseParallel`, whose reduce-scatter or all-reduce overlaps with the GEMM.
 
-    Arguments, layouts and the parameters that it makes are torch's. It goes by weft where the output of an `nn.Linear` is divided
-    along a dimension before the last (`output_layouts=Shard(1)`), or whole on every rank (the default). Torch's own code runs in
-    the cases that `ColwiseParallel` names.
+    Arguments, layouts and the parameters that it makes are torch's. It uses weft if the output of an `nn.Linear` is divided along
+    a dimension before the last (`output_layouts=Shard(1)`), or whole on every rank (the default). Torch's own code runs in the
+    cases that `ColwiseParallel` names.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -100,7 +99,7 @@ class _DividedLinear(nn.Linear):
     """An `nn.Linear` whose parameters are DTensors."""
 
     is_collective: ClassVar[bool]
-    """Whether every forward is."""
+    """True if every forward is collective."""
 
     @property
     def group_name(self) -> str:
@@ -108,7 +107,7 @@ class _DividedLinear(nn.Linear):
         return self.weight.device_mesh.get_group().group_name
 
     def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return this rank's part of x, weight and bias. Refuse a weight that has no memory yet; have ranks compare options."""
+        """Return this rank's part of x, weight and bias. Refuse a weight without memory (on meta); let ranks compare options."""
         local, weight = _local(x), _local(self.weight)
         if wrong := wrong_device(local, weight):
             raise ValueError(f"{type(self).__name__}: {wrong}")
@@ -121,10 +120,10 @@ class _DividedLinear(nn.Linear):
 
 
 class ColwiseLinear(_DividedLinear):
-    """An `nn.Linear` that `ColwiseParallel` has divided. joins: whether the output is to be whole on every rank."""
+    """An `nn.Linear` that `ColwiseParallel` has divided. joins: True if the output must be whole on every rank."""
 
     joins: bool
-    is_collective = False  # of an x that is whole, or that another layer has gathered
+    is_collective = False  # not if x is whole, or another layer has gathered it
 
     def gathers(self, x: DTensor) -> bool:
         return _overlaps(self, x, x.placements[0], self.out_features)
@@ -166,7 +165,7 @@ class ColwiseLinear(_DividedLinear):
 
 
 class RowwiseLinear(_DividedLinear):
-    """An `nn.Linear` that `RowwiseParallel` has divided. output_layout: `Replicate`, or how it is divided."""
+    """An `nn.Linear` that `RowwiseParallel` has divided. output_layout: `Replicate`, or a Shard."""
 
     output_layout: Placement
     is_collective = True
@@ -193,49 +192,52 @@ class RowwiseLinear(_DividedLinear):
 
     @ends_group
     def _biased(self, y: torch.Tensor, bias: torch.Tensor, group: str) -> torch.Tensor:
-        """Each rank uses the bias on its own positions: its gradient is the sum over ranks."""
+        """Add the bias to this rank's positions: its gradient is the sum over ranks."""
         return y + replicated(bias, group).to(y.dtype)
 
 
 def shared(x: DTensor) -> DTensor:
-    """`x`, on which the first layer that gathers it leaves the whole for others that are given this very DTensor."""
+    """Mark `x`: the first layer that gathers it keeps the result on it, for other layers that get this very DTensor."""
     setattr(x, _WHOLE, None)
     return x
 
 
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
-    """In which a layer gathers `x`. What was gathered in others would not do: without gradients, in another dtype, before x was
-    changed in place, or where activation checkpointing computes again what it did not keep."""
+    """Return the conditions under which a layer gathers `x`; a gathered tensor is reused only under equal conditions.
+
+    It could not be reused without gradients, in another dtype, after x was changed in place, or where activation checkpointing
+    recomputes."""
     kind, traced = x.device.type, torch.compiler.is_compiling()
     hooks = None if traced else torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         None if traced or x.is_inference() else x._version,
-        None if hooks is None else weakref.ref(hooks[0]),  # which holds x, and x would hold it
+        None if hooks is None else weakref.ref(hooks[0]),  # a strong reference would be a cycle with x
     )
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """Others may compute something else, or hold something else than a matrix."""
+    """True for exactly `nn.Linear`: subclasses may compute something else, or hold something else than a matrix."""
     return type(module) is nn.Linear
 
 
 def _dimension(placement: Placement, ndim: int) -> int:
-    """That is divided; -1 if none is."""
-    # What torch 2.11 traces has no type. A strided one, which is no plain Shard, is a weight's.
+    """Return the divided dimension; -1 if there is none."""
+    # Under torch 2.11's tracing placements have no type. Only weights have a strided Shard, which is no plain Shard.
     divided = placement.is_shard() if torch.compiler.is_compiling() else type(placement) is Shard
     return placement.dim % ndim if divided else -1  # type: ignore[attr-defined]
 
 
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
-    """Whether weft can do it. sequence: how the input or the output is divided; features: those of the weight that are."""
+    """True if weft supports the layer with this input. sequence: the layout of the input or output; features: the divided
+    features of the weight."""
     dim = _dimension(sequence, x.dim())
     return 0 <= dim < x.dim() - 1 and x.shape[dim] % x.device_mesh.size() == 0 and _takes(layer, x, features)
 
 
 def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
-    """Whether weft can multiply it with this rank's part of `features` of the weight."""
+    """True if weft can multiply x with this rank's part of `features` of the weight."""
     return (
         x.dim() >= 2
         and x.device_mesh.ndim == 1
@@ -251,4 +253,4 @@ def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
 def _local(x: torch.Tensor) -> torch.Tensor:
     assert isinstance(x, DTensor)
     local = x.to_local()
-    return local.clone() if isinstance(local, AsyncCollectiveTensor) else local  # which waits for it
+    return local.clone() if isinstance(local, AsyncCollectiveTensor) else local  # clone waits for it
