@@ -1,11 +1,11 @@
-"""What a call costs whose number of rows is new: first calls of all_gather_matmul with random M, and the memory that they take.
+"""The cost of calls with a new number of rows: first calls of all_gather_matmul with random M, and their memory.
 
     python benchmarks/any_size.py [--ranks 2] [--device cuda] [--calls 1000] [--json FILE]
 
-After `--warm` calls of random M, `--calls` more, each followed by a synchronisation. A call whose M was not called before is a
-first call. Every result is compared with the product in float64 of a few of its rows and columns. Then M is called again, for what
-a steady call takes. At last `--sizes` different M follow each other, `--passes` times, beside the collective and the GEMM by hand.
-One JSON object is appended to FILE.
+After `--warm` calls of random M come `--calls` more, each followed by a synchronisation. A call whose M is new is a first call.
+Every result is compared with the product in float64 of a few of its rows and columns. Then the last M are called again, for the
+time of a steady call. At last `--sizes` different M follow each other, `--passes` times, beside the collective and the GEMM by
+hand. One JSON object is appended to FILE.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize(device)
 
     def call(m: int) -> tuple[float, float]:
-        """(milliseconds with, and without the synchronisation behind it)"""
+        """Return (milliseconds with the synchronisation behind it, without it)."""
         shard = x[: m // world]
         synchronize()
         dist.barrier(group)
@@ -65,7 +65,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         return 1e3 * took, 1e3 * host
 
     def by_hand(m: int) -> float:
-        """Milliseconds of an all-gather and a GEMM, with the synchronisation behind them."""
+        """Return milliseconds of an all-gather and a GEMM, with the synchronisation behind them."""
         shard = x[: m // world]
         synchronize()
         dist.barrier(group)
@@ -78,7 +78,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         return 1e3 * (time.perf_counter() - start)
 
     def passes() -> list[dict[str, float]]:
-        """For each pass over the sizes, the slowest rank's mean and median, and the mean by hand."""
+        """Return for each pass over the sizes the slowest rank's mean and median, and the mean by hand."""
         sizes = random.Random(given.seed + 1).sample(range(1, given.most // world + 1), given.sizes)
         found = []
         for _ in range(given.passes):

@@ -1,10 +1,10 @@
-"""What a call costs the host: wall time of a call in a row of 1,000 without synchronisation, whose work on the device is shorter.
+"""The host time of a call: wall time of a call in a row of 1,000 without synchronisation, with shorter work on the device.
 
     python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--samples 512] [--json FILE] [--profile]
 
-An embedding module (26 tables of D 64, 512 samples a rank, global batches, 50 different ones in turn) and GEMM operators at small
-shapes, each beside what a user would write by hand with the library's collectives. Of each the slowest rank, the median of five
-rows that take turns. One JSON object is appended to FILE.
+It times an embedding module (26 tables of D 64, 512 samples a rank, global batches, cycling through 50) and GEMM operators at
+small shapes, each beside the code that a user would write by hand with NCCL. It reports the slowest rank, the median of five
+alternating rows. One JSON object is appended to FILE.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPETITIONS = 5
 
 
 def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[str, Callable[[int], Any]]:
-    """By name; each takes the number of the call. What it returns is dropped."""
+    """Return the calls by name; each takes the number of the call, and its result is dropped."""
     group = dist.group.WORLD
     assert group is not None
     tables = [EmbeddingBagConfig(ROWS, DIM, f"t{i}", [f"f{i}"]) for i in range(TABLES)]
@@ -94,7 +94,8 @@ def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[
 
 
 def _products(world: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
-    """Operators behind a GEMM, as chosen and in turn, beside the same by hand. Inputs of 50 calls lie at different places."""
+    """Return operators behind a GEMM, with weft's choice and serial, beside the same by hand. Inputs of 50 calls have different
+    addresses."""
     group, (m, n, k) = dist.group.WORLD, (512, 1024, 1024)
     xs = [torch.randn(m, k // world, device=device).to(dtype) for _ in range(BATCHES)]
     shards = [torch.randn(m // world, k, device=device).to(dtype) for _ in range(BATCHES)]

@@ -1,5 +1,5 @@
-"""What kernels of a producer's side take by themselves, on one GPU, beside the library: sums of what several ranks have computed,
-and tracked GEMMs of few tiles, which several programs do together.
+"""The times of a producer's kernels alone, on one GPU, beside torch's: sums of several ranks' products, and tracked GEMMs of few
+tiles, which several programs share.
 
     python benchmarks/kernels.py [--json FILE]
 
@@ -25,12 +25,12 @@ from weft.runtime.cuda.tracked_matmul import TrackedMatmul
 
 DEVICE = torch.device("cuda", 0)
 SUMS = [(rows, 8192, parts) for rows in (16, 128, 2048, 8192) for parts in (2, 3, 4, 8)]
-"""Rows, columns, parts; bf16."""
+"""(rows, columns, parts), in bf16."""
 GEMMS = [
     (16, 8192, 4096), (64, 8192, 4096), (128, 4096, 8192), (256, 4096, 8192), (512, 4096, 4096), (256, 2048, 16384),
     (1024, 2048, 8192), (512, 8192, 4096), (2048, 8192, 4096),
 ]  # fmt: skip
-"""M, N, K; the result is scattered to two ranks."""
+"""(M, N, K); the result is scattered to two ranks."""
 RANKS = 2
 
 
@@ -52,7 +52,7 @@ def microseconds(call: Callable[[], object], times: int = 20) -> float:
 
 
 def require_close(found: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
-    """At most twice as far from float64 as the library."""
+    """Raise unless the error against float64 is at most twice torch's."""
     error, of_library = (float((y.double() - exact).abs().max()) for y in (found, usual))
     if not error <= 2 * of_library + 1e-6:
         raise AssertionError(f"off by {error}, and the library by {of_library}")

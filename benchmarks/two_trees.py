@@ -1,14 +1,15 @@
-"""Two versions of weft on one machine, taking turns: whether a change made any recorded shape slower, and weft against serial.
+"""Two versions of weft on one machine, alternating: if a change made any recorded shape slower, and weft against serial.
 
     python benchmarks/two_trees.py OTHER_TREE --json FILE [--only SUBSTRING] [--drawn 40] [--seconds 500]
 
-Each tree has ranks of its own on the same GPUs. For every shape they take turns, five each: first calls, then rows of calls in each
-mode (queued behind a sleep of the device, graph, single). Beside weft's operators each times the library's collective and
-GEMM, which are the same in both: how far these differ between the trees is noise. Shapes: all of `benchmarks/shapes` that
-2 ranks were recorded on (bf16 gathers, fp8 ones, experts with `max_rows`, dense embeddings), and `--drawn` gathers drawn at random
-(seed 20261123: M log-uniform in 64 .. 32768, N and K multiples of 64, log-uniform in 512 .. 16384).
+Each tree has ranks of its own on the same GPUs. For every shape they alternate, five times each: first calls, then rows of calls
+in each mode (queued behind a sleep of the device, graph, single). Beside weft's operators each times NCCL's collective and
+cuBLAS's GEMM, which are the same in
+both: their difference between the trees is noise. Shapes: all of `benchmarks/shapes` that were recorded on 2 ranks (bf16 gathers,
+fp8 ones, experts with `max_rows`, dense embeddings), and `--drawn` gathers drawn at random (seed 20261123: M log-uniform in 64 ..
+32768, N and K multiples of 64, log-uniform in 512 .. 16384).
 
-A shape counts as below a bar if it is so in at least four of five repetitions. Only public operators are called, so that any
+A shape counts as below a bar if it is below in at least four of five repetitions. Only public operators are called, so that any
 two versions that have them can be compared. FILE becomes one JSON object, with milliseconds of all repetitions.
 """
 
@@ -36,7 +37,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def shapes(drawn: int) -> list[dict[str, Any]]:
-    """What is timed, the same list in every process."""
+    """Return the shapes to time, the same list in every process."""
     groups = tomllib.loads((HERE / "shapes" / "all_gather_matmul.toml").read_text())
     found: dict[str, dict[str, Any]] = {}
 
@@ -154,7 +155,7 @@ def experts(shape: dict[str, Any], device: Any, group: Any) -> tuple[Calls, Any]
     def call() -> Any:
         return weft.all_to_all_matmul(tokens, w, splits, group=group, max_rows=bound, capacity=tokens.shape[0])
 
-    # The first rows of the result: what each rank sends to this rank's first experts with any rows, in the order of ranks.
+    # The first rows of the result: all ranks' rows for this rank's first expert with any rows, in the order of ranks.
     firsts = [torch.cat([torch.zeros(1, dtype=torch.int64), of.cumsum(0)]) for of in counts]
     expert = next(e for e in range(local) if sum(int(of[rank * local + e]) for of in counts))
     g = rank * local + expert
@@ -229,7 +230,7 @@ def worker(given: argparse.Namespace) -> None:
         turn += 1
 
     def row(call: Callable[[], Any], mode: str, calls: int, host_ms: float) -> tuple[float, float]:
-        """(device or wall milliseconds a call, milliseconds a call of the host)"""
+        """Return (device or wall milliseconds a call, milliseconds a call of the host)."""
         if mode == "single":
             took = []
             for _ in range(calls + 1):
@@ -257,7 +258,7 @@ def worker(given: argparse.Namespace) -> None:
     with open(f"{given.meet}-{given.who}{given.rank}.jsonl", "w") as out:
         for shape in (s for s in shapes(given.drawn) if given.only in s["name"]):
             my_turn()
-            # Both trees stop at the same shape: the first one says so.
+            # Both trees stop at the same shape: the first tree decides.
             if given.who == "a" and given.rank == 0:
                 turns.set(f"go{shape['name']}", "0" if time.monotonic() > stop_at else "1")
             if turns.get(f"go{shape['name']}") == b"0":

@@ -50,7 +50,7 @@ class Dlrm(nn.Module):
 
 
 class UnshardedEmbeddings(nn.Module):
-    """Every table on this rank, one `nn.functional.embedding_bag` each: what `--check` compares with."""
+    """Every table on this rank, one `nn.functional.embedding_bag` each: the reference of `--check`."""
 
     def __init__(self, full: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -92,10 +92,10 @@ def main() -> None:
     full = {table.name: torch.randn(ROWS, DIM) / MOST_IDS for table in tables}
     embeddings = weft.nn.ShardedEmbeddingBagCollection(tables, group=dist.group.WORLD, device=device)
     embeddings.load_full_weights(full)
-    torch.manual_seed(1)  # again the same: each rank has drawn numbers for its own tables
+    torch.manual_seed(1)  # equal again: each rank has drawn numbers for its own tables
     model = Dlrm(embeddings).to(device).eval()
 
-    generator = torch.Generator().manual_seed(rank)  # other samples on every rank
+    generator = torch.Generator().manual_seed(rank)  # different samples on every rank
     batches = [batch(arguments.batch, device, generator) for _ in range(4)]
     logits = [model(*one) for one in batches]
     if arguments.check:

@@ -1,14 +1,14 @@
 """all-gather -> GEMM -> activation -> GEMM as one schedule, on GPUs or CPU processes.
 
     python examples/gemm_chain.py                   # 2 ranks: prints the schedule, runs it, checks the result
-    python examples/gemm_chain.py --trace chain/    # and draws what ran when
+    python examples/gemm_chain.py --trace chain/    # also draws a timeline
     python examples/gemm_chain.py --device cuda --rows 4096 --width 4096 --hidden 8192
 
-The MLP of a transformer under tensor parallelism: each rank has some rows of x, its columns of w0 and its rows of w1, and
-computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. The rows of a chunk go
-through the first GEMM and the activation when they have come, and at once through the second GEMM, on a lane of its own:
-nothing waits for the whole x, nor for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain Compute
-Communication Overlap", figure 5: finer outputs make finer what follows.)
+It is the MLP of a transformer under tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of w1, and
+computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. When the rows of a chunk have
+arrived, they go through the first GEMM and the activation, and then at once through the second GEMM, on a lane of its own.
+Nothing waits for the whole x, nor for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain Compute
+Communication Overlap", figure 5: finer outputs make the following operations finer.)
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from weft.trace import draw_overlap, write_trace
 
 
 def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedule:
-    """y [world * rows, width] = silu(gathered x @ w0) @ w1 of x [rows, width], w0 [width, hidden], w1 [hidden, width]."""
+    """Return the schedule of y [world * rows, width] = silu(gathered x @ w0) @ w1: x [rows, width], w0 [width, hidden], w1
+    [hidden, width]."""
     d = Draft("gemm chain", world)
     x = d.buffer("x", rows, width, "fp32", "input")
     w0 = d.buffer("w0", width, hidden, "fp32", "input")
     w1 = d.buffer("w1", hidden, width, "fp32", "input")
     y = d.buffer("y", world * rows, width, "fp32", "output")
-    box = d.buffer("box", world * rows, width, "fp32", "symmetric")  # where the others put their rows of x
+    box = d.buffer("box", world * rows, width, "fp32", "symmetric")  # peers put their rows of x here
     h = d.buffer("h", world * rows, hidden, "fp32", "scratch")
-    arrived = d.signals("arrived", world * chunks)  # of each rank's chunk: it is in the box
-    active = d.signals("active", world * chunks)  # its rows of h are there
-    free = d.signals("free", world)  # of each reader: it is done with what this rank put there
+    arrived = d.signals("arrived", world * chunks)  # for each rank's chunk: it is in the box
+    active = d.signals("active", world * chunks)  # for each chunk: its rows of h are computed
+    free = d.signals("free", world)  # for each reader: it has read this rank's rows
     first, second = d.lane("GEMM 1"), d.lane("GEMM 2")
     size = rows // chunks
 
@@ -61,7 +62,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
         first.compute("silu", h.part(rows=these), h.part(rows=these)).set(active, number)
         second.wait(active, number).matmul(y.part(rows=these), h.part(rows=these), w1.part())
 
-    for c in range(chunks):  # own rows first: there is nothing to wait for
+    for c in range(chunks):  # own rows first: they need no wait
         use(0, c)
     for c in range(chunks):  # then the others', in the order in which they come
         for distance in range(1, world):
@@ -73,18 +74,19 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
 
 
 def on_a_rank(rank: int, world: int, schedule: Schedule, device: str = "cpu") -> tuple[float, float, Timeline]:
-    """(error of the schedule's y against float64, error of torch's own y in fp32, what the last of three runs did when)."""
+    """Return (error of the schedule's y against float64, error of torch's own y in fp32, the timeline of the last of three
+    runs)."""
     group = dist.group.WORLD
     assert group is not None
     here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     executor = executor_of(schedule, symm.domain(group, here))
     given = {b.name: (int(b.rows), b.cols) for b in schedule.buffers_of_rank(rank) if b.role in ("input", "output")}
-    torch.manual_seed(rank)  # other weights and rows on every rank
+    torch.manual_seed(rank)  # different weights and rows on every rank
     tensors = {name: torch.randn(size, device=here) / size[1] ** 0.5 for name, size in given.items()}
     for _ in range(3):
         tensors["y"].fill_(torch.nan)
         timeline = Timeline()
-        dist.barrier()  # for the picture's sake: ranks may begin when they like
+        dist.barrier()  # only for the picture: ranks may begin at any time
         executor.run(tensors, timeline=timeline)
     executor.close()
     shards = [torch.empty_like(tensors["x"]) for _ in range(world)]

@@ -4,21 +4,21 @@ weft.matmul_all_to_all in a model that trains.
     python examples/moe.py                                        # 2 CPU processes, Mixtral's layer, an eighth as wide
     python examples/moe.py --preset deepseek --ranks 4
     python examples/moe.py --schedule "dispatch[by=kernel,rest=each]" --back "combine[chunks=1,by=store]"
-    torchrun --nproc-per-node 2 examples/moe.py --device cuda     # the layer as it is, bf16
+    torchrun --nproc-per-node 2 examples/moe.py --device cuda     # the full layer, bf16
 
-Each rank has its own tokens and some of the experts. A router says which experts a token goes to, and how much each counts:
+Each rank has its own tokens and some of the experts. A router selects the experts of each token, and their weights:
 
     weights, experts = top_k(softmax(x @ router))            each token once for each of its experts, sorted by expert
-    h = all-to-all, then h_e = x_e @ gate_up_e               weft.all_to_all_matmul: GEMMs start on what is there
+    h = all-to-all, then h_e = x_e @ gate_up_e               weft.all_to_all_matmul: GEMMs start on arrived tokens
     h = silu(gate) * up
-    y = h_e @ down_e, then all-to-all back                   weft.matmul_all_to_all: rows leave as they are made
+    y = h_e @ down_e, then all-to-all back                   weft.matmul_all_to_all: rows leave as they are computed
     weighted sum of a token's experts
 
-Forward and backward run twice, with the library's calls in turn (schedule="serial") and as weft chooses. Outputs and gradients of
-both are compared with a dense layer in float64 that one process computes for all ranks' tokens; weft's may err twice as much as
-the library's. Both ways then train the layer for some steps from the same weights: losses fall, and are the same step by step.
-Then both are timed. A real layer would also drop or balance tokens, which changes nothing here. weft.nn.ExpertParallelMLP is the
-experts of such a layer as a module.
+Forward and backward run twice, serially with NCCL or gloo and torch's GEMMs (schedule="serial"), and with weft's own choice.
+Outputs and gradients of both are compared with a dense layer in float64 that one process computes for all ranks' tokens; weft's
+error may be twice the serial one. Both ways then train the layer for some steps from the same weights: losses fall, and are the
+same step by step. Then both are timed. A real layer would also drop or balance tokens, which changes nothing here.
+weft.nn.ExpertParallelMLP is the experts of such a layer as a module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.launch import run_ranks
 
 @dataclass(frozen=True)
 class Layer:
-    """hidden: of a token. width: of gate, and of up, of an expert. tokens: of each rank."""
+    """A layer's sizes. hidden: of a token. width: of gate, and of up, of an expert. tokens: of each rank."""
 
     hidden: int
     width: int
@@ -52,12 +52,12 @@ PRESETS = {
     "mixtral": Layer(hidden=4096, width=14336, experts=8, top_k=2),  # Mixtral-8x7B
     "deepseek": Layer(hidden=7168, width=2048, experts=256, top_k=8),  # DeepSeek-V3, without its shared expert
 }
-SAME_LOSS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # in parts of it
-SHRUNK = 8  # on CPU by default: hidden and width
+SAME_LOSS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
+SHRUNK = 8  # divisor of hidden and width on CPU by default
 
 
 def expert_weights(layer: Layer, expert: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate and up side by side [hidden, 2 * width], down [width, hidden]), the same whoever asks."""
+    """Return (gate and up side by side [hidden, 2 * width], down [width, hidden]), the same on every rank."""
     generator = torch.Generator(like.device).manual_seed(1000 + expert)
     gate_up = torch.randn(layer.hidden, 2 * layer.width, generator=generator, device=like.device) / layer.hidden**0.5
     down = torch.randn(layer.width, layer.hidden, generator=generator, device=like.device) / layer.width**0.5
@@ -65,7 +65,7 @@ def expert_weights(layer: Layer, expert: int, like: torch.Tensor) -> tuple[torch
 
 
 class Ways(NamedTuple):
-    """The schedules of the two operators; None: as weft chooses."""
+    """The schedules of the two operators; None: weft's choice."""
 
     there: str | None
     back: str | None
@@ -75,7 +75,8 @@ SERIAL = Ways("serial", "serial")
 
 
 class MoE(nn.Module):
-    """Experts rank * E ... of all, as one parameter [E, ...] for each of gate_up and down; a router that every rank has."""
+    """This rank's experts, from rank * E on, as one parameter [E, ...] for each of gate_up and down; a router that every rank
+    has."""
 
     def __init__(self, layer: Layer, group: dist.ProcessGroup, like: torch.Tensor) -> None:
         super().__init__()
@@ -86,15 +87,15 @@ class MoE(nn.Module):
         self.gate_up, self.down = nn.Parameter(torch.stack(gate_up)), nn.Parameter(torch.stack(down))
         generator = torch.Generator(like.device).manual_seed(1)
         router = torch.randn(layer.hidden, layer.experts, generator=generator, device=like.device) / layer.hidden**0.5
-        self.router = nn.Parameter(router)  # fp32 whatever the experts are: small differences decide
+        self.router = nn.Parameter(router)  # fp32 for any dtype of the experts: small differences decide
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(how much each of its experts counts for a token, which these are), both [tokens, top_k]."""
+        """Return (weights of each token's experts, the experts), both [tokens, top_k]."""
         weights, experts = (x.to(self.router.dtype) @ self.router).softmax(dim=1).topk(self.layer.top_k, dim=1)
         return weights / weights.sum(dim=1, keepdim=True), experts
 
     def forward(self, x: torch.Tensor, ways: Ways, timeline: weft.Timeline | None = None) -> torch.Tensor:
-        """[tokens, hidden] of this rank -> [tokens, hidden]."""
+        """Map this rank's [tokens, hidden] to [tokens, hidden]."""
         weights, experts = self.route(x)
         order = experts.flatten().argsort(stable=True)  # a token's copies, sorted by expert
         token = order // self.layer.top_k
@@ -109,13 +110,13 @@ class MoE(nn.Module):
         return torch.zeros_like(x).index_add(0, token, y * weights.flatten()[order].unsqueeze(1).to(y.dtype))
 
 
-# -- what is right
+# -- the reference
 
 RESULTS = ("y", "x grad", "router grad", "gate_up grad", "down grad")
 
 
 def inputs(layer: Layer, rank: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a rank's tokens, the gradient of its outputs): [tokens, hidden] both."""
+    """Return (a rank's tokens, the gradient of its outputs): [tokens, hidden] both."""
     generator = torch.Generator(like.device).manual_seed(rank)
     size = (2, layer.tokens, layer.hidden)
     x, grad = torch.randn(size, generator=generator, device=like.device).to(like.dtype)
@@ -123,7 +124,7 @@ def inputs(layer: Layer, rank: int, like: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 class Errors:
-    """How far results are from the exact ones, in the norm, put together piece by piece."""
+    """The distance of results from the exact ones, in the norm, accumulated piece by piece."""
 
     def __init__(self) -> None:
         self.off, self.size = (dict.fromkeys(RESULTS, 0.0) for _ in range(2))
@@ -133,19 +134,21 @@ class Errors:
         self.size[name] += float(exact.square().sum())
 
     def worst(self, name: str) -> float:
-        """Of all ranks."""
+        """Return the largest error of all ranks."""
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (self.off[name] / self.size[name]) ** 0.5)
         return max(everybody)
 
 
 def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, Errors]:
-    """`results`, by way of running, with a dense layer in float64 on all ranks' tokens, without communication. It takes one
-    expert at a time: 256 of them need not fit in float64."""
+    """Return the errors of `results`, by way of running, against a dense layer in float64 on all ranks' tokens, without
+    communication.
+
+    It takes one expert at a time: 256 of them need not fit in float64."""
     layer, rank, ranks = moe.layer, moe.group.rank(), moe.group.size()
     like, errors = moe.gate_up.detach(), {way: Errors() for way in results}
     x, grad = (torch.cat(parts) for parts in zip(*(inputs(layer, r, like) for r in range(ranks)), strict=True))
-    with torch.no_grad():  # which experts: at a near tie other precision decides otherwise, and that is no error
+    with torch.no_grad():  # the choice of experts: near a tie another precision may choose otherwise, which is no error
         experts = torch.cat([moe.route(part)[1] for part in x.split(layer.tokens)])
     x64, router = x.double().requires_grad_(), moe.router.detach().double().requires_grad_()
     chosen = (x64 @ router).softmax(dim=1).gather(1, experts)
@@ -180,7 +183,7 @@ def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, 
 def step(
     moe: MoE, x: torch.Tensor, grad: torch.Tensor, ways: Ways, timeline: weft.Timeline | None = None
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward. The router's gradient is summed over ranks, as data parallelism would."""
+    """Run forward and backward. The router's gradient is summed over ranks, as in data parallelism."""
     x = x.detach().requires_grad_()
     moe.zero_grad(set_to_none=True)
     y = moe(x, ways, timeline)
@@ -192,7 +195,8 @@ def step(
 
 
 def train(layer: Layer, group: dist.ProcessGroup, like: torch.Tensor, ways: Ways, steps: int) -> list[float]:
-    """Losses, mean squares over all ranks' tokens, of steps of Adam towards fixed outputs, from the same weights at every call."""
+    """Return losses, mean squares over all ranks' tokens, of steps of Adam towards fixed outputs, from the same weights at every
+    call."""
     moe = MoE(layer, group, like)
     optimizer = torch.optim.Adam(moe.parameters(), lr=2e-3)
     x, target = inputs(layer, group.rank(), like)
@@ -210,7 +214,7 @@ def train(layer: Layer, group: dist.ProcessGroup, like: torch.Tensor, ways: Ways
 
 
 def milliseconds(moe: MoE, schedules: dict[str, Ways], repetitions: int) -> dict[str, float]:
-    """Medians of a step, of the slowest rank; the ways take turns."""
+    """Return medians of a step, of the slowest rank; the ways alternate."""
     x, grad = inputs(moe.layer, moe.group.rank(), moe.gate_up.detach())
     times: dict[str, list[float]] = {way: [] for way in schedules}
     for _ in range(repetitions):
@@ -228,7 +232,7 @@ def milliseconds(moe: MoE, schedules: dict[str, Ways], repetitions: int) -> dict
 
 
 def what_ran(timeline: weft.Timeline, rank: int) -> str:
-    """Of both operators' forward: a line for each lane, without waits and signals."""
+    """Return both operators' forward steps: a line for each lane, without waits and signals."""
     lines = []
     for lane in timeline.lanes(rank):
         work = [
@@ -239,7 +243,7 @@ def what_ran(timeline: weft.Timeline, rank: int) -> str:
 
 
 def ran_in_turn(timeline: weft.Timeline, rank: int) -> bool:
-    """Whether weft took the serial schedule twice: then its timeline has the library's exchanges."""
+    """True if weft selected the serial schedule twice: then its timeline has the serial exchanges."""
     names = {s.name for s in timeline if s.rank == rank}
     return {"exchange tokens -> unordered", "exchange ordered -> y"} <= names
 
@@ -264,7 +268,7 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
     ours = Ways(arguments.schedule, arguments.back)
     ways = {"serial": SERIAL, "weft": ours}
     x, grad = inputs(layer, rank, like)
-    step(moe, x, grad, ours)  # a first call sets things up
+    step(moe, x, grad, ours)  # the first call is set-up
     timeline = weft.Timeline()
     results = {"serial": step(moe, x, grad, SERIAL), "weft": step(moe, x, grad, ours, timeline)}
     errors = compare(moe, results)
@@ -293,7 +297,7 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
 
 
 def layer_of(arguments: argparse.Namespace, ranks: int) -> Layer:
-    """`ValueError` if its experts cannot be spread evenly."""
+    """Return the layer to run; raise `ValueError` if its experts cannot be spread evenly."""
     full, on_cpu = PRESETS[arguments.preset], arguments.device == "cpu"
     shrunk = arguments.shrink or (SHRUNK if on_cpu else 1)
     layer = replace(full, hidden=full.hidden // shrunk, width=full.width // shrunk)

@@ -1,11 +1,12 @@
-"""Going on with the ranks that are left: one of them is killed, the others make a group of their own and train on.
+"""Recovery from a lost rank: one rank is killed, the others make a group of their own and train on.
 
     python examples/survivors.py                    # 3 CPU processes; rank 1 is killed in the middle
     python examples/survivors.py --ranks 4 --victim 0
 
-What a program does for this: it asks to be told (`weft.on_failure`), makes a new group of the living ranks, and goes back to the
-last step that all of them have finished. When a rank dies one survivor may have got all that it needed of it for a step, and
-another not: they may be a step apart. What belongs to a group is made anew (modules; memory, which calls set up by themselves).
+A program does three things for this: it registers a callback (`weft.on_failure`), makes a new group of the living ranks, and goes
+back to the last step that all of them have finished. When a rank dies, one survivor may have received all of its data for a step,
+and another not: they may be a step apart. Objects that belong to a group are made anew (modules; memory, which calls set up by
+themselves).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROWS, WIDTH, OUT, RATE = 64, 32, 16, 0.05
 
 
 def train_step(group: dist.ProcessGroup, x_shard: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The weights after a step towards all rows of all ranks of `group` @ w = 0, and the loss before it."""
+    """Return the weights after a step towards all rows of all ranks of `group` @ w = 0, and the loss before it."""
     w = w.clone().requires_grad_()
     _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group, return_A=False)
     loss = y.square().mean()
@@ -36,15 +37,15 @@ def train_step(group: dist.ProcessGroup, x_shard: torch.Tensor, w: torch.Tensor)
 
 
 def on_a_rank(rank: int, world: int, steps: int, victim: int) -> tuple[list[int], torch.Tensor, str]:
-    """(the ranks that were left at the end, the weights, what happened)."""
+    """Return (the ranks that are left at the end, the weights, a description)."""
     group, living = dist.group.WORLD, list(range(world))
     assert group is not None
     failures: queue.SimpleQueue[WeftError] = queue.SimpleQueue()
-    weft.on_failure(group, failures.put)  # on weft's own thread: it only notes what happened
+    weft.on_failure(group, failures.put)  # runs on weft's own thread: it only stores the failure
 
     torch.manual_seed(rank)
     x_shard = torch.randn(ROWS, WIDTH)
-    weights = [torch.ones(WIDTH, OUT)]  # of each step; a real program has checkpoints
+    weights = [torch.ones(WIDTH, OUT)]  # after each step; a real program has checkpoints
     losses: list[float] = []
     story = "nobody was lost"
     while len(weights) <= steps:
@@ -55,8 +56,8 @@ def on_a_rank(rank: int, world: int, steps: int, victim: int) -> tuple[list[int]
         except WeftError:
             failure = failures.get(timeout=10)
             if not isinstance(failure, PeerLostError) or failure.rank is None:
-                raise  # no rank is lost: an error that would come again
-            lost = living.pop(failure.rank)  # it counts as the group did
+                raise  # no rank is lost: the error would come again
+            lost = living.pop(failure.rank)  # failure.rank is a rank of the group
             group = dist.new_group(living, use_local_synchronization=True)
             weft.on_failure(group, failures.put)
             done = torch.tensor(len(weights))

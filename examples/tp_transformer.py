@@ -1,7 +1,8 @@
-"""A small Llama that learns a text, its layers divided over ranks: tensor parallelism with every collective overlapped, by weft.nn.
+"""A small Llama that learns a text, its layers divided over ranks: tensor parallelism with every collective overlapped, by
+weft.nn.
 
     python examples/tp_transformer.py                          # 2 CPU processes learn this repository's README, byte by byte
-    python examples/tp_transformer.py --unfused                # and beside it the same model by torch's collectives and GEMMs
+    python examples/tp_transformer.py --unfused                # also trains the same model with torch's collectives and GEMMs
     python examples/tp_transformer.py --ranks 4 --text FILE
     torchrun --nproc-per-node 2 examples/tp_transformer.py --device cuda --unfused
     python examples/tp_transformer.py --device cuda --unfused --dtype bf16 --hidden 4096 --head-dim 128 --length 8192 --batch 1
@@ -13,8 +14,9 @@ Each rank has a part of the weights of each block, and a part of the sequence be
     x = x + mlp(norm(x))                                       weft.nn.ParallelMLP: ... GEMM + reduce-scatter as one
     loss = cross entropy of norm(x) @ weight.T                 of this rank's positions; the loss is the sum over ranks
 
-With --unfused a second model with the same weights and data trains along. It gathers and scatters with torch's collectives, before
-and after GEMMs. Losses of both stand side by side, step by step: they may differ by rounding alone, or the example fails.
+With --unfused a second model with the same weights and data is trained too. It gathers and scatters with torch's collectives,
+before and after GEMMs. Losses of both are printed side by side, step by step: they may differ by rounding only, or the example
+fails.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from weft.launch import run_ranks
 
 README = Path(__file__).parents[1] / "README.md"
 AGREE = {"fp32": 1e-3, "bf16": 3e-2}
-"""How far losses may be apart, relatively: rounding grows from step to step."""
+"""The largest relative difference of losses: rounding errors grow from step to step."""
 
 
-# -- the layers by torch: what is gathered and scattered is the same, one after the other
+# -- the layers with torch: the same gathers and scatters, one after the other
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +57,7 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """Along the sequence; the gradient is scattered."""
+    """An all-gather along the sequence; backward scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -67,7 +69,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The other way."""
+    """The reverse of `Gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -111,7 +113,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Of bytes. Ranks make it from one seed: layers keep their parts of weights that all ranks draw alike."""
+    """A Llama over bytes. Ranks make it from one seed: all draw the same weights, and layers keep their parts."""
 
     def __init__(self, arguments: argparse.Namespace, fused: bool, device: torch.device) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Llama(nn.Module):
         self.to(torch.bfloat16 if arguments.dtype == "bf16" else torch.float32)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """text: [B, S + 1], the same on all ranks. This rank's part of the mean cross entropy of each next byte."""
+        """Return this rank's part of the mean cross entropy of each next byte. text: [B, S + 1], the same on all ranks."""
         (batch, length), rank, world = text[:, 1:].shape, self.group.rank(), self.group.size()
         seen, wanted = (t.chunk(world, 1)[rank] for t in (text[:, :-1], text[:, 1:]))
         rotary = weft.nn.rotary_embedding(length, self.head_dim, device=text.device)
@@ -150,7 +152,7 @@ class Training:
         self.times_s: list[float] = []
 
     def step(self, text: torch.Tensor) -> float:
-        """The loss before it."""
+        """Train one step; return the loss before it."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.model(text)
@@ -158,19 +160,19 @@ class Training:
         self.optimizer.step()
         total = loss.detach()
         dist.all_reduce(total)
-        found = total.item()  # which waits for the device
+        found = total.item()  # item() waits for the device
         self.times_s.append(time.perf_counter() - start)
         return found
 
     @property
     def ms(self) -> float:
-        """Of a step, the median, without the first ones, which set things up."""
+        """The median time of a step, without the first steps, which include set-up."""
         times = sorted(self.times_s[min(3, len(self.times_s) - 1) :])
         return 1e3 * times[len(times) // 2]
 
 
 def batch_of(content: torch.Tensor, step: int, arguments: argparse.Namespace) -> torch.Tensor:
-    """Random places of the text, the same on all ranks: [B, S + 1] bytes."""
+    """Return random places of the text, the same on all ranks: [B, S + 1] bytes."""
     random = torch.Generator().manual_seed(step)
     starts = torch.randint(len(content) - arguments.length, (arguments.batch, 1), generator=random)
     return content[starts + torch.arange(arguments.length + 1)].long()
@@ -235,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(arguments: argparse.Namespace, ranks: int) -> None:
-    """`ValueError` for what cannot be trained."""
+    """Raise `ValueError` for a configuration that cannot be trained."""
     if not arguments.text.is_file():
         raise ValueError(f"--text {arguments.text}: there is no such file")
     if arguments.text.stat().st_size <= arguments.length:

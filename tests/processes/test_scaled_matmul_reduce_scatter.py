@@ -93,7 +93,7 @@ def test_operands_may_lie_otherwise_on_each_rank(schedule: str) -> None:
 
 def test_what_cannot_be_is_refused_on_every_rank_with_the_fix(pool: Pool) -> None:
     expected = {
-        "integers": "A is torch.int64: use torch.float8_e4m3fn, of which scaled GEMMs are; for fp32, fp16 and bf16 there is weft",
+        "integers": "A is torch.int64: use torch.float8_e4m3fn, or weft.matmul_reduce_scatter for fp32, fp16 and bf16",
         "bf16": "A is torch.bfloat16: use torch.float8_e4m3fn",
         "other fp8": "A is torch.float8_e5m2: use torch.float8_e4m3fn",
         "K": "K=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32",
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused_on_every_rank_with_the_fix(pool: Pool) -> Non
         "columns of shape": "output_shape=(24, 17) does not fit A (24, 32) @ B (32, 16): pass (24, 16), or, with A as (24, 32)",
         "rows of shape": "output_shape=(24, 2, 16) does not fit A (24, 32) @ B (32, 16)",
         "a word for a size": "output_shape[1]='16' is a str: pass a whole number",
-        "another shape": "output_shape=(2, 12, 16) does not fit A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or, with A as (24, 32)",
+        "another shape": "output_shape=(2, 12, 16) does not fit A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or, with A as",
         "add": "an fp8 GEMM with scales cannot accumulate: use add=reduce",
         "tracked": "its kernel does not support fp8: use direct[...] or scatter",
         "deadline": "deadline_s=0 must be positive",

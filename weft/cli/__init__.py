@@ -1,6 +1,6 @@
 """The command line: `weft demo`, `weft bench`, `weft plan`, `weft reproduce`, `weft doctor`.
 
-It needs the packages of the extra `weft[cli]`, which the library does not. `weft --help` answers at once: torch loads when needed.
+It needs the packages of the extra `weft[cli]`; the package itself does not. `weft --help` is fast: torch is imported on demand.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Run the `weft` command; without the extra say in one line what to install, with exit status 1."""
+    """Run the `weft` command; without the extra print in one line what to install, with exit status 1."""
     from weft.bench.core.arguments import one_line
 
     try:

@@ -1,4 +1,4 @@
-"""The commands, what they take and how their help reads. What they do is elsewhere: `weft.bench`, `weft.cli.doctor`."""
+"""The commands with their arguments and help. Their work is elsewhere: `weft.bench`, `weft.cli.doctor`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ app.add_typer(reproduce, name="reproduce")
 
 
 def main() -> None:
-    """Run the `weft` command. What cannot be used or done is one line and an exit status, not a traceback (`one_line`)."""
-    if sys.stdout is None:  # it was closed before the command began
+    """Run the `weft` command. An expected error is one line and an exit status, not a traceback (`one_line`)."""
+    if sys.stdout is None:  # stdout was closed before the command began
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     with one_line("weft"):
         app()
@@ -95,7 +95,7 @@ def demo(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine offers, what weft will therefore use, and how to get what is missing.
+    """Report what this machine offers, what weft will use, and how to get what is missing.
 
     Exit code 0 unless neither the CPU nor the GPU path can work.
     """

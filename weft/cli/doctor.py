@@ -1,7 +1,7 @@
-"""What does this machine offer, what will weft use, what is missing and how to get it?
+"""The report of `weft doctor`: what this machine offers, what weft will use, what is missing and how to get it.
 
-Each check stands alone and may fail in any way without spoiling the others: on the machines that need a doctor, imports
-crash and libraries lie.
+Each check is independent and may fail in any way without affecting the others: on the machines that need a doctor, imports crash
+and libraries report wrong facts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENOUGH_SHARED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing` is something that weft can do without, `broken` something that it cannot."""
+    """One line of the report. `missing`: weft can do without it; `broken`: it cannot."""
 
     what: str
     state: State
@@ -48,7 +48,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at everything; never raises."""
+    """Run all checks; never raise."""
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("Python", _python),
         ("torch", _torch),
@@ -243,7 +243,7 @@ def _triton() -> Finding:
 
 
 def _planning() -> Finding:
-    """Which numbers plans rest on here, for all GPUs and for the numbers of ranks that were measured."""
+    """Report the source of the numbers behind plans here, for all GPUs and for the numbers of ranks that were measured."""
     from weft.hw import machine_of
     from weft.plan import calibrated
     from weft.plan.self_calibration import WHAT

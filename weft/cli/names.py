@@ -1,4 +1,4 @@
-"""Groups of commands that answer an unknown name with the names that there are."""
+"""Groups of commands that answer an unknown name with the known names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weft.bench.core.arguments import one_of
 
 
 class Named(TyperGroup):
-    """A group of commands."""
+    """A group of named commands."""
 
     noun = "command"
-    """The word for what is named."""
+    """The word for the commands of the group in messages."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse options of a command that stand where its name is wanted."""
+        """Refuse options of a command in the place of its name."""
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         if args and args[0].startswith("-") and args[0].partition("=")[0] not in known:
             raise ValueError(f"{args[0]}: the {self.noun} comes first, one of {', '.join(self.list_commands(ctx))}")

@@ -1,4 +1,6 @@
-"""`weft plan OP`: what would be chosen for a shape, on this or another machine, and why. Needs no torch and no GPU."""
+"""`weft plan OP`: the schedule that would be selected for a shape, on this or another machine, and why. It needs no torch and no
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,20 @@ class PlanMode(enum.StrEnum):
     single = "single"
 
 
-# A schedule with as many steps as ranks has their square, and all_to_all_matmul's that times the experts of a rank; every
-# candidate is built and simulated. Towards this number that takes minutes, and beyond it gigabytes too.
+# A schedule with a step for each rank has ranks^2 steps, all_to_all_matmul's that times the experts of a rank; every candidate is
+# built and simulated. Near this number that takes minutes, and beyond it gigabytes too.
 _MOST_RANKS = 256
-_SAYS_EVERY_S = 2.0  # what it does, where there is no terminal for a bar
-_GEMMS_OF = "all_gather_matmul"  # whose shape may be the name of one of FiCCO's GEMMs
+_SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
+_GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
 _MANY = "A plan's time grows with their square: for hundreds it may be minutes."
-_MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
+_MOST_UNEVEN_RANKS = 72  # one NVLink domain: if ranks differ, each is simulated
 
 _LOSSES = """Where there are GEMMs, DIL and CIL are factors: what decomposition and contention cost; `comm` is communication;
 exposed is time in which a rank has nothing to compute."""
 
 
 class _Operators(Named):
-    """With a command for each operator. They are imported when a plan is asked for: other commands need no numpy."""
+    """The group with a command for each operator. They are imported for a plan only: other commands need no numpy."""
 
     noun = "operator"
 
@@ -72,7 +74,7 @@ plan = typer.Typer(
 
 
 def _layers() -> Any:
-    """Return the command of what is no operator of its own."""
+    """Return the command for layers, which are no operator of their own."""
     told = "Layers call several operators: plan each of them, as all_gather_matmul and matmul_reduce_scatter."
     alone = typer.Typer(add_completion=False)
 
@@ -90,8 +92,10 @@ def _layers() -> Any:
 
 
 def _command(name: str, problem: type[Problem]) -> Any:
-    """Return the command of an operator. Its help is the first paragraph of its problem, and what `sized` says of M, N, K, with
-    examples, where it has words of its own. `--option` lists the keywords of `sized` behind the dtype."""
+    """Return the command of an operator.
+
+    Its help is the first paragraph of its problem, and the docstring of its own `sized`, if it has one, about M, N, K, with
+    examples. `--option` lists the keywords of `sized` behind the dtype."""
     from weft.bench.core.operators import plain
     from weft.schedule.problem import Problem
 
@@ -114,7 +118,7 @@ def _command(name: str, problem: type[Problem]) -> Any:
     command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
     first, _, rest = (inspect.getdoc(problem) or "").partition("\n\n")
     sizes = inspect.getdoc(problem.sized)
-    if not sizes or sizes == inspect.getdoc(Problem.sized):  # M, N and K are what its docstring calls so
+    if not sizes or sizes == inspect.getdoc(Problem.sized):  # the problem's docstring defines M, N and K
         sizes = f"{rest}\n\n    weft plan {problem.name} --shape 8192,8192,4096 --ranks 8 --all"
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name, help=f"{first}\n\n{sizes}", epilog=_LOSSES)(command)
@@ -137,7 +141,7 @@ def _own_options(problem: type[Problem]) -> Any:
 
 
 def _shape_option(also: str) -> Any:
-    """also: what else may be said."""
+    """Return the option `--shape`. also: further allowed forms."""
     sizes = "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or of a table. K: what is summed over."
     return typer.Option(metavar="M,N,K", help=sizes + also)
 
@@ -200,7 +204,7 @@ def _run(
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10
-    # Hundreds of ranks take minutes.
+    # Hundreds of ranks take minutes, so there is progress.
     with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
         found = explanation(
             op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **options
@@ -215,14 +219,15 @@ def _run(
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Millions of steps, none in a cycle: to look for cycles among them takes a third of the time, and once more at the end."""
+    """Disable garbage collection: millions of steps have no cycles, and a search takes a third of the time, and once more at the
+    end."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            gc.freeze()  # those that are kept are not looked at later either
+            gc.freeze()  # later collections skip the remaining objects too
             gc.enable()
 
 
@@ -236,9 +241,9 @@ def calibrate(
 ) -> None:
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs beside copies.
 
-    The numbers are kept in WEFT_CACHE_DIR (default ~/.cache/weft) with the versions that they hold for, and are used from
-    then on. Without them the planner goes by the machine's file; without a file, by a few numbers that a first call has
-    measured, and by others that are derived from what the driver says. `weft doctor` says which these are.
+    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft) with the versions that they hold for, and are used from then
+    on. Without them the planner uses the machine's file. Without a file, it uses a few numbers that a first call has measured,
+    and others derived from the driver's. `weft doctor` shows which numbers these are.
 
         weft plan calibrate
 
@@ -284,7 +289,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         justify: Literal["left", "right"] = "left" if i in (0, len(found.header) - 1) else "right"
         table.add_column(found.header[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
     for cells in rows:
-        # Names are to be copied: they stay in one piece where there is room.
+        # Users copy names: they stay in one piece if there is room.
         name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
         texts = (escape(cell) for cell in (name, *(cells[i] for i in kept[1:])))
         table.add_row(*texts, style="green" if cells[-1] == "taken" else "")
@@ -303,8 +308,9 @@ _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Columns by their index, 0: left out. Numbers are as wide as their longest word at least and so never cut; the last
-    column, and names where it must be, go over several lines."""
+    """Return the width of each column by its index; 0: left out.
+
+    Numbers are at least as wide as their longest word, so never cut. The last column, and names if needed, wrap."""
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1
     full = {i: max(map(len, column)) for i, column in enumerate(columns)}
@@ -312,7 +318,7 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> 
     least_why = max(words[last], min(_LEAST_WHY, full[last]))
 
     def why(widths: dict[int, int]) -> int:
-        """What is left for the last column."""
+        """Return the room for the last column."""
         return room - sum(width + _GAP for i, width in widths.items() if width and i != last) - _GAP
 
     if why(full) >= least_why:
@@ -335,7 +341,7 @@ def _pieces(name: str) -> list[str]:
 
 
 def _at_commas(name: str, width: int) -> str:
-    """In lines of at most `width`, as far as its pieces allow."""
+    """Return the name in lines of at most `width`, as far as its pieces allow."""
     lines = [""]
     for piece in _pieces(name):
         if len(lines[-1]) + len(piece) > width:
@@ -345,7 +351,7 @@ def _at_commas(name: str, width: int) -> str:
 
 
 def _shape(text: str, ranks: int | None) -> tuple[int, int, int]:
-    """ranks: where one of FiCCO's GEMMs may be named, whose N they share."""
+    """Parse `--shape`. ranks: given if the text may name one of FiCCO's GEMMs, whose N the ranks share."""
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:
             return gemm.m, gemm.sharded(ranks or 1).n, gemm.k

@@ -1,4 +1,4 @@
-"""`weft reproduce`: a paper's figures, simulated here or made from records of a machine that measured them."""
+"""`weft reproduce`: a paper's figures, simulated here or made from recorded measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from weft.bench.core.arguments import appended, check_file, check_pictures
 from weft.cli.names import Named
 
-SAYS_EVERY_S = 2.0  # where there is no terminal for a bar
+SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
 
 
 class _Papers(Named):

@@ -1,12 +1,11 @@
-"""Numbers that nobody has measured on a machine, from those of a measured one: what the datasheet or the driver says of both gives
-the ratio.
+"""Numbers of a machine derived from those of a measured one: the ratio of datasheet or driver numbers scales them.
 
-    rates of GEMMs                          as the datasheet's rate of bf16
-    elementwise kernels, in fp32            as compute.fp32_vector, if that is given, else as bf16
-    copies within memory                    as the datasheet's bandwidth
-    links, collectives, copies to peers     as the bandwidth of a GPU's links
-    what units store late                   as their number
-    latencies, shares, everything else      as they are
+    rates of GEMMs                          like the datasheet's rate of bf16
+    elementwise kernels, in fp32            like compute.fp32_vector, if that is given, else like bf16
+    copies within memory                    like the datasheet's bandwidth
+    links, collectives, copies to peers     like the bandwidth of a GPU's links
+    late stores of compute units            like their number
+    latencies, shares, everything else      unchanged
 
 Datasheet numbers with an H200's ratios predict recorded calls on two H100s within 4% above 100 us and 12% below, in the mean
 (`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these numbers.
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from weft.hw.quantity import Quantity
 
 GIVEN = ("compute.multiprocessors", "compute.bf16_dense", "memory.bandwidth", "link.bandwidth")
-"""The numbers without which nothing can be derived."""
+"""The numbers that a derivation needs."""
 _BF16, _VECTOR, _MEMORY, _LINK, _UNITS = (
     "compute.bf16_dense",
     "compute.fp32_vector",
@@ -38,15 +37,15 @@ _AS: tuple[tuple[str, str], ...] = (
     ("copy_engine.bandwidth", _LINK),
     ("contention.", _LINK),
 )
-"""By how a key begins, whose ratio it follows; the first that fits."""
+"""(beginning of a key, the number whose ratio scales it); the first match counts."""
 _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
-"""Units of what follows a ratio; times, shares and counts stay."""
+"""The units of scaled numbers; times, shares and counts stay."""
 
 
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity]
 ) -> dict[str, Quantity]:
-    """`given`, and every other number of the machine `base`, scaled. `ValueError` names a number that is missing (`GIVEN`)."""
+    """Return `given` and every other number of the machine `base`, scaled; raise `ValueError` for a missing number (`GIVEN`)."""
     if missing := [key for key in GIVEN if key not in given]:
         raise ValueError(f"{name}: add {', '.join(missing)}: the other numbers are derived from them and {base}'s")
     ratios = {key: given[key].si / of_base[key].si for key in (_BF16, _MEMORY, _LINK, _UNITS)}

@@ -1,4 +1,4 @@
-"""The machine of a GPU by its name: its file, or numbers derived from what its driver says."""
+"""The machine of a GPU by its name: its file, or numbers derived from the driver's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _OF_BASE = DriverFacts(
     name="NVIDIA H200", multiprocessors=132, flops_per_s=132 * 1.98e9 * 4096, memory_bytes=150_754_820_096,
     memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 25e9, nvlinks=18,
 )  # fmt: skip
-"""The driver's facts of the machine whose file the rest follows: they are no datasheet's, so ratios are of like to like."""
+"""The driver's numbers of the base machine. They are not the datasheet's, so that ratios compare like with like."""
 _MOST = 30.0
-"""Times the base's number, or its part: what is farther from it is taken for a fault of the driver."""
+"""The largest ratio to the base's number, either way; beyond it the driver's number counts as wrong."""
 _SCALED = {
     "compute.multiprocessors": "multiprocessors",
     "compute.bf16_dense": "flops_per_s",
@@ -28,8 +28,9 @@ _SCALED = {
 
 @lru_cache(maxsize=16)
 def machine_of(name: str) -> Machine | None:
-    """Return the machine of NVIDIA GPUs of this name, as the driver or torch says it: a known file's, or a derived one. None for
-    names that are not an NVIDIA GPU's, unless the driver knows them."""
+    """Return the machine of NVIDIA GPUs of this name, as the driver or torch spells it: a known file's, or a derived one.
+
+    Returns None for other names, unless the driver knows them."""
     if file := file_of(name):
         return load_machine(file)
     facts = facts_of(name)

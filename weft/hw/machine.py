@@ -1,4 +1,4 @@
-"""A machine is a TOML file: every number has a value, a unit and a source, so that a model says what it rests on.
+"""Machines as TOML files: every number has a value, a unit and a source, so that a model shows what it is based on.
 
     [memory.copy_bandwidth]
     value = 4.2
@@ -6,11 +6,11 @@
     source = "measured"        # or one of the others in `weft.hw.quantity.SOURCES`
     note = "device-to-device copy, bytes read and written"
 
-Its first lines are `name = "..."` and `topology = "switch"`: how its GPUs are linked (`weft.hw.topology`). With `derived_from =
-"h200"` below them, what the file lacks is derived from another machine's numbers (`weft.hw.derived`): a datasheet will do.
+Its first lines are `name = "..."` and `topology = "switch"`: the links of its GPUs (`weft.hw.topology`). With `derived_from =
+"h200"` below them, missing numbers are derived from another machine's (`weft.hw.derived`): a datasheet is enough.
 
-`load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its
-ceilings in its own run (`weft.bench.core.ceilings`). The files are for models, and to tell a sick machine from a sound one.
+`load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its ceilings in
+its own run (`weft.bench.core.ceilings`). The files are for models, and to tell a faulty machine from a sound one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RANGES = {
     _TIMES: (1e-15, 1e6), _BYTES: (1.0, 1e18), _BANDWIDTHS: (1.0, 1e18), _RATES: (1.0, 1e21), ("Hz", "GHz"): (1.0, 1e15),
     ("1",): (1e-9, 1e6),
 }  # fmt: skip
-"""The least and the largest value of units, in SI: beyond them a model divides by zero or overflows."""
+"""The least and the largest value by unit, in SI: beyond them a model divides by zero or overflows."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Machine:
     name: str
     quantities: Mapping[str, Quantity]
     topology: str = ""
-    """A name or a path, for `weft.hw.topology.load_topology`."""
+    """The name or path for `weft.hw.topology.load_topology`."""
     about: str = ""
-    """Where the numbers come from, if not from a file."""
+    """The source of the numbers, if not a file."""
 
     def __getitem__(self, key: str) -> Quantity:
         if key not in self.quantities:
@@ -56,7 +56,7 @@ class Machine:
         return iter(self.quantities)
 
     def number(self, key: str, units: tuple[str, ...] = ("1",)) -> float:
-        """For the simulator: `KeyError` and `ValueError` say what to change in the machine file."""
+        """Return a number in SI units for the simulator; `KeyError` and `ValueError` name the fix in the machine file."""
         if key not in self.quantities:
             raise KeyError(
                 f"{self.name}: add {key} to its machine file, the simulator needs it (see weft/sim/machines.py)"
@@ -66,7 +66,7 @@ class Machine:
         return self[key].si
 
     def per_us(self, key: str) -> float:
-        """Of what computes floating-point operations, else bytes."""
+        """Return a rate per microsecond: of floating-point operations for compute, of bytes otherwise."""
         return self.number(key, _RATES if key.startswith("compute.") else _BANDWIDTHS) * 1e-6
 
     def us(self, key: str) -> float:
@@ -86,21 +86,21 @@ class Machine:
 
 
 def known_machines() -> tuple[str, ...]:
-    """Names that `load_machine` knows without a path."""
+    """Return the names that `load_machine` knows without a path."""
     return known_files("machine")
 
 
 def file_of(machine: str) -> str | None:
-    """The known machine file in which this is the name ("NVIDIA H200" is in "h200"), if there is one."""
+    """Return the known machine file with this machine name ("NVIDIA H200" is in "h200"), or None."""
     return next((known for known in known_machines() if load_machine(known).name == machine), None)
 
 
 def load_machine(name: str | Path) -> Machine:
-    """The machine `name` (see `known_machines`), or the one in the TOML file at that path.
+    """Return the machine `name` (see `known_machines`), or the one in the TOML file at that path.
 
-    Raises `ValueError` if a number lacks its unit or source, has one that is not known, is beyond the range of its unit, or is
-    assumed without a note; and if numbers are to be derived, and those that they follow are missing. `UnreadableError` for a
-    file that is no TOML, or beyond the limits of `weft.reading`.
+    Raises `ValueError` if a number lacks its unit or source, has an unknown one, is beyond the range of its unit, or is assumed
+    without a note; and if numbers must be derived, and the numbers for that are missing. Raises `UnreadableError` for a file that
+    is no TOML, or beyond the limits of `weft.reading`.
     """
     data = read_file("machine", name)
     title, topology, base = data.pop("name"), data.pop("topology", ""), data.pop("derived_from", None)
@@ -114,7 +114,7 @@ def load_machine(name: str | Path) -> Machine:
             raise ValueError(f"{name}: derived_from = {base!r} must be one of {', '.join(known_machines())}")
         quantities = derived(str(name), quantities, base, load_machine(base).quantities)
     if not quantities:
-        raise ValueError(f"{name}: a machine without a number in it")
+        raise ValueError(f"{name}: the machine has no number: add some, or derived_from")
     return Machine(title, quantities, topology)
 
 
@@ -130,7 +130,8 @@ _WITHOUT_FILE = (
 
 
 def read_file(what: str, name: str | Path) -> dict[str, Any]:
-    """Read the file of a known machine or topology, or at that path. `ValueError` says what there is, or what is wrong."""
+    """Read the file of a known machine or topology, or at that path; raise `ValueError` with the known names, or the error of the
+    file."""
     path, known = Path(name), known_files(what)
     either = f"give one of {', '.join(known)}, or"
     if path.suffix == ".toml":
@@ -152,7 +153,7 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
 
 
 def quantities_of(file: str, data: Mapping[str, Any]) -> dict[str, Quantity]:
-    """All numbers of a file, by their keys with dots."""
+    """Return all numbers of a file, by their dotted keys."""
     return dict(_leaves(file, "", data))
 
 

@@ -1,8 +1,8 @@
-"""What NVIDIA's driver says of a GPU, by its management library (NVML), which comes with the driver. Without torch.
+"""Facts about a GPU from NVIDIA's driver, by its management library (NVML), which comes with the driver. Without torch.
 
 The numbers of a machine without a file are derived from these (`weft.hw.here`). The driver does not know a datasheet's rate of
-bf16: here it is the number of multiprocessors, times the highest clock, times the operations of one in a cycle, which the compute
-capability tells.
+bf16. Here it is the number of multiprocessors, times the highest clock, times the operations of a multiprocessor per cycle, which
+the compute capability gives.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _FLOPS_PER_CYCLE = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}
-"""Of one multiprocessor, dense, in 16 bits, by compute capability; others as the newest that is older."""
+"""FLOP of a multiprocessor per cycle, dense, in 16 bits, by compute capability; others count as the newest older one."""
 _CORES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
-"""Of one multiprocessor; 128 in others."""
+"""Cores of a multiprocessor by compute capability; 128 in others."""
 _PER_NVLINK = {(7, 0): 25e9, (8, 6): 14.1e9, (8, 9): 25e9, (10, 0): 50e9}
-"""Bytes a second, one direction, by compute capability; others as the newest that is older."""
+"""Bytes a second of an NVLink, one direction, by compute capability; others count as the newest older one."""
 _PCIE_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _MOST_NVLINKS = 18
@@ -26,7 +26,7 @@ _MOST_NVLINKS = 18
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """One GPU, in SI units; 0 for a number that the driver does not say."""
+    """The facts about one GPU, in SI units; 0 for a number that the driver does not give."""
 
     name: str
     multiprocessors: int
@@ -34,13 +34,13 @@ class DriverFacts:
     memory_bytes: int
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To all peers, one direction: NVLinks, or the slot."""
+    """The bandwidth to all peers, one direction: NVLinks, or the PCIe slot."""
     nvlinks: int
 
 
 @lru_cache(maxsize=8)
 def facts_of(name: str) -> DriverFacts | None:
-    """Return what the driver says of the first GPU of that name; None without NVML or such a GPU."""
+    """Return the driver's facts about the first GPU of that name; None without NVML or such a GPU."""
     with contextlib.suppress(OSError, AttributeError, ValueError), _library() as nvml:
         for handle in _devices(nvml):
             if _name(nvml, handle) == name:

@@ -1,4 +1,4 @@
-"""A number of a machine: its value, its unit, and where it comes from."""
+"""A number of a machine: its value, its unit, and its source."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ UNITS = {
     "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
     "Hz": 1.0, "GHz": 1e9, "1": 1.0,
 }  # fmt: skip
-"""By name, in bytes, seconds, hertz, bytes/s or FLOP/s."""
+"""Units by name, in bytes, seconds, hertz, bytes/s or FLOP/s."""
 SOURCES = ("measured", "datasheet", "paper", "derived", "assumed")
-"""derived: from another machine's (`weft.hw.derived`). assumed: nobody's measurement, and the note says why this value."""
+"""derived: from another machine's number (`weft.hw.derived`). assumed: not measured; the note gives the reason for the value."""
 
 
 @dataclass(frozen=True, slots=True)

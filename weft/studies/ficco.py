@@ -1,11 +1,11 @@
-"""FiCCO's evaluation: its schedules against serial and shard overlap on its GEMMs, and how often its heuristic picks the best.
+"""FiCCO's evaluation: its schedules against serial and shard overlap on its GEMMs, and how often its heuristic picks the fastest.
 
-`simulated` makes the records of a machine that nobody here owns. `weft bench all_gather_matmul --preset table-1,synthetic` makes
-those of one that is there. From either come the same tables and pictures: figures 13, 12(b), 14, and how good choices are (VI-D).
+`simulated` makes the records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` makes those of a
+real machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
 
-Times are those of calls that follow one another ("queued"). A speedup is over serial: the library's all-gather, then its GEMM. The
-ideal is serial over the longer of the GEMM alone and the communication alone: nothing lost, all hidden. The paper studies four of
-its eight schedules, as the others "are strictly worse" (V-B); here all eight run, all by as many steps as there are ranks.
+Times are those of consecutive calls ("queued"). A speedup is over serial: NCCL's all-gather, then the GEMM. The ideal is serial
+over the longer of the GEMM alone and the communication alone: no loss, and all hidden. The paper studies four of its eight
+schedules, as the others "are strictly worse" (V-B); here all eight run, all with as many steps as ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -31,20 +31,20 @@ from weft.sim.losses import communication_us, gemms_us
 from weft.studies.pages import bars, block, figure, head, model_for, where
 
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
-"""Shard overlap as the paper has it: one peer at a time, whole shards."""
+"""The paper's shard overlap: one peer at a time, whole shards."""
 ASYNCTP, SERIAL, WEFT = "asynctp", "serial", "weft"
 NEAR = 0.03
 
 
 def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
-    """The candidate's name, with as many steps as ranks."""
+    """Return the candidate's name, with as many steps as ranks."""
     if by == "collective":
         return f"ficco_{shape}_collective[start={start},gemms={gemms},steps=0]"
     return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"
 
 
 def _all_of(*shapes: str, by: str = "dma") -> dict[str, str]:
-    """By the paper's names, such as "hetero-fused-1D"."""
+    """Return candidates by the paper's names, such as "hetero-fused-1D"."""
     return {
         f"{start}-{gemms}-{shape.upper()}": ficco(shape, start, gemms, by)
         for shape in shapes for start in ("uniform", "hetero") for gemms in ("fused", "unfused")
@@ -56,7 +56,7 @@ EIGHT = tuple(_NAMED.values())
 STUDIED = {
     name: _NAMED[name] for name in ("uniform-fused-1D", "hetero-fused-1D", "hetero-unfused-1D", "uniform-fused-2D")
 }
-"""The paper's four."""
+"""The four schedules that the paper studies."""
 KINDS: dict[str, tuple[str, ...]] = {
     "shard": (SHARD,),
     "shard, to all at once": ("shard[chunks=1,send=at_once,by=dma]",),
@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "weft's choice": (WEFT,),
     "weft, autotuned": (AUTOTUNE,),
 }
-"""Kinds of overlap, and the variants of which each GEMM has the fastest (figure 14)."""
+"""Kinds of overlap and their variants; a GEMM counts with the fastest of a kind (figure 14)."""
 
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
@@ -80,8 +80,9 @@ PAPER_SAYS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One GEMM, as it ran: N over the ranks, M perhaps smaller. pick: the heuristic's, by the file of the machine, or of the
-    paper's. ms: by variant, serial among them."""
+    """One GEMM, as it ran: N over the ranks, M possibly smaller.
+
+    pick: the heuristic's, by the file of the machine, or of the paper's. ms: by variant, with serial."""
 
     config: str
     gemm: Gemm
@@ -102,12 +103,12 @@ class Row:
         return min((name for name in among if name in self.ms), key=lambda name: self.ms[name], default=None)
 
     def speedup(self, *among: str) -> float | None:
-        """Over serial, of the fastest; None where none was recorded."""
+        """Return the speedup of the fastest over serial; None if none was recorded."""
         best = self.best(among)
         return None if best is None else self.ms[SERIAL] / self.ms[best]
 
     def lost(self, chosen: str, among: Sequence[str]) -> float | None:
-        """Which part of the best speedup `chosen` loses; None where either was not recorded."""
+        """Return the part of the best speedup that `chosen` loses; None if either was not recorded."""
         best, mine = self.speedup(*among), self.speedup(chosen)
         return None if best is None or mine is None else max(0.0, 1 - mine / best)
 
@@ -120,9 +121,11 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return records of all variants of each GEMM, as the model of `ranks` such machines predicts them by the machine's file alone.
-    `ValueError` for a machine or topology that is not known, or a number of ranks that does not divide a GEMM. progress: told
-    which GEMM is next, and the share of all that was done since."""
+    """Return records of all variants of each GEMM, as the model of `ranks` such machines predicts them by the machine's file
+    alone.
+
+    Raises `ValueError` for an unknown machine or topology, or a number of ranks that does not divide a GEMM. progress: gets the
+    next GEMM, and the share of the work done since the last call."""
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
@@ -149,8 +152,9 @@ def simulated(
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
-    """Of all_gather_matmul on FiCCO's GEMMs, in the order of first appearance; of each its last run. `ValueError` if there are
-    none, or one lacks serial or the two halves of an ideal overlap."""
+    """Return a row for each of FiCCO's GEMMs in all_gather_matmul, in the order of first appearance, from its last run.
+
+    Raises `ValueError` if there are none, or one lacks serial or the two halves of an ideal overlap."""
     mine = [r for r in records if r["op"] == "all_gather_matmul" and r["mode"] == "queued" and _gemm_of(r["config"])]
     if not mine:
         raise ValueError(
@@ -173,12 +177,12 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
 
 
 def _gemm_of(config: str) -> Gemm | None:
-    """Whose name begins a configuration's ("g1-m4")."""
+    """Return the GEMM whose name begins a configuration's ("g1-m4")."""
     return next((gemm for gemm in (*TABLE_1, *SYNTHETIC) if gemm.name == config.partition("-")[0]), None)
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Figures 13, 12(b) and 14 and the heuristic's accuracy; columns of what was not recorded are left out."""
+    """Return figures 13, 12(b) and 14 and the heuristic's accuracy, without columns that were not recorded."""
     return [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
 
 
@@ -229,7 +233,7 @@ def _by_schedule(rows: Sequence[Row]) -> Table:
 
 
 def _choices(rows: Sequence[Row]) -> Table:
-    """How good the heuristic's picks are, and weft's own choices where they were recorded."""
+    """Return the quality of the heuristic's picks, and of weft's own choices if they were recorded."""
     who_chooses, near = ("GEMMs", "who chooses", "among", "the best"), f"within {NEAR:.0%}"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
     for (what, begin), (who, of, among, names) in product(
@@ -275,13 +279,13 @@ def _named(rows: Sequence[Row], begin: str) -> list[Row]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """What the numbers rest on, in sentences."""
+    """Return the basis of the numbers, in sentences."""
     said = where(records[-1])
     return [said if records[-1]["device"] == "simulated" else f"{said} {_smaller(records)}".strip()]
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """What the paper's choice of four schedules leaves out, and where its numbers are from, in sentences."""
+    """Return what the paper's choice of four schedules leaves out, and the source of its numbers, in sentences."""
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     return [
@@ -292,7 +296,7 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    """Where M was halved, and where that has put a GEMM into the heuristic's other half."""
+    """Return where M was halved, and where that moved a GEMM into the heuristic's other half."""
     made = {r["config"]: r for r in records if "-m" in r["config"]}
     if not made:
         return ""
@@ -302,7 +306,7 @@ def _smaller(records: Sequence[Record]) -> str:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """A page's block: what ran where, and the tables."""
+    """Return a page's block: the runs, and the tables."""
     rows = rows_of(records)
     return block(notes([r for r in records if _gemm_of(r["config"])]), tables(rows), conclusions(rows))
 
@@ -313,7 +317,7 @@ _COLOURS = ("#4063a3", "#2f7d5b", "#8fb6d8", "#e1812c", "#bbbbbb")
 
 
 def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
-    """Write figures 13, 12(b) and 14 as PNG files into `directory`, made if need be."""
+    """Write figures 13, 12(b) and 14 as PNG files into `directory`, created if needed."""
     figures = {"figure-13-ratio": _draw_ratio, "figure-12b-schedules": _draw_schedules, "figure-14-means": _draw_means}
     written = [directory / f"{name}.png" for name in figures]
     for path, paint in zip(written, figures.values(), strict=True):

@@ -1,10 +1,10 @@
-"""What a GEMM and an all-gather lose by being cut up, and what they lose beside each other: the FiCCO paper's characterisation
-on the machine at hand. docs/characterisation.md explains it.
+"""The losses of a GEMM and an all-gather from decomposition, and from contention with each other: the FiCCO paper's
+characterisation on the machine at hand. docs/characterisation.md explains it.
 
-From records, a `Row` for each GEMM, come tables, pictures after figures 7 to 10, and whether the observations of the paper held. A
-claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign and so clear a one
-would come up by chance, values put to GEMMs at random, in at most 5% of cases. A claim about each GEMM holds if at most one in ten
-is an exception: the other way round, by more than the 2% that repetitions may differ.
+Records give a `Row` for each GEMM, and these give tables, pictures after figures 7 to 10, and a verdict on the paper's
+observations. A claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign,
+and if at most 5% of random assignments of values to GEMMs give as clear a rho. A claim about each GEMM holds if at most one in
+ten is an exception: the reverse, by more than the 2% that repetitions may differ.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
@@ -50,29 +50,31 @@ from weft.studies.pages import bars, figure
 from weft.words import counted
 
 # The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM). Its text
-# names no transport for them; they are put beside DMA, which is FiCCO's.
+# names no transport for them; they are shown beside DMA, which FiCCO uses.
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
 PAPER_MEANS |= {gemm_beside("dma", 1): 1.07, gather_beside("dma", 1): 1.03}  # of shard-based overlap: IV-D1, IV-D2
 
 _SCALE = {"cuda": Fraction(1), "cpu": Fraction(1, 32)}
-_MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
-_MEMORY_SHARE = 0.5  # of what is free
+_MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # operations of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
+_MEMORY_SHARE = 0.5  # of the free memory
 _REPETITIONS = 5  # as in the paper
 _TRANSPORTS_ARE = {
     "cuda": "dma: copy engines; kernel: a copying kernel; library: NCCL",
     "cpu": "dma: a copying thread, for there is no engine; kernel: copies by the threads that compute, in turns with the GEMM; "
     "library: gloo",
 }
-_LEAST_GEMMS = 5  # for a trend: of five in order 1 in 120 is by chance
+_LEAST_GEMMS = 5  # for a trend: 1 in 120 orders of five is monotonic by chance
 _CHANCE, _EXCEPTIONS, _ALIKE, _SHUFFLES = 0.05, 0.1, 1.02, 20_000
-_VARIES = 0.06  # IV-A: by how much times of one operation differ, at most, on a GPU and between GPUs
+_VARIES = 0.06  # IV-A: the largest difference between times of one operation, on a GPU and between GPUs
 _OBSERVATION = ("observation", "section", "", "numbers")
 
 
 @dataclass(frozen=True)
 class Row:
-    """All that was measured of one GEMM. `ms`, `overlap`: by variant; records may lack some. varies: how far apart times of
-    the whole GEMM are, without the shortest and the longest fifth, and those of ranks, over the median."""
+    """All measurements of one GEMM.
+
+    ms, overlap: by variant; records may lack some. varies: the spread of times of the whole GEMM, without the shortest and the
+    longest fifth, and the spread over ranks, both over the median."""
 
     gemm: Gemm
     scaled: str
@@ -82,13 +84,13 @@ class Row:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Its time over that of what it is compared with, 1 is no loss; None where one was not recorded."""
+        """Return a variant's time over its baseline's, 1 being no loss; None if either was not recorded."""
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
-    """A row per GEMM, in the order of first appearance; of the last run that has it."""
+    """Return a row per GEMM, in the order of first appearance, from the last run that has it."""
     rows = []
     for mine in last_runs(records, itemgetter("config")).values():
         first = mine[0]
@@ -103,8 +105,9 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper. Columns
-    of what was not recorded are left out."""
+    """Return the tables of GEMMs cut up, all-gathers cut up, and both beside each other.
+
+    The last rows are geometric means, here and in the paper. Columns that were not recorded are left out."""
 
     def ms(variant: str) -> Callable[[Row], str]:
         return lambda row: milliseconds(row.ms.get(variant))
@@ -144,7 +147,7 @@ _Columns = dict[str, Callable[[Row], str]]
 
 
 def _table(title: str, rows: Sequence[Row], first: _Columns, losses: dict[str, str], last: _Columns) -> Table:
-    """losses: the variants of these columns, below which are means."""
+    """Return a table. losses: the variants of these columns, which have means below."""
 
     def loss(variant: str) -> Callable[[Row], str]:
         return lambda row: number(row.loss(variant), 2)
@@ -159,7 +162,7 @@ def _table(title: str, rows: Sequence[Row], first: _Columns, losses: dict[str, s
 
 
 class Claim(NamedTuple):
-    """`held` is None where there are too few GEMMs to tell."""
+    """A claim of the paper. `held` is None if there are too few GEMMs to tell."""
 
     where: str
     text: str
@@ -172,7 +175,7 @@ class Claim(NamedTuple):
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """The paper's observations, in its order; those of which nothing is recorded are left out."""
+    """Return the paper's observations, in its order, without those that were not recorded."""
     found = [_within("on a rank", rows, 0), _within("between ranks", rows, 1)]
     for cut in ("rows", "columns"):
         few, many = cut_name(cut, 8), cut_name(cut, 64)
@@ -215,13 +218,13 @@ def _within(where: str, rows: Sequence[Row], number: int) -> Claim | None:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Rank correlation, ties sharing their mean rank; NaN if one side does not vary."""
+    """Return the rank correlation, ties sharing their mean rank; NaN if one side does not vary."""
     with np.errstate(invalid="ignore"):
         return float(np.corrcoef(_ranks_of(x), _ranks_of(y))[0, 1])
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
-    """How often `y`, put in any order, goes with `x` at least as clearly in the direction of `sign` (1 or -1)."""
+    """Return how often a permutation of `y` correlates with `x` at least as clearly in the direction of `sign` (1 or -1)."""
     a, b = _ranks_of(x), _ranks_of(y)
     shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)
     as_clear = sign * (shuffled @ a) >= sign * (b @ a) - 1e-9
@@ -229,7 +232,7 @@ def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
 
 
 def _ranks_of(values: ArrayLike) -> np.ndarray:
-    """1 for the least; the same for the same values: the mean of the places that they share."""
+    """Return ranks, 1 for the least; equal values share the mean of their ranks."""
     _, which, count = np.unique(np.asarray(values, dtype=float), return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return (last - (count - 1) / 2)[which]
@@ -250,7 +253,7 @@ def _trend(where: str, text: str, rows: Sequence[Row], along: Sequence[float], v
 
 
 def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Claim | None:
-    """Of (GEMM, variant, variant): that the first loses less than the second."""
+    """Return the claim that, for each (GEMM, variant, variant), the first variant loses less than the second."""
     losses = [(row.gemm.name, row.loss(less), row.loss(more)) for row, less, more in pairs]
     known = [(name, less > _ALIKE * more) for name, less, more in losses if less is not None and more is not None]
     if not known:
@@ -273,11 +276,11 @@ _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], st
     ("figure-9-contention", "gemm.traffic", "GEMM and its memory traffic, MB", TRANSPORTS,
      {f"GEMM in {PIECES} beside an all-gather, over alone": gemm_beside, "all-gather beside that GEMM, over alone": gather_beside}),
 )  # fmt: skip
-"""Name; by what GEMMs are ordered; how that is called; groups; of each panel what is above, and the variant of a group."""
+"""Name; order of GEMMs; label of that order; groups; for each panel its title, and the variant of a group."""
 
 
 def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
-    """Write the four pictures as PNG files into `directory`, made if need be. `title`: what ran where."""
+    """Write the four pictures as PNG files into `directory`, created if needed. `title`: a description of the run."""
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
     written = [directory / f"{name}.png" for name, *_ in _FIGURES]
@@ -302,14 +305,14 @@ def _said(row: Row, along: str) -> str:
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
-    """Which part of what is lost each of two losses is; a gain counts as no loss, and without loss both are 0."""
+    """Return the share of each of two losses in their sum; a gain counts as no loss, and without loss both are 0."""
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
     total = sum(lost) or 1.0
     return lost[0] / total, lost[1] / total
 
 
 def _shares(axes: Any, rows: Sequence[Row]) -> None:
-    """Of the schedule that copies by engines and cuts by rows; the contention of 64 pieces is taken from 8."""
+    """Draw the shares for the schedule with copy engines and cuts by rows; the contention of 64 pieces is taken from 8."""
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
         "GEMM in 8 by rows, dma": (cut_name("rows", 8), of_gemm),
@@ -330,12 +333,12 @@ def _shares(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
-    """Bars begin at 1, which is no loss. The axis is logarithmic where losses differ much."""
+    """Draw bars from 1, which is no loss. The axis is logarithmic if losses differ much."""
     if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
     for drawn, heights in zip(bars(axis, labels, losses, _COLOURS, base=1), losses.values(), strict=True):
-        if len(labels) < 20 * len(losses):  # numbers between bars can be read
+        if len(labels) < 20 * len(losses):  # numbers between bars are readable
             axis.bar_label(drawn, [f"{height:.2f}" for height in heights], fontsize=6, rotation=90, padding=2)
     axis.set_ylabel("loss (1: none)", fontsize=9)
     axis.margins(x=0.01, y=0.18)
@@ -401,12 +404,12 @@ class _Inefficiency(Operator[Gemm]):
         return Measured(_records(fitted, found, ranks.world_size, ceilings, options))
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """There is no summary of one alone."""
+        """Show the summary if there is only one GEMM."""
         if len(self.presets(options)) == 1:
             self.show_summary(found.records, options)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        """Tables and what they say of the paper's observations, and the pictures that were asked for."""
+        """Print tables and the verdict on the paper's observations, and draw the requested pictures."""
         rows = rows_of(written)
         for one in tables(rows):
             print_table(*one)

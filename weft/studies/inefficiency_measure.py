@@ -1,13 +1,13 @@
-"""What one GEMM loses by being cut up, what its all-gather loses, and what the two lose beside each other.
+"""The losses of one GEMM and of its all-gather when cut up, and when run beside each other.
 
     decomposition loss  time of the pieces, one after the other and alone, over the time of the whole
     contention loss     time of the same pieces while the other side is busy, over their time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-All arms take turns in each repetition, with lanes (`weft.studies.inefficiency_measure`) of a fixed number of calls. Beside each
-other, GEMM and all-gather are both repeated, as often as makes both lanes equally long. Only the time in which both are
-under way counts: what each did in it is read off its marks. How much of the whole that was is kept as `overlap`.
+All arms alternate in each repetition, with lanes (`weft.studies.inefficiency_measure`) of a fixed number of calls. Beside each
+other, GEMM and all-gather are both repeated, so often that both lanes take equally long. Only the time in which both run counts:
+their marks show what each did in it. Its share of the whole is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ By = Literal["dma", "kernel", "library"]
 TRANSPORTS: tuple[By, ...] = ("dma", "kernel", "library")
 Call = Callable[[], object]
 
-_PIECE_MULTIPLE = 512  # bytes: pieces begin where copy engines and 16-byte accesses are at their best
-_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any present GPU
+_PIECE_MULTIPLE = 512  # bytes: the alignment of pieces that is best for copy engines and 16-byte accesses
+_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any current GPU
 _LONGEST_SLEEP_S = 0.05
 
 
 @dataclass(eq=False)
 class Lane:
-    """`call`, `count` times in a row. `by`: what it keeps busy. `enqueue_s`: host time of the last play, where a call
-    returns before it is done."""
+    """`call`, `count` times in a row. `by`: the resource that it uses. `enqueue_s`: host time of the last play, if calls return
+    early."""
 
     call: Call
     count: int
@@ -55,14 +55,16 @@ class Lane:
 
 
 def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
-    """Bytes of a rank's shard, rounded up so that its pieces are alike and well aligned."""
+    """Return the bytes of a rank's shard, rounded up so that its pieces are equal and well aligned."""
     multiple = pieces * _PIECE_MULTIPLE
     return -(-gathered_bytes // (world_size * multiple)) * multiple
 
 
 class Side(AbstractContextManager["Side"], ABC):
-    """Making one is collective. Every rank has a shard of `nbytes`, symmetric memory for all of them, and ordinary memory
-    for all of them, where the library leaves what it gathers. A context manager."""
+    """The memory of a rank for all-gathers. The constructor is collective.
+
+    Every rank has a shard of `nbytes`, symmetric memory for all shards, and ordinary memory for all shards, which NCCL or gloo
+    fills. A context manager."""
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         self.ranks, self.nbytes = ranks, nbytes
@@ -72,11 +74,11 @@ class Side(AbstractContextManager["Side"], ABC):
         self._shard = self._bytes_of(ranks.rank)
 
     def __exit__(self, *_: object) -> None:
-        """Give the memory between ranks up."""
+        """Free the symmetric memory."""
         self._box.close()
 
     def gather(self, by: By, pieces: int) -> Call:
-        """All-gather of the shards in so many pieces, all of the same size."""
+        """Return the all-gather of the shards in `pieces` pieces, all of the same size."""
         size, rank, world = self.nbytes // pieces, self.ranks.rank, self.ranks.world_size
         moves: list[Call] = []
         for i, source in enumerate(self._shard.split(size)):
@@ -89,47 +91,49 @@ class Side(AbstractContextManager["Side"], ABC):
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
-        """Gather once and compare every byte; RuntimeError if one is wrong. Collective."""
+        """Gather once and compare every byte; raise RuntimeError if one is wrong. Collective."""
         world = self.ranks.world_size
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
         self.ranks.meet()
         self.play([Lane(self.gather(by, pieces), 1, by)])
         self.ranks.meet()
-        if by == "library":  # which leaves one piece of all ranks after the other
+        if by == "library":  # it stores piece by piece of all ranks
             found = found.view(pieces, world, self.nbytes // pieces).transpose(0, 1).reshape(-1)
         for rank, shard in enumerate(found.split(self.nbytes)):
-            own = by != "library" and rank == self.ranks.rank  # which nobody copies
+            own = by != "library" and rank == self.ranks.rank  # it is not copied
             if not own and not torch.equal(shard, self._bytes_of(rank)):
                 raise RuntimeError(
                     f"all-gather by {by} in {counted(pieces, 'piece')}: rank {self.ranks.rank} got wrong bytes for rank "
                     f"{rank}'s shard of {self.nbytes} bytes; nothing was timed"
                 )
-        self.ranks.meet()  # before the next check clears what a peer has not read yet
+        self.ranks.meet()  # or the next check would clear memory that a peer still reads
 
     def _bytes_of(self, rank: int) -> torch.Tensor:
-        """What `rank` gathers: 32-bit words that no other place of any rank has."""
+        """Return the shard of `rank`: 32-bit words that no other place of any rank has."""
         words = torch.arange(self.nbytes // 4, dtype=torch.int32, device=self.ranks.device)
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
     def start(self, lanes: Sequence[Lane]) -> list[list[float]]:
-        """`play` on all ranks at one moment. Collective."""
+        """Run `play` on all ranks at the same moment. Collective."""
         self.ranks.start_together()
         return self.play(lanes)
 
     @abstractmethod
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
-        """One copy into a peer's memory, by `dma` or `kernel`."""
+        """Return one copy into a peer's memory, by `dma` or `kernel`."""
 
     @abstractmethod
     def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
-        """Start the lanes together. For each, in seconds of one clock: when it began, and when each of its calls ended."""
+        """Start the lanes together; return for each, in seconds of one clock, its start, and the end of each of its calls."""
 
 
 class CpuSide(Side):
-    """A process. There is no copy engine: its part is played by a thread of its own beside those that compute, which the
-    system puts on an idle core if there is one. A copy by `kernel` takes the computing threads themselves: in turns with
-    the GEMM, so that each has come as far as the other, relative to what it has to do."""
+    """The side of a CPU process.
+
+    It has no copy engine: a thread of its own, beside the computing threads, plays that part, and the system runs it on an idle
+    core if there is one. A copy by `kernel` takes the computing threads themselves. It alternates with the GEMM, so that both
+    progress equally, relative to their work."""
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         super().__init__(ranks, nbytes)
@@ -166,8 +170,10 @@ class CpuSide(Side):
 
 
 class CudaSide(Side):
-    """A GPU. GEMMs go on the current stream, what moves on another one of high priority. Copies by `dma` are those of the
-    CUDA runtime, which it gives to a copy engine; by `kernel` those of `weft.kernels.move`."""
+    """The side of a GPU.
+
+    GEMMs run on the current stream, copies on another stream of high priority. Copies by `dma` are the CUDA runtime's, which uses
+    a copy engine; copies by `kernel` are those of `weft.kernels.move`."""
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         super().__init__(ranks, nbytes)
@@ -183,7 +189,7 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
-        """Behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""
+        """Play behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)
@@ -208,7 +214,7 @@ class CudaSide(Side):
 
 
 def in_turns(counts: Sequence[int]) -> list[int]:
-    """Each lane's number as often as its count, whichever has come least far next."""
+    """Return each lane's number as often as its count; the lane with the least relative progress comes next."""
     return [i for _, i in sorted((done / count, i) for i, count in enumerate(counts) for done in range(count))]
 
 
@@ -220,13 +226,13 @@ def _in_a_row(moves: list[Call]) -> Call:
     return call
 
 
-PIECES = 8  # of an all-gather, and of the GEMM that runs beside it
+PIECES = 8  # pieces of an all-gather, and of the GEMM beside it
 WHOLE = "whole"
 CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
 _LEAST_CALLS = 3  # of each lane of two
 _MOST_CALLS = 20_000
-_BALANCING = 2  # rounds of making two lanes equally long
-_LOOK_S = 2e-3  # how long a lane runs until it is believed
+_BALANCING = 2  # rounds of balancing two lanes
+_LOOK_S = 2e-3  # the least duration of a reliable measurement
 _LEAST_SHARE = 0.4
 _ATTEMPTS = 5
 
@@ -249,8 +255,8 @@ def gather_beside(by: By, pieces: int = PIECES) -> str:
 
 _BESIDE = cut_name("rows", PIECES)  # the GEMM that runs beside an all-gather
 PAIRS: tuple[tuple[By, int], ...] = (*((by, PIECES) for by in TRANSPORTS), ("dma", 1))
-"""All-gathers beside that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as shard-based overlap has them (IV-D)."""
-# What a variant's loss is relative to. The others, the whole GEMM and the all-gathers in one piece, have none.
+"""All-gathers beside that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as in shard-based overlap (IV-D)."""
+# The baseline of each variant's loss. The whole GEMM and the all-gathers in one piece have none.
 BASELINES = (
     {cut_name(*cut): WHOLE for cut in CUTS}
     | {gather_name(by): gather_name(by, 1) for by in TRANSPORTS}
@@ -261,8 +267,10 @@ BASELINES = (
 
 @dataclass(frozen=True)
 class Found:
-    """Of one GEMM, the same on every rank, by variant. `timings`: a call is all its pieces. `overlap`: of what ran beside
-    something, the least over ranks of the median share. `errors`: of each cut, as `check_cuts` has them."""
+    """The results of one GEMM, the same on every rank, by variant.
+
+    timings: a call is all its pieces. overlap: for pairs, the least over ranks of the median share. errors: of each cut, by
+    `check_cuts`."""
 
     timings: dict[str, Timing]
     overlap: dict[str, float]
@@ -271,7 +279,8 @@ class Found:
 
 
 class Effort(NamedTuple):
-    """How long a lane lasts at least, alone and beside another. One more repetition comes first and does not count."""
+    """The least duration of a lane, alone and beside another, and the repetitions. One more repetition comes first and does not
+    count."""
 
     alone_s: float
     beside_s: float
@@ -279,9 +288,9 @@ class Effort(NamedTuple):
 
 
 def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: Step) -> Found:
-    """Check and time one GEMM and the all-gather of its A. Collective. RuntimeError if a result is wrong.
+    """Check and time one GEMM and the all-gather of its A. Collective. Raises RuntimeError if a result is wrong.
 
-    `step` is told of two shares of 1.
+    `step` gets two shares of 1.
     """
     step(f"{gemm.name}: checking pieces against the whole", 0)
     matrices = Matrices(gemm, dtype, ranks)
@@ -311,7 +320,8 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
 
 
 def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, tuple[Lane, Lane]]:
-    """Give lanes that run alone their counts, and make those that run beside each other, by the GEMM's variant. Collective."""
+    """Set the counts of lanes that run alone, and return the pairs of lanes that run together, by the GEMM's variant.
+    Collective."""
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
@@ -331,8 +341,8 @@ def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, 
 def _repeat(
     arms: dict[str, tuple[Lane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """For each arm and repetition the seconds of a call, or for two lanes what `together` says; starting with another
-    arm each time."""
+    """Return for each arm and repetition the seconds of a call, or for pairs the values of `together`; each repetition starts
+    with another arm."""
     names, found = list(arms), {name: list[float]() for name in arms}
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
@@ -345,7 +355,7 @@ def _repeat(
 
 
 def _play_together(lanes: tuple[Lane, ...], side: Side) -> list[float]:
-    """What `together` says of a play in which enough of the time counts on every rank; RuntimeError if none does."""
+    """Return `together` for a play with enough overlap on every rank; raise RuntimeError if no play has."""
     for _ in range(_ATTEMPTS):
         marks = side.start(lanes)
         found = together(*marks)
@@ -360,9 +370,9 @@ def _play_together(lanes: tuple[Lane, ...], side: Side) -> list[float]:
 
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
-    """Seconds of a call of each of two lanes while both were under way, and the share of the time in which they were.
+    """Return the seconds of a call of each of two lanes while both ran, and the share of the time in which both ran.
 
-    A lane is when it began and when each call ended; between two marks it is taken to get on evenly.
+    A lane is its start and the end of each call; between two marks its progress counts as even.
     """
     first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
     if not first < last:
@@ -373,7 +383,7 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
 
 
 def balance(lanes: tuple[Lane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
-    """Give the lane that ended first, by `marks`, more calls, and then both so many times more. Collective."""
+    """Give the lane that ended first, by `marks`, more calls, then multiply both counts by `longer`. Collective."""
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
 
@@ -385,8 +395,9 @@ def _set_counts(lanes: Sequence[Lane], counts: Sequence[float]) -> None:
 
 
 def _seconds(lane: Lane, side: Side) -> float:
-    """Of one call of `lane` alone, on the slowest rank: of the second of two plays, after one call that may have had to load
-    a kernel or found memory cold."""
+    """Return the seconds of one call of `lane` alone, on the slowest rank.
+
+    The second of two plays counts, after one call that may have loaded a kernel or found memory cold."""
     for _ in range(2):
         found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
         lane.count = min(max(2, math.ceil(_LOOK_S / found)), 50)
@@ -394,13 +405,13 @@ def _seconds(lane: Lane, side: Side) -> float:
 
 
 def _play_alone(lane: Lane, side: Side) -> list[float]:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     (marks,) = side.start([lane])
     return [(marks[-1] - marks[0]) / (len(marks) - 1)]
 
 
 class Matrices:
-    """A and B of random numbers, and the calls that multiply them: the library's, into one result."""
+    """A and B of random numbers, and the calls that multiply them with torch, into one result."""
 
     def __init__(self, gemm: Gemm, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -412,7 +423,8 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """The whole in so many pieces of A: `rows`, each a GEMM of its own, or `columns`, which add up in the result."""
+        """Return the whole GEMM in `pieces` pieces of A: `rows`, each a GEMM of its own, or `columns`, which accumulate into the
+        result."""
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
             return _in_a_row([partial(torch.mm, a, self.b, out=out) for a, out in parts])
@@ -421,11 +433,12 @@ class Matrices:
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
-    """The error of every cut against the whole, largest over ranks. Collective. RuntimeError if one is too large.
+    """Return the error of every cut against the whole, the largest over ranks. Collective. Raises RuntimeError if one is too
+    large.
 
-    Errors are root mean squares, relative to that of the whole's elements. Allowed is eps x sqrt(pieces that add up), for
-    each addition rounds the sum anew, plus eps of fp32 x sqrt(K), for libraries add in fp32 in orders of their own. A piece
-    left out would cost at least 1 / sqrt(64) = 0.125.
+    Errors are root mean squares, relative to that of the whole's elements. The limit is eps x sqrt(accumulated pieces), because
+    each addition rounds the sum again, plus eps of fp32 x sqrt(K), because libraries add in fp32 in different orders. A missing
+    piece would cost at least 1 / sqrt(64) = 0.125.
     """
     whole = matrices.whole().clone()
     eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]
@@ -445,7 +458,7 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Root mean square of the difference over that of `wanted`, in blocks of rows to save memory."""
+    """Return the root mean square of the difference over that of `wanted`, in blocks of rows to save memory."""
     squares = np.zeros(2)
     for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):
         reference = theirs.double()

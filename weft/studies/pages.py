@@ -1,4 +1,4 @@
-"""What the studies of the papers have in common: the head of a simulated record, pictures, a page's block, and what it rests on."""
+"""The parts that all studies share: the head of a simulated record, pictures, a page's block, and the note on its basis."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from weft.trace.pyplot import pyplot
 
 @contextmanager
 def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
-    """Yield the axes of panels, one below the other, and write a PNG file into its folder, made if need be. Labels of logarithmic
-    axes say that they are."""
+    """Yield the axes of panels, one below the other, then write a PNG file into its folder, created if needed.
+
+    Labels of logarithmic axes mention the scale."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plt = pyplot()
     drawn, axes = plt.subplots(panels, 1, figsize=size, layout="constrained", squeeze=False)
@@ -47,7 +48,7 @@ def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -
 def bars(
     axis: Any, labels: Sequence[str], groups: Mapping[str, Sequence[float]], colours: Sequence[str], base: float = 0.0
 ) -> list[Any]:
-    """At each label a bar of each group, from `base` on, and a line at 1. Returns what was drawn, by group."""
+    """Draw at each label a bar of each group, from `base` on, and a line at 1; return the bars by group."""
     width, drawn = 0.8 / len(groups), []
     for i, ((name, heights), colour) in enumerate(zip(groups.items(), colours, strict=False)):
         places = np.arange(len(labels)) + (i - (len(groups) - 1) / 2) * width
@@ -59,7 +60,7 @@ def bars(
 
 
 def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
-    """The fields that all records of one simulated run have."""
+    """Return the fields that all records of one simulated run have."""
     code, quantities = provenance(), list[Quantity](machine[key] for key in machine)
     return {
         "op": op, "mode": "queued", "device": "simulated", "dtype": "bf16", "ranks": ranks, "machine": machine.name,
@@ -71,7 +72,7 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
-    """`ValueError` for a topology that is not known, or not made for so many ranks, and for a number that the file lacks."""
+    """Return the model; raise `ValueError` for an unknown topology, a wrong number of ranks, or a number that the file lacks."""
     try:
         model = model_of(machine, ranks)
         if topology is not None:
@@ -83,7 +84,7 @@ def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
 
 
 def where(last: Record, ranks: str = "") -> str:
-    """What the numbers rest on, in sentences. ranks: how many, where records differ in it."""
+    """Return the basis of the numbers, in sentences. ranks: their numbers, if records differ."""
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])
     if last["device"] != "simulated":
         return f"Measured on {last['machine']}, {of} ranks, {last['dtype']}, queued; {at}."
@@ -95,7 +96,7 @@ def where(last: Record, ranks: str = "") -> str:
 
 
 def block(first: Sequence[str], tables: Sequence[Table], last: Sequence[str] = ()) -> str:
-    """A page's, between its markers."""
+    """Return a page's block, to go between its markers."""
     parts = [*first]
     for table in tables:
         parts += [f"**{table.title}**", markdown_table(table.columns, table.cells)]

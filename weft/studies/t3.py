@@ -1,4 +1,4 @@
-"""T3's sub-layers: the GEMMs of Transformers behind which tensor parallelism adds up, in software on what there is.
+"""T3's sub-layers: the GEMMs of Transformers before the reductions of tensor parallelism, in software on existing hardware.
 
 A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter, and the all-gather of the sum:
 
@@ -7,14 +7,15 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
     FC-1  backward, the gradient of the MLP's input      k = 4 hidden / ranks
     IP    backward, the gradient of the attention's      k = 3 hidden / ranks
 
-FC-1 and IP are GEMMs of these sizes with weights that lie as forward ones, in bf16; the paper's are not transposed, in FP16 (5.2).
+FC-1 and IP are GEMMs of these sizes with weights in the layout of forward, in bf16; the paper's are not transposed, in FP16
+(5.2).
 
-`simulated` makes the records of a machine's model: the schedule that weft's planner takes. `weft bench matmul_reduce_scatter
---preset t3` makes those of a machine that is there, without the all-gather. From either come the same tables: what GEMM,
-reduce-scatter and all-gather take, the speedup (figures 15, 16), and the bytes through a GPU's memory, counted (figure 18).
+`simulated` makes the records of a machine's model: the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
+--preset t3` makes those of a real machine, without the all-gather. Both give the same tables: the times of GEMM, reduce-scatter
+and all-gather, the speedup (figures 15, 16), and the bytes through a GPU's memory, counted (figure 18).
 
-T3 is hardware: a tracker that triggers copies, memory that adds. Here tiles set signals, streams wait for them, and kernels add, so
-the partial sums that T3's memory adds up are read again.
+T3 is hardware: a tracker that triggers copies, memory that adds. Here tiles set signals, streams wait for them, and kernels add,
+so the partial sums that T3's memory would add are read again.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and table 2.
 """
@@ -43,7 +44,7 @@ LAYERS = {"OP": 1, "FC-2": 4, "FC-1": 4, "IP": 3}
 
 
 class Network(NamedTuple):
-    """One of table 2. tokens: of all sequences of a batch."""
+    """A network of table 2. tokens: of all sequences of a batch."""
 
     name: str
     hidden: int
@@ -57,14 +58,14 @@ NETWORKS = (
     Network("GPT-3", 12288, 2 * 1024, (32,), True), Network("PALM", 18432, 2 * 1024, (32,), True),
     Network("MT-NLG", 20480, 2 * 1024, (32,), True),
 )  # fmt: skip
-"""12K, 18K and 20K are taken as multiples of 1024."""
+"""The networks of table 2; 12K, 18K and 20K are read as multiples of 1024."""
 
 PAPER = (
     "The paper's, simulated hardware: T3 is 20% faster than serial in the geometric mean and 39% at most, T3-MCA 30% and 47%, an "
     "ideal overlap 35% and 50% (6.1); on the large networks T3-MCA 29% and 35% (6.4). Through memory goes 22% less in the mean, "
     "36% at most, the all-gather counted in (6.2)."
 )
-"""What its text says; figures 15 to 20 are pictures, whose numbers are not in it."""
+"""The numbers in the paper's text; those of figures 15 to 20 are in pictures only."""
 
 
 _ABOVE = "weft may pass the ideal, which has NCCL's reduce-scatter: weft sends each part straight to its owner, in less time."
@@ -72,8 +73,10 @@ _ABOVE = "weft may pass the ideal, which has NCCL's reduce-scatter: weft sends e
 
 @dataclass(frozen=True)
 class Row:
-    """One sub-layer, as it ran. gather_ms: 0 where it was not recorded. moved: bytes through memory, by kind, of serial and of what
-    was taken; empty on a machine that there is no file of."""
+    """One sub-layer, as it ran.
+
+    gather_ms: 0 if it was not recorded. moved: bytes through memory, by kind, of serial and of the selected schedule; None for a
+    machine without a file."""
 
     network: Network
     layer: str
@@ -93,7 +96,7 @@ class Row:
 
     @property
     def ideal(self) -> float:
-        """The speedup of a sub-layer."""
+        """The ideal speedup of a sub-layer."""
         together = max(self.gemm_ms, self.scatter_ms) + self.gather_ms
         return (self.serial_ms + self.gather_ms) / together
 
@@ -103,7 +106,7 @@ class Row:
 
     @property
     def less_moved(self) -> float | None:
-        """Part of serial's bytes, the all-gather's left out: it is as in serial."""
+        """The saved share of serial's bytes, without the all-gather, which is the same as in serial."""
         return 1 - sum(self.moved[1].values()) / sum(self.moved[0].values()) if self.moved else None
 
 
@@ -120,8 +123,10 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return records of serial and of the planner's choice for each sub-layer. `ValueError` for an unknown machine or topology.
-    progress: told which sub-layer is next, and the share of all that was done since."""
+    """Return records of serial and of the planner's choice for each sub-layer.
+
+    Raises `ValueError` for an unknown machine or topology. progress: gets the next sub-layer, and the share of the work done
+    since the last call."""
     machine, found = load_machine(hw), list[Record]()
     chosen = networks or NETWORKS
     share = 1 / (len(LAYERS) * sum(len(network.ranks) for network in chosen))
@@ -130,9 +135,7 @@ def simulated(
             model, common = model_for(machine, ranks, topology), head(OP, machine, ranks, topology)
             for layer, p in problems(network, ranks):
                 progress(f"simulating {network.name} {layer}, {ranks} ranks", share if found else 0.0)
-                choice = decide(
-                    p, model, mode="queued"
-                )  # of a machine that is not here: nothing to warn of, none pinned
+                choice = decide(p, model, mode="queued")  # a machine elsewhere: no warnings, no pinned schedule
                 of_layer = {
                     "config": f"{p.m}x{p.n}x{p.k}", "m": p.m, "n": p.n, "k": p.k, "gemm_ms": gemms_us(p, model) / 1e3,
                     "collective_ms": _alone_ms(p, model, "reduce_scatter"), "gather_ms": _alone_ms(p, model, "all_gather"),
@@ -149,7 +152,7 @@ def simulated(
 
 
 def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter", "all_gather"]) -> float:
-    """The library's collective on the sum, in a row of others."""
+    """Return the time of NCCL's collective on the sum, in a row of such calls."""
     d = Draft(op, p.world_size)
     whole, part = d.buffer("whole", p.m, p.n, p.dtype, "scratch"), d.buffer("part", p.rows, p.n, p.dtype, "scratch")
     lane = d.lane("compute")
@@ -161,7 +164,8 @@ def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter"
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
-    """Of the sub-layers, in the order of first appearance; of each its last run. `ValueError` if there are none."""
+    """Return a row for each sub-layer, in the order of first appearance, from its last run; raise `ValueError` if there are
+    none."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     if not mine:
         raise ValueError(f"no records of T3's sub-layers: weft bench {OP} --preset t3 --mode queued --json FILE")
@@ -181,7 +185,7 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
 
 
 def _names(record: Record) -> list[tuple[Network, str]]:
-    """Which network's layer it is: as it says, or by its sizes; one name for layers of equal sizes."""
+    """Return the network and layer of a record: as recorded, or by sizes; layers of equal sizes share one name."""
     if "layer" in record:
         return [(next(n for n in NETWORKS if n.name == record["network"]), record["layer"])]
     sizes, found = (record["m"], record["n"], record["k"]), []
@@ -245,7 +249,7 @@ def _moves(rows: Sequence[Row]) -> Table:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """What the numbers rest on, in sentences."""
+    """Return the basis of the numbers, in sentences."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     ranks = sorted({r["ranks"] for r in mine})
     said = where(mine[-1], " or ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else "")
@@ -255,7 +259,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """In sentences: which schedules win, and where the ideal is no bound."""
+    """Return in sentences which schedules win, and where the ideal is no bound."""
     taken = [row.chosen.split("[")[0] for row in rows]
     count = ", ".join(f"{taken.count(name)} take {name}" for name in dict.fromkeys(taken))
     said = [f"Of {counted(len(rows), 'sub-layer')} {count}."]
@@ -265,13 +269,13 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """A page's block."""
+    """Return a page's block."""
     rows = rows_of(records)
     return block(notes(records), tables(rows), [" ".join(conclusions(rows))])
 
 
 def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
-    """Write figure 16 as a PNG file into `directory`, made if need be."""
+    """Write figure 16 as a PNG file into `directory`, created if needed."""
     path = directory / "figure-16-speedups.png"
     ideal = "ideal: the longer of GEMM and NCCL's reduce-scatter, then the all-gather"
     heights = {ideal: [row.ideal for row in rows], "weft": [row.speedup for row in rows]}

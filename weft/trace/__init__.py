@@ -1,4 +1,4 @@
-"""Timelines made visible: Perfetto JSON and a picture of when ranks compute and when their bytes leave."""
+"""Visualisation of timelines: Perfetto JSON, and a picture of when ranks compute and when their bytes leave."""
 
 from weft.trace.perfetto import trace_events, write_trace
 from weft.trace.picture import bytes_sent, draw_overlap

@@ -1,7 +1,7 @@
-"""What a span is, for colours and categories: computing, sending or waiting.
+"""The kind of a span, for colours and categories: computing, sending or waiting.
 
-Executors name their spans; a wait says so in its name, a copy or a collective moves bytes and computes nothing. A span
-that pools and stores into a peer at once is computing, and its bytes leave meanwhile.
+Executors name their spans. A wait's name begins with "wait"; a copy or a collective moves bytes and computes nothing. A span that
+pools and stores into a peer at once is computing, and its bytes leave meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The picture of overlap: when each rank computes, when its bytes leave, and below it how many have left by then.
+"""The picture of overlap: when each rank computes, when its bytes leave, and below it the bytes that have left so far.
 
-A serial schedule computes, then sends: its curve is flat and then steep. A fused one sends while it computes: its curve
-rises all along ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).
+A serial schedule computes, then sends: its curve is flat and then steep. A fused one sends while it computes: its curve rises all
+along ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ARM_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 
 
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
-    """Times (us) and total bytes that have left `rank` (None: all ranks) by then; a span's bytes leave evenly.
-    What a rank fetches, which leaves another one, counts as its own.
+    """Return times (us) and total bytes that have left `rank` (None: all ranks) by then; a span's bytes leave evenly.
 
-    Starts with 0 bytes at the timeline's start and ends at its end.
+    Bytes that a rank fetches, which leave another rank, count as its own. The result starts with 0 bytes at the timeline's start
+    and ends at its end.
     """
     spans = [s for s in timeline if rank is None or s.rank == rank]
     sending = [s for s in spans if s.bytes > 0]
@@ -43,9 +43,10 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 
 
 def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
-    """Write a PNG: a panel per timeline (name of the arm -> what ran) with a row per lane, on one time axis, and the bytes sent.
+    """Write a PNG: a panel per timeline (name of the arm -> its timeline) with a row per lane, on one time axis, and the bytes
+    sent.
 
-    `title` says what ran where; the file has it as its description. Raises ValueError if a timeline is empty.
+    `title` describes the run; it becomes the file's description. Raises ValueError if a timeline is empty.
     """
     for arm, timeline in timelines.items():
         if not timeline:
@@ -109,7 +110,7 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
 
 
 def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
-    """What each lane of each rank did, by its label, from top to bottom."""
+    """Return the spans of each lane of each rank, by its label, from top to bottom."""
     return {
         f"rank {rank}  {lane}": [s for s in timeline if (s.rank, s.lane) == (rank, lane)]
         for rank in timeline.ranks()
@@ -118,8 +119,9 @@ def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
-    """Spans by what they are drawn as and where in the row that begins: of one that computes and sends at once, bytes leave in
-    the lower half."""
+    """Return spans by (colour kind, top edge within the row).
+
+    For a span that computes and sends at once, bytes leave in the lower half."""
     found: dict[tuple[str, float], list[Span]] = {}
     for span in spans:
         kind = kind_of(span)
@@ -133,7 +135,7 @@ def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
 
 
 def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:
-    """(start, width) in ms: short spans are drawn a pixel wide, for they would vanish, and what then touches merges."""
+    """Return (start, width) in ms: short spans are drawn a pixel wide, so that they are visible, and bars that then touch merge."""
     bars: list[list[float]] = []
     for span in sorted(spans, key=lambda s: s.start_us):
         end = max(span.end_us, span.start_us + pixel_us)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot`, drawing into files. Without matplotlib a `ModuleNotFoundError` says what to install."""
+    """Return `matplotlib.pyplot`, drawing into files; raise `ModuleNotFoundError` with the package to install if it is missing."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:

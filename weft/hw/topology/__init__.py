@@ -1,4 +1,4 @@
-"""Topologies as data: which links there are between ranks, and over which of them a flow goes."""
+"""Topologies as data: the links between ranks, and the routes of flows over them."""
 
 from weft.hw.topology.file import known_topologies, load_topology
 from weft.hw.topology.links import Link, Topology, Wiring, hosts, mesh, ring, switch, torus, unlimited

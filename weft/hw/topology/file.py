@@ -1,14 +1,14 @@
-"""A topology is a TOML file, so that a model says which links it has and what they rest on.
+"""Topologies as TOML files, so that a model shows its links and their sources.
 
     name = "two hosts of four GPUs"
-    shape = "hosts"                # or "switch", "mesh", "ring", "torus": weft/hw/topology/links.py says what they are
+    shape = "hosts"                # or "switch", "mesh", "ring", "torus": see weft/hw/topology/links.py
 
     [hosts.gpus]                   # numbers as in a machine file
     value = 4
     unit = "1"
     source = "datasheet"
 
-Numbers that the file does not give are the machine's: `link.port_usable` of GPUs on a switch, `link.pair_usable` of GPUs that are
+Numbers that the file lacks are the machine's: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that are
 linked to each other.
 """
 
@@ -29,18 +29,18 @@ _SHAPES: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
     "torus": (torus, (*_PAIRS, "torus.columns")),
     "hosts": (hosts, (*_PORTS, "nic.usable", "nic.latency", "hosts.gpus")),
 }
-"""Latencies are 0 where nobody gives them."""
+"""The builder and the numbers of each shape. Missing latencies are 0."""
 
 
 def known_topologies() -> tuple[str, ...]:
-    """Names that `load_topology` knows without a path."""
+    """Return the names that `load_topology` knows without a path."""
     return known_files("topology")
 
 
 def load_topology(name: str | Path, machine: Machine) -> Wiring:
-    """The topology `name` (see `known_topologies`), or the one in the TOML file at that path, of these machines.
+    """Return the topology `name` (see `known_topologies`), or the one in the TOML file at that path, of these machines.
 
-    `ValueError` for a file that is no topology, `KeyError` for a number that neither the file nor the machine has.
+    Raises `ValueError` for a file that is no topology, `KeyError` for a number that neither the file nor the machine has.
     """
     data = read_file("topology", name)
     data.pop("name")

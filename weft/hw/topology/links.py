@@ -1,8 +1,8 @@
-"""How ranks are linked: nodes, the links between them, and the route that bytes take from one rank to another.
+"""Links between ranks: nodes, the links between them, and the route of bytes from one rank to another.
 
-Nodes are numbers: the ranks first, then switches. A link goes one way. A route has the fewest links; where several have as
-few, it leaves each node by the link that is listed first. What a route costs is said by its links: a flow takes a part of the
-bandwidth of each, and their latencies add up.
+Nodes are numbers: the ranks first, then switches. A link goes one way. A route has the fewest links; among equal routes, it
+leaves each node by the link that is listed first. The links determine the cost of a route: a flow takes a part of the bandwidth
+of each, and their latencies add up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 @dataclass(frozen=True)
 class Link:
     kind: str
-    at: int  # tells links of a kind apart: mostly the rank that has it
+    at: int  # distinguishes links of a kind: mostly their rank
     source: int
     target: int
     bytes_per_us: float
@@ -28,14 +28,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Of so many ranks. No two links have one name. Without any link ranks reach each other at once, as fast as they like."""
+    """The links between `ranks` ranks, each with its own name. Without any link ranks reach each other at once, at any rate."""
 
     ranks: int
     links: tuple[Link, ...]
     _routes: dict[int, dict[int, tuple[Link, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def route(self, source: int, target: int) -> tuple[Link, ...]:
-        """In order; none to itself. `ValueError` if no links lead there."""
+        """Return the links in order, none to the rank itself; raise `ValueError` if no links lead there."""
         if not self.links:
             return ()
         if source not in self._routes:
@@ -64,8 +64,11 @@ class Topology:
 
     @cached_property
     def period(self) -> int:
-        """By how many ranks on it looks the same at least: 1 if all see the same, `ranks` if no two do. Every route is, that much
-        turned, the route of other ranks, over as fast links of the same kinds that are as much further on."""
+        """The smallest rotation of the ranks under which the topology looks the same: 1 if all see the same, `ranks` if no two
+        do.
+
+        Rotated by the period, every route is a route of other ranks, over equally fast links of the same kinds, rotated likewise.
+        """
         pairs = [(a, b) for a in range(self.ranks) for b in range(self.ranks) if a != b]
 
         def seen(source: int, target: int, turn: int) -> list[tuple]:
@@ -78,7 +81,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Wiring:
-    """A topology for any number of ranks: one of the functions below, and what it is given after that number."""
+    """A topology for any number of ranks: one of the functions below, and its arguments after that number."""
 
     builder: Callable[..., Topology]
     numbers: tuple[float, ...] = ()
@@ -87,7 +90,7 @@ class Wiring:
         return _built(self, ranks)
 
     def at_least(self, bytes_per_us: float) -> Wiring:
-        """With links of a rank, the first number, that are no slower than that."""
+        """Return the wiring with a rank's links, its first number, no slower than `bytes_per_us`."""
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))
 
 
@@ -101,29 +104,30 @@ def unlimited(ranks: int) -> Topology:
 
 
 def switch(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """All on one switch. A rank's port limits what it sends to the others together, and what it receives."""
+    """Return all ranks on one switch. A rank's port limits the total that it sends to the others, and the total that it
+    receives."""
     return hosts(ranks, bytes_per_us, latency_us, 1.0, 0.0, ranks)
 
 
 def mesh(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Two links between every two ranks, one in each direction."""
+    """Return two links between every two ranks, one in each direction."""
     pairs = ((rank, d) for rank in range(ranks) for d in range(1, ranks))
     return Topology(ranks, tuple(Link(f"to +{d}", r, r, (r + d) % ranks, bytes_per_us, latency_us) for r, d in pairs))
 
 
 def ring(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Links to the rank before and to the one behind."""
+    """Return links to the rank before and to the rank behind."""
     return torus(ranks, bytes_per_us, latency_us, ranks)
 
 
 def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
-    """A ring along each row of `columns` ranks and along each column. Routes go along the row first."""
+    """Return a ring along each row of `columns` ranks and along each column. Routes go along the row first."""
     if ranks % columns:
         raise ValueError(f"a torus with rows of {columns} ranks cannot have {ranks}: give it a multiple of {columns}")
     links = []
     for rank in range(ranks):
         row = rank - rank % columns
-        # In a ring of two, both neighbours are one.
+        # In a ring of two, both neighbours are the same rank.
         along = [(f"row {step:+d}", row + (rank + step) % columns) for step in (1, -1)[: columns - 1]]
         along += [(f"column {n:+d}", (rank + n * columns) % ranks) for n in (1, -1)[: ranks // columns - 1]]
         links += [Link(kind, rank, rank, target, bytes_per_us, latency_us) for kind, target in along]
@@ -133,9 +137,9 @@ def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> T
 def hosts(
     ranks: int, bytes_per_us: float, latency_us: float, nic_bytes_per_us: float, nic_latency_us: float, gpus: int
 ) -> Topology:
-    """Hosts of `gpus` ranks, each with a switch; every rank also has a NIC of its own on one network of all hosts."""
+    """Return hosts of `gpus` ranks, each with a switch; every rank also has a NIC of its own on one network of all hosts."""
     links, network = [], ranks + -(-ranks // gpus)
-    for rank in range(ranks):  # the host's switch first: of two ways within the host it is taken
+    for rank in range(ranks):  # the host's switch comes first, so routes within the host take it
         for kind, hub, rate, us in (
             ("", ranks + rank // gpus, bytes_per_us, latency_us),
             ("NIC ", network, nic_bytes_per_us, nic_latency_us),
