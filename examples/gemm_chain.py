@@ -64,7 +64,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
 
     for c in range(chunks):  # own rows first: they need no wait
         use(0, c)
-    for c in range(chunks):  # then the others', in the order in which they come
+    for c in range(chunks):  # then the others', in their order of arrival
         for distance in range(1, world):
             send(distance, c)
             use(distance, c)

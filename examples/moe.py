@@ -144,7 +144,7 @@ def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, 
     """Return the errors of `results`, by way of running, against a dense layer in float64 on all ranks' tokens, without
     communication.
 
-    It takes one expert at a time: 256 of them need not fit in float64."""
+    It computes the experts one by one: 256 need not fit in float64."""
     layer, rank, ranks = moe.layer, moe.group.rank(), moe.group.size()
     like, errors = moe.gate_up.detach(), {way: Errors() for way in results}
     x, grad = (torch.cat(parts) for parts in zip(*(inputs(layer, r, like) for r in range(ranks)), strict=True))

@@ -118,7 +118,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
 
 
 def run(arguments: Sequence[str], program: str = "python -m weft.bench") -> None:
-    """Run what the command line asks for; raise ValueError for impossible options."""
+    """Run the command line's benchmarks. Raise ValueError for impossible options."""
     if arguments and arguments[0] == never_slower.COMMAND:
         asked = never_slower.options_of(arguments[1:], program)
         from weft.bench.never_slower.run import never_slower as measure

@@ -1,4 +1,4 @@
-"""The result of a run of the GPU tests, as a record beside the benchmarks': how many passed, and on which code.
+"""The result of a run of the GPU tests, as a record beside the benchmarks': the number of tests that passed, and their code.
 
     python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 

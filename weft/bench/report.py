@@ -173,7 +173,7 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
 
 def marks(document: str) -> list[Mark]:
-    """Return the gains that a document shows, in its order, each once and without those of one configuration."""
+    """Return the gains that a document shows, in its order, each once, without gains of one configuration."""
     found = (of for of in GAIN.finditer(document) if not of["worst"])
     return list(dict.fromkeys(Mark(of["name"], of["mode"], of["dtype"], of["variant"], of["baseline"]) for of in found))
 

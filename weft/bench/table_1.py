@@ -5,7 +5,7 @@
 W ranks divide the weight's columns, so each computes N / W of them (`Gemm.sharded`). The paper does not state this. But it calls
 the shapes those of models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every study and
 test here reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank has M
-/ W of the rows, and all of N: as many operations.
+/ W of the rows, and all of N: the same number of operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """

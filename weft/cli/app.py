@@ -95,7 +95,7 @@ def demo(
 
 @app.command()
 def doctor() -> None:
-    """Report what this machine offers, what weft will use, and how to get what is missing.
+    """Report this machine's abilities, weft's choices, and ways to get missing parts.
 
     Exit code 0 unless neither the CPU nor the GPU path can work.
     """

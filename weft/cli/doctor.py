@@ -1,4 +1,4 @@
-"""The report of `weft doctor`: what this machine offers, what weft will use, what is missing and how to get it.
+"""The report of `weft doctor`: this machine's abilities, weft's choices, missing parts and ways to get them.
 
 Each check is independent and may fail in any way without affecting the others: on the machines that need a doctor, imports crash
 and libraries report wrong facts.

@@ -428,8 +428,8 @@ def _agree(
 
 
 def _domain_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Domain:
-    """Return the domain in which ranks meet to make a module: the one of the group's usual calls, even if a rank passed another
-    device type."""
+    """Return the domain in which ranks meet to make a module: the domain of the group's usual calls, even if a rank passed
+    another device type."""
     usual = _device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
     return symm.domain(group, meets_on, deadline_s=_patient(deadline_s))

@@ -475,7 +475,7 @@ class ParallelAttention(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of this rank's heads, [B, S, heads/W x head_dim]; k and v have as many columns as kv_heads."""
+        """Return the attention of this rank's heads, [B, S, heads/W x head_dim]; k and v have the columns of kv_heads."""
         sequence = 1 if self.sequence_dim is None else self.sequence_dim
         q, k, v = (y.movedim(sequence, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if rotary is not None:

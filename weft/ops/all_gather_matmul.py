@@ -177,8 +177,9 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        # Ranks agree on whether any weight needs a gradient, but not on which: each may freeze other weights than its peers, and
-        # change that from call to call. So gradients of frozen weights are computed too, or ranks would run different schedules.
+        # All ranks need gradients of weights, or none does, but not of the same weights: each may freeze other weights than its
+        # peers, and change that from call to call. So gradients of frozen weights are computed too: otherwise ranks would run
+        # different schedules.
         if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
             made = _all_at_once(x, Bs, grads, group, turn)
             return [grad if want else None for grad, want in zip(made, wanted, strict=True)]

@@ -127,7 +127,7 @@ class _Call(NamedTuple):
     """The call.
 
     return_x: also return the tokens as they arrived. The backward pass of `matmul_all_to_all` uses it, without gradients and with
-        max_rows as many rows as come."""
+        the number of arriving rows as max_rows."""
 
     tokens: torch.Tensor
     w: torch.Tensor
@@ -264,7 +264,7 @@ class _AllToAllMatmul(Operator[_Call]):
         """Return the gradients.
 
         Gradients of tokens alone come from the combine, the dual of this operator, with transposed weights. With gradients of
-        weights, NCCL and cuBLAS calls leave nothing to hide: tokens come again during one GEMM, and gradients leave during the
+        weights, NCCL and cuBLAS calls leave no transfer to hide: tokens come again during one GEMM, and gradients leave during the
         other. Arrived tokens are not kept. They lie in memory that peers write, so each call would have to copy them. Calls with
         gradients would then be another shape than those without, with other memory, and possibly another schedule and other bits
         when a checkpoint recomputes them."""

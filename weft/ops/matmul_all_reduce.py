@@ -90,8 +90,8 @@ def matmul_all_reduce(
     sum, and the sum. Each rank norms by itself, with its own weight, the sum as rounded to x's dtype: in fp32 (fp64 in fp64),
     rounded once. Overlapped schedules reduce in fp32, in an order that the schedule and the number of ranks fix, so that equal
     calls give equal bits; and all ranks get the same bits. A row is reduced by one rank, and the others copy it; or by each rank
-    in the order of ranks. The schedule decides which rank reduces which rows: parts of equal size, of which the last ranks' have
-    fewer rows, or none. Results of two schedules differ by their roundings. "avg" divides the rounded sum, once: in fp16,
+    in the order of ranks. The schedule divides the rows among the ranks: in parts of equal size, except that the last ranks may
+    have fewer rows, or none. Results of two schedules differ by their roundings. "avg" divides the rounded sum, once: in fp16,
     products and sums above 65504 are infinite before that. The first call of a shape, and its backward, are collective set-up of
     milliseconds to seconds: make them before capturing a CUDA graph.
 
@@ -99,9 +99,9 @@ def matmul_all_reduce(
         as many times as there are ranks and at most 256 MiB. For backward x, w and, with `norm`, the sum are kept too: do not
         change them in place before it (autograd refuses that); write `sum = sum + ...`, not `sum += ...`.
 
-    Differentiable in x, w, bias, residual and norm, once; all ranks must request the same gradients. Those of x and w are sums
+    Differentiable in x, w, bias, residual and norm, once; all ranks must request the same gradients. Gradients of x and w are sums
     over ranks: a rank's gradient of y goes to all ranks' x and w, as in `torch.distributed.nn.functional.all_reduce`. So each
-    rank may have a loss of its own, and the gradients are those of their sum. If all ranks compute the same loss from y, as
+    rank may have a loss of its own: the gradients belong to the sum of the losses. If all ranks compute the same loss from y, as
     replicated layers do, it counts once for each rank: divide it by the number of ranks. Gradients of bias, residual and norm are
     of this rank's own results, as if it had added and normed behind the all-reduce. Backward is a reduce-scatter of the sum's
     gradient, and `all_gather_matmul` of that, which overlaps; or one all-reduce if ranks do not have equally many rows. The

@@ -1,9 +1,9 @@
 """One gather for several layers, after a change of imports.
 
 torchtitan's Llama gathers around layers: `PrepareModuleInput` makes a Replicate of the attention's input, and wq, wk and wv get it
-gathered. No GEMM runs during that gather. Here the input stays divided, as a DTensor, whose value and shape are the same. The first
-`ColwiseLinear` that gets it gathers it during its GEMM, and keeps the result on it for the others. So as many bytes move as with
-torch's styles, and backward scatters the sum of all gradients once.
+gathered. No GEMM runs during that gather. Here the input stays divided, as a DTensor, whose value and shape are the same. The
+first `ColwiseLinear` that gets it gathers it during its GEMM, and keeps the result on it for the others. So the same number of
+bytes moves as with torch's styles, and backward scatters the sum of all gradients once.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def named(problem: Problem, name: str) -> Candidate:
 
 
 def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
-    """Return the builder and the listed values of its parameters that `name` stands for, None for what is not listed.
+    """Return (builder, values of its parameters) that `name` stands for, None in place of either if it is not listed.
 
     It does not go through all candidates, which takes milliseconds."""
     head, _, rest = name.partition("[")

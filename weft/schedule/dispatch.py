@@ -157,7 +157,7 @@ class _Dispatch(Draft):
         return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
-        """Copy to the caller's `received` how many rows came from each rank for each local expert."""
+        """Copy the numbers of rows from each rank for each local expert to the caller's `received`."""
         block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
         lane.copy(block, self.received.part(), "kernel")
 

@@ -264,7 +264,7 @@ def _tuple(numbers: Sequence[int]) -> ast.Tuple:
 
 
 def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
-    return _joined(left, type(sign), right)  # type: ignore[arg-type]  # mypy takes `__hash__` of the class for that of its instances
+    return _joined(left, type(sign), right)  # type: ignore[arg-type]  # mypy takes the class's `__hash__` for its instances'
 
 
 @lru_cache(maxsize=1 << 14)  # candidates for dozens of ranks have the same few expressions a hundred thousand times

@@ -1,7 +1,7 @@
 """Chunks in symmetric memory that all ranks fetch into their results: an all-gather behind any producer.
 
 Results are ordinary memory, into which peers cannot write. If a producer sent its chunks, they would land in symmetric memory and
-be copied once more. So the producer only signals that a chunk is ready, and every rank copies it to where it belongs: each byte
+be copied once more. So the producer only signals that a chunk is ready, and every rank copies it into its result: each byte
 once. A rank's own chunks are ready first and are copied first; then those of the rank behind, so that no two ranks fetch from
 one.
 

@@ -1,4 +1,4 @@
-"""FiCCO: chunks of a shard go to all peers at once, and each step computes on the chunks that have come from all of them.
+"""FiCCO: chunks of a shard go to all peers at once, and each step computes on the chunks from all peers.
 
 A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that on a full
 mesh all links are busy, and computes on the chunks of that step. Three choices make eight schedules:

@@ -1,12 +1,11 @@
-"""FiCCO before experts: tokens go to all ranks at once, in pieces, and each step multiplies the tokens that have come from all of
-them.
+"""FiCCO before experts: tokens go to all ranks at once, in pieces, and each step multiplies the pieces from all ranks.
 
     to +i    in step s: piece s of the tokens for the experts of rank + i
     compute  hetero: the own tokens, whole, first; then in step s the tokens of piece s
 
 Tokens are sorted by expert, so a source's tokens for some of a rank's experts lie together. Only the run knows their number: a
-sum over `counts` (`weft.schedule.dispatch`). GEMMs read tokens where they arrived, and store rows where they belong: there is
-nothing to gather or to scatter. So uniform, fused and 1D is `dispatch_by_expert` over all links at once. Three choices make eight
+sum over `counts` (`weft.schedule.dispatch`). GEMMs read tokens where they arrived, and store rows into the result: no step
+gathers or scatters. So uniform, fused and 1D is `dispatch_by_expert` over all links at once. Three choices make eight
 schedules:
 
     1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:

@@ -7,8 +7,8 @@
 Products lie in symmetric memory, from where every rank, including their own, copies them into its result
 (`weft.schedule.fetched`): rows below each other, or columns side by side, by the same copies. All ranks get the same bits.
 
-A GEMM that stores into a peer's memory, as in T3, does not help here: it has one destination, and a product has as many as there
-are ranks.
+A GEMM that stores into a peer's memory, as in T3, does not help here: it has one destination, and a product goes to
+all ranks.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is a
 reduce-scatter's configuration without updates.

@@ -34,7 +34,7 @@ class Happened:
     """All steps of some runs, in a possible order, and their happens-before relation."""
 
     def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
-        """moves: those of these ranks, if they are known already."""
+        """moves: the moves of these ranks, if computed already."""
         self.ranks = ranks
         moves = moves or Moves(ranks)
         self.events, stuck = play(ranks, runs, moves)

@@ -77,7 +77,7 @@ class Operands:
         lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
 
     def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
-        """Compute these rows of every y, without `rows` all of them, from as many rows of x."""
+        """Compute these rows of every y (without `rows`, all) from the same number of rows of x."""
         for i, y in enumerate(self.ys):
             self.multiply(lane, x, i, y.part(rows=rows))
 

@@ -100,7 +100,7 @@ def _moves(rank: int, lane: Lane) -> list[Move]:
 def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
     """Return (all events of `runs` runs, in a possible order; {event at which a lane is stuck: sets of its counter}).
 
-    moves: those of these ranks, if they are known already."""
+    moves: the moves of these ranks, if computed already."""
     game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():
         pass

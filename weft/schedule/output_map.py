@@ -138,7 +138,7 @@ class OutputMap:
         self, problem: Target, *, gemm: Gemm = "chunks", add: Add | None = None,
         by: By = "dma", engines: int = 1, name: str = "output map",
     ) -> Schedule:  # fmt: skip
-        """Return the schedule in which every rank's output is mapped so.
+        """Return the schedule that maps every rank's output so.
 
         gemm: "chunks": a cuBLAS GEMM for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
         add: what adds the updates of a reduce-scatter. "gemm": the GEMM that computes the same chunk, which waits for them.

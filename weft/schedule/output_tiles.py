@@ -54,7 +54,7 @@ class Tiled:
         self.extent = len(table) * tiling.across
         first, count, begin = (lookup(one, self._at) for one in (firsts, counts, begins))
         in_group = Expr("t") - begin * tiling.across
-        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # lookup returns numbers if all entries are equal
+        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # numbers: all entries are equal
         self.rows, self.cols = tiling.rows(i), tiling.cols(j)
 
     def by_chunk(self, values: Sequence[int]) -> Index:

@@ -33,7 +33,7 @@ Add: TypeAlias = Literal["gemm", "reduce"]
 Chunk: TypeAlias = tuple[int, int]
 """(first, count) of the rows of a whole part; a smaller part has only some of them."""
 GROUP = 8  # row tiles that a tracked GEMM computes column by column, so that their inputs stay in the cache
-_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast if the product has as many
+_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast if the product is at least as large
 
 
 class PartialProducts:
@@ -72,7 +72,7 @@ class PartialProducts:
         return cut(self.m, count, what="rows of a rank's part")
 
     def parts(self, name: str, count: int, role: Role) -> Buffer:
-        """Declare a buffer for products of as many rows as `count` ranks own."""
+        """Declare a buffer for products of the rows that `count` ranks own."""
         return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
 
     def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
@@ -318,7 +318,7 @@ class Tiles:
         place = in_rank // across
         first, count = lookup(firsts, place), lookup(counts, place)
         in_group = in_rank - first * across
-        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # lookup returns numbers if all entries are equal
+        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # numbers: all entries are equal
         self.chunk = lookup([c for c, (_, count) in enumerate(pieces) for _ in range(count)], place)
         self.rows = height * i, lookup([min(height, m - height * i) for i in range(down)], i)
         self.cols = width * j, lookup([min(width, n - width * j) for j in range(across)], j)

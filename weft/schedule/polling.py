@@ -2,9 +2,9 @@
 
 On GPUs most waits are stream waits, and hold no unit. But a copy by kernel runs the adjacent waits for other ranks in its own
 launch (`weft.runtime.cuda.groups`). For the waits before it all its programs poll, on up to COPY_UNITS compute units. For the
-waits behind it and behind its sets the last program polls. NCCL's collectives poll until all ranks have come. Such a launch is
-open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by kernel, or is a
-collective needs a unit, and gets it if the launches that are open on its rank leave one.
+waits behind it and behind its sets the last program polls. NCCL's collectives poll until all ranks have reached them. Such a
+launch is open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by kernel,
+or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
 
 Steps Y can never be scheduled if each y of them finds all units held by launches that may be open when y is to begin, and that
 all wait for some of Y:

@@ -14,7 +14,7 @@ from weft.words import counted, kind
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The description of an operator: what the planner needs to know beside its builders.
+    """The description of an operator that the planner needs beside its builders.
 
     One builder is `serial`: the NCCL and cuBLAS calls one after the other. It is the baseline for the other schedules, and its
     steps give the sizes of the whole operations."""

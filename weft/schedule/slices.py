@@ -136,7 +136,7 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
         counts = tuple(d.counts[rank - distance] * batch for rank, batch in enumerate(p.batch_sizes))
         if min(counts) > 0:
             lane.wait(arrived, source, lookup(counts, RANK))
-        else:  # some rank has nothing to wait for
+        else:  # some rank waits for no sets
             some = lookup(tuple(int(count > 0) for count in counts), RANK)
             lane.repeat("once", some, Wait(arrived.name, source, lookup(counts, RANK)))
     return d.schedule()

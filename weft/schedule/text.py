@@ -120,7 +120,7 @@ def _read_fields(kind: type, found: Any, where: str) -> Any:
     return kind(**{name: _read(hints[name], part, f"{where}.{name}") for name, part in found.items()})
 
 
-@lru_cache(maxsize=64)  # as many as there are kinds, or more
+@lru_cache(maxsize=64)  # at least the number of kinds
 def _fields_of(kind: type) -> tuple[dict[str, Any], list[str]]:
     """Return ({field: type}, names of the fields without default)."""
     hints = typing.get_type_hints(kind)

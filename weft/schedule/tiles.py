@@ -65,7 +65,7 @@ class _Fork:
         extent = cast(int, step.extent)
         chosen = _sample(extent, self.most)
         name = f"{lane.name}/{step.kernel.name}/{len(self._more)}"
-        # As many signals as the longest sample, so that all ranks declare the same.
+        # The longest sample gives the number of signals, so that all ranks declare the same number.
         begin, end = Signals(_BEGIN + name, 1), Signals(_END + name, self.most)
         self.signals += [begin, end]
         for i, number in enumerate(chosen):

@@ -1,7 +1,7 @@
 """FiCCO's evaluation: its schedules against serial and shard overlap on its GEMMs, and how often its heuristic picks the fastest.
 
-`simulated` makes the records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` makes those of a
-real machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
+`simulated` makes the records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` makes the records
+of a real machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
 
 Times are those of consecutive calls ("queued"). A speedup is over serial: NCCL's all-gather, then the GEMM. The ideal is serial
 over the longer of the GEMM alone and the communication alone: no loss, and all hidden. The paper studies four of its eight
@@ -285,7 +285,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return what the paper's choice of four schedules leaves out, and the source of its numbers, in sentences."""
+    """Return sentences on the schedules that the paper's choice of four leaves out, and on the source of its numbers."""
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     return [

@@ -11,8 +11,8 @@ FC-1 and IP are GEMMs of these sizes with weights in the layout of forward, in b
 (5.2).
 
 `simulated` makes the records of a machine's model: the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
---preset t3` makes those of a real machine, without the all-gather. Both give the same tables: the times of GEMM, reduce-scatter
-and all-gather, the speedup (figures 15, 16), and the bytes through a GPU's memory, counted (figure 18).
+--preset t3` makes the records of a real machine, without the all-gather. Both give the same tables: the times of GEMM,
+reduce-scatter and all-gather, the speedup (figures 15, 16), and the bytes through a GPU's memory, counted (figure 18).
 
 T3 is hardware: a tracker that triggers copies, memory that adds. Here tiles set signals, streams wait for them, and kernels add,
 so the partial sums that T3's memory would add are read again.

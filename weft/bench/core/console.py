@@ -87,7 +87,7 @@ def has_bar() -> bool:
 def progress(
     total: float, shown: bool, prefix: str = "", every_s: float = 0.0
 ) -> Iterator[Callable[[str, float], None]]:
-    """Yield `step(what, share)`, which shows what is running and advances the bar by `share` of `total`.
+    """Yield `step(what, share)`, which shows `what` and advances the bar by `share` of `total`.
 
     The bar is on stderr and disappears at the end; print to stdout after it. If stderr is no terminal, lines are printed instead:
     of all steps, or with `every_s` the first after that many seconds, so that short work prints nothing, and fewer after that.

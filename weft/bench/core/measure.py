@@ -19,7 +19,7 @@ import torch
 
 from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_arms
 
-Step = Callable[[str, float], None]  # (what is running, the share of it that is done)
+Step = Callable[[str, float], None]  # (name of the running part, its finished share)
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
 STEPS = 1  # steps of progress, beside one for each mode
 
@@ -46,7 +46,7 @@ class Workload(ABC):
         """Return pairs of arms that run the same schedule: their difference is noise, and no claim."""
         return {}
 
-    def called(self, name: str) -> None:  # noqa: B027  # most have nothing to do
+    def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
         """Note the first call of arm `name`."""
 
     @abstractmethod

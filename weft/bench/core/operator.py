@@ -65,11 +65,11 @@ class Variants(Workload):
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the fields that all records of a mode have, beside those of all operators."""
+        """Return the fields that all records of a mode have, beside the fields of all operators."""
 
     @abstractmethod
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the fields of a variant, beside those of all operators. Collective."""
+        """Return the fields of a variant, beside the fields of all operators. Collective."""
 
     @abstractmethod
     def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
@@ -123,7 +123,7 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
-        """Return (milliseconds of the computation alone, of the collective alone); None for what was not timed."""
+        """Return (milliseconds of the computation alone, of the collective alone); None for a time that was not taken."""
 
     @abstractmethod
     def arm(self, name: str) -> Callable[[int], torch.Tensor]:
@@ -145,7 +145,7 @@ class Operator(ABC, Generic[P]):
     refuses: Mapping[str, str] = {"pictures": "draws none, leave it out", "option": "has none, leave it out"}
     baselines: tuple[str, ...] = ()
     columns: ClassVar[Columns] = {}
-    """Columns of the table of a configuration, beside those of all operators."""
+    """Columns of the table of a configuration, beside the columns of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
     """Columns of that table that a narrow terminal leaves out, the last first."""
     optional: tuple[str, ...] = ()

@@ -119,7 +119,7 @@ def free_bytes(ranks: Ranks) -> float:
 
 
 def release(ranks: Ranks) -> None:
-    """Free the last configuration's memory, on all ranks before the next one measures what is free."""
+    """Free the last configuration's memory on all ranks, before the next configuration measures the free memory."""
     gc.collect()
     ranks.meet()
     domain(

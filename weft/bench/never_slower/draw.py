@@ -97,7 +97,7 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return a shape of the largest size, and `count` different sizes up to that, or fewer if there are not as many.
+    """Return a shape of the largest size, and `count` different sizes up to that, or fewer if fewer exist.
 
     Sizes are M, tokens of a rank, or samples of all ranks."""
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes

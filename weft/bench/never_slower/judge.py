@@ -101,7 +101,7 @@ class Verdict:
 
     @cached_property
     def timed(self) -> list[Record]:
-        """Rows of the first run with times, without those of `changing`."""
+        """Rows of the first run with times, without rows of `changing`."""
         return [row for row in self._runs[0].values() if is_timed(row)]
 
     @cached_property

@@ -37,7 +37,7 @@ from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import named
 
-_BLOCK = 4096  # rows of the reference that are computed at a time
+_BLOCK = 4096  # rows of the reference in one computation
 
 
 class GatherVariants(TorchVariants):

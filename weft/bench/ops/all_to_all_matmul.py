@@ -203,7 +203,7 @@ class ExpertVariants(GemmVariants):
 
     @abstractmethod
     def cut_rows(self, whole: Self) -> None:
-        """Take as many of the rows of `whole` as these splits need."""
+        """Take the rows of `whole` that these splits need."""
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Return the longest of the busiest rank's memory traffic (its rows and experts once), its GEMMs, and its bytes over the

@@ -159,7 +159,7 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def cut_to(self, whole: Self) -> None:
-        """Take the first rows of the inputs of `whole`, as many as this shape has."""
+        """Take the first rows of the inputs of `whole`, to the size of this shape."""
 
     def twins(self, mode: Mode) -> dict[str, str]:
         return {WEFT: BASELINE} if WEFT in self._taken and self.taken(WEFT, mode) == "serial" else {}
@@ -234,7 +234,7 @@ class MatmulVariants(GemmVariants):
         }
         return super().judged(mode, name, found) | {"ideal_ratio": ms / ideal if ms and ideal else None} | predicted
 
-    # --- what the planner says ---
+    # --- the planner's choice ---
 
     @cached_property
     def choices(self) -> dict[Mode, plan.Choice]:
@@ -306,7 +306,7 @@ class GemmOperator(Operator[S]):
         gemms.check_room(preset, ranks, DTYPES[options.dtype].itemsize)
         return self.variants(self.spec, preset, ranks, options.dtype)
 
-    # --- what is said of the records of one mode ---
+    # --- sentences about the records of one mode ---
 
     @abstractmethod
     def said(self, rows: Sequence[Record]) -> list[str]:
@@ -386,7 +386,7 @@ class GemmOperator(Operator[S]):
 
 
 class AnyOperator(GemmOperator[Shape]):
-    """The benchmark of [m, k] @ [k, n] in some form. Its summary is the one of all such operators."""
+    """The benchmark of [m, k] @ [k, n] in some form. All such operators have its summary."""
 
     variants, shape = MatmulVariants, Shape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012

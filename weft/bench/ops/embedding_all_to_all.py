@@ -63,7 +63,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     baselines = BASELINES
     claims = tuple((DEFAULT, baseline) for baseline in BASELINES)
 
-    # --- variants, and what is recorded of them ---
+    # --- variants and their records ---
 
     def arms(self, wanted: Sequence[str]) -> tuple[Mapping[str, Arm], dict[str, Call], list[str]]:
         """Return the arms; beside serial variants their pooling alone, beside the variant that selects the baseline's exchange

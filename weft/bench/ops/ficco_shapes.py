@@ -95,6 +95,6 @@ def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: in
         left = _USED * free - part.bytes(world, item_bytes)
         if left > 0 and memory_of_schedules(part.problems(op, world, dtype), names) <= MEMORY_SHARE * left:
             return part
-        if part.m % (2 * world * world):  # a shard is cut into as many pieces as there are ranks
+        if part.m % (2 * world * world):  # a shard is cut into `world` pieces
             return whole
         part = part.halved(world)

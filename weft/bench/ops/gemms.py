@@ -90,7 +90,7 @@ S = TypeVar("S", bound=Shape)
 
 
 def shapes_file(op: str) -> Path:
-    """Return the operator's own file, or the one of all operators with a GEMM."""
+    """Return the operator's own file of shapes, or else the common file of operators with a GEMM."""
     shapes = Path(weft.__file__).parents[1] / "benchmarks" / "shapes"
     return shapes / f"{op if (shapes / f'{op}.toml').exists() else 'all_gather_matmul'}.toml"
 
@@ -134,7 +134,7 @@ class Pinned(NamedTuple):
 def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, str, Candidate]]:
     """Yield (suffix, variant, candidate) for the variants that begin like one of `names`.
 
-    Candidates are those that the planner tries, and those of `names` that are full names with other numbers. The serial schedule
+    Candidates are the planner's, and full names in `names` with other numbers. The serial schedule
     comes only from the first of `problems`."""
     begins = tuple("" if name == ALL else name for name in names)
     for p, suffix in problems:
@@ -183,7 +183,7 @@ def _memory(schedule: Schedule) -> int:
 
 
 def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequence[str]) -> None:
-    """Raise ValueError for a name that begins no variant, or whose schedules support none of the shapes.
+    """Raise ValueError if a name begins no variant, or its schedules support no shape.
 
     fixed: variants that pin no schedule."""
     for name in names if shapes else ():
@@ -198,13 +198,13 @@ def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequ
 
 
 def cannot(names: Sequence[str], problems: Problems) -> list[str]:
-    """Return notes of a shape on those of `names` that are omitted because their schedules do not support it."""
+    """Return notes on the `names` that are omitted for a shape because their schedules do not support it."""
     found = {name: _why_not(name, problems) for name in names}
     return [f"not measured, {name}: {why}" for name, why in found.items() if why]
 
 
 def _why_not(name: str, problems: Problems) -> str:
-    """Return why none of the schedules that `name` names supports a shape; empty if one does."""
+    """Return the reasons why no schedule that begins with `name` supports a shape; empty if one does."""
     reasons: dict[str, None] = {}
     for _, _, candidate in _beginning(problems, [name]):
         try:

@@ -82,7 +82,7 @@ class Comparison(Variants):
         y.backward(self.grad)
         return y
 
-    # --- what is compared ---
+    # --- compared results ---
 
     def results(self, name: str, y: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return this rank's part of `y` and of all gradients, after a call of this arm that returned `y`."""
@@ -119,7 +119,7 @@ class Comparison(Variants):
     def differs(self, name: str, how: str) -> str:
         return f"{self.worst[name]} of {name} differs from {BASELINE}'s"
 
-    # --- what is recorded ---
+    # --- records ---
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> None:
         return None

@@ -31,7 +31,7 @@ _PLAIN = (Region, Norm, TileKernel)  # values that consist of their fields only
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A wait for `count` sets of a counter of this rank; with `previous`, for those of the run before."""
+    """A wait for `count` sets of a counter of this rank; with `previous`, for the sets of the run before."""
 
     signal: str
     index: Index

@@ -13,7 +13,7 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation as executors and cost models see it: inputs, how many of the last inputs are optional, and flops per output
+    """An operation as executors and cost models see it: inputs, number of optional inputs (the last), and flops per output
     element."""
 
     inputs: int

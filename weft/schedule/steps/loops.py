@@ -58,8 +58,8 @@ class Tiles(_Repeated):
     """A persistent kernel: `body` for `index` = 0 .. extent - 1, started in that order, many at a time.
 
     The steps of one tile follow each other; tiles are not ordered. All tiles begin after the steps before them on the lane, and
-    the lane goes on when all have ended. Bodies copy, compute and set. They do not wait: nothing says how many tiles run at once,
-    so a waiting tile may keep the tile that it waits for from starting.
+    the lane goes on when all have ended. Bodies copy, compute and set. They do not wait: the number of tiles that run at once is
+    unknown, so a waiting tile may keep the tile that it waits for from starting.
 
     kernel: the kernel and its parameters, for executors that run all of `body` at once (`weft.schedule.kernels`).
     """
