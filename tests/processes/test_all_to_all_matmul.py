@@ -149,7 +149,7 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
         for when in ("first", "later"):
             for name, total in (("sum", 5), ("few", 3)):
                 assert told[f"{name}, {when}"].startswith(
-                    f"RefusedError: rank 1: splits add up to {total} and tokens has 4 rows: pass how many"
+                    f"RefusedError: rank 1: splits add up to {total} and tokens has 4 rows: pass the number"
                 )
             assert told[f"negative, {when}"].startswith("RefusedError: rank 1: splits has -1 at 1")
         if schedule == "serial":  # which makes memory for what comes

@@ -87,7 +87,7 @@ def test_the_help_of_moe_teaches() -> None:
     text = run(EXAMPLES / "moe.py", "--help")
     for words in (
         "top_k(softmax(x @ router))",
-        "weft.matmul_all_to_all: rows leave as they are made",
+        "weft.matmul_all_to_all: rows leave as they are computed",
         "--preset deepseek --ranks 4",
         "torchrun --nproc-per-node 2",
         "{mixtral,deepseek}",

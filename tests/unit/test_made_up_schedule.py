@@ -263,7 +263,7 @@ def test_what_is_no_region_is_refused_where_it_is_written() -> None:
         (lambda: lane.compute("silu", y.part(), x), "inputs of 'compute' takes .* write x.part()"),
         (lambda: lane.all_reduce(x, y.part()), "src of 'collective' takes .* write x.part()"),
         (lambda: lane.repeat("i", 2, Copy(x, y.part())), "in 'for': src of 'copy' takes .* write x.part()"),
-        (lambda: lane.read(x.part()), "a Region is no Buffer: read takes all of a buffer"),
+        (lambda: lane.read(x.part()), "a Region is no Buffer: read takes a whole buffer"),
         (lambda: lane.set(x), "a Buffer is no Signals: pass the result of Draft.signals"),
         (lambda: lane.wait(None), "a NoneType is no Signals: pass the result of Draft.signals"),
     ):

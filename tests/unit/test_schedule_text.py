@@ -146,8 +146,8 @@ def test_what_goes_without_saying_may_be_left_out() -> None:
             "inout",
             r"buffers\[0\].role: 'inout' is not known; use one of input, output, symmetric, scratch",
         ),
-        ("buffers.0.rows", "os.system('x')", r"\"os.system\('x'\)\" is no expression"),
-        ("buffers.0.rows", 1.5, r"schedule.buffers\[0\].rows: 1.5 is no int"),
+        ("buffers.0.rows", "os.system('x')", r"\"os.system\('x'\)\" is not an expression"),
+        ("buffers.0.rows", 1.5, r"schedule.buffers\[0\].rows: 1.5 is not of type int"),
         ("signals.0", "arrived", r"schedule.signals\[0\]: 'arrived' is no dict"),
         ("lanes.0.resource", "wire", r"lanes\[0\].resource: 'wire' is not known; use one of compute, copy"),
         (
@@ -213,8 +213,8 @@ def edited_json(path: str, new: Any) -> str:
         ("lanes.0.steps.2.extent", -3, r"lanes\[0\].steps\[2\].extent is -3: it must"),
         ("lanes.0.steps.2.extent", "3 - 2 * rank", r"lanes\[0\].steps\[2\].extent is -1: it must"),
         ("lanes.0.steps.2.extent", 50_001, r"lanes\[0\].steps\[2\] has 100005 steps or more .* at most 100000"),
-        ("buffers.0.rows", "sum", "'sum' is no number and no variable of a schedule"),
-        ("buffers.0.rows", "True", "'True' is no number and no variable of a schedule"),
+        ("buffers.0.rows", "sum", "'sum' is neither a number nor a variable of a schedule"),
+        ("buffers.0.rows", "True", "'True' is neither a number nor a variable of a schedule"),
         ("buffers.0.rows", "1 + " * 200 + "1", "nested more than 200 deep"),
         ("buffers.0.rows", "1" * 1000, "a number of 3319 bits"),
         ("buffers.0.rows", f"({'1, ' * 30_000})[0]", "it has 90005 letters, and at most 65536"),
@@ -283,5 +283,5 @@ def test_what_is_missing_is_named() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '"x"', "null", "{}"])
 def test_what_is_no_schedule_at_all_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no schedule that can be read|Expecting value"):
+    with pytest.raises(ValueError, match=r"the schedule cannot be read|Expecting value"):
         from_json(text)

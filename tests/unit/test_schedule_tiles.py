@@ -59,7 +59,7 @@ def test_a_wait_for_some_of_the_tiles_is_too_early(rows: int) -> None:
 
 
 def test_a_row_that_no_tile_writes() -> None:
-    assert "it reads box@1[3:+1, 0:+8], which nothing has written" in faults(pushed(4, extent=3, wait=3))
+    assert "it reads box@1[3:+1, 0:+8], which no step has written in this run" in faults(pushed(4, extent=3, wait=3))
 
 
 @pytest.mark.parametrize("rows", [4, 10 * SAMPLE])

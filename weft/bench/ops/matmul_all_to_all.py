@@ -61,7 +61,7 @@ class CombineVariants(ExpertVariants):
         return found
 
     def waits(self, name: str) -> bool:
-        """Return whether its sizes are read on the host: weft's number of tokens is known, and only copy engines need more."""
+        """True if the host reads sizes: weft knows the number of tokens, and only copy engines need more."""
         return "by=dma" in name
 
     def exchange(self, which: int) -> None:
