@@ -1,7 +1,7 @@
-# Sourced, from the root of the tree, with $python and $out: what everything on a machine with GPUs needs. Builds the native module if
-# it is not there.
+# Set the environment for runs on a machine with GPUs. Source this file from the root of the tree, with $python and $out. `build`
+# builds the native module if it is missing.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-# A fault in NVLink multicast on a shared host is everybody's; nothing here needs it.
+# A fault in NVLink multicast on a shared host affects all its users, and weft does not need multicast.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
 build() {

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Faults on GPUs: bash benchmarks/gpu_chaos.sh OUT [options of python -m tests.chaos]. Takes less than 590 s: what is left then the same
-# command goes on with, if OUT/chaos.jsonl is still there. On two GPUs, or with two ranks on one.
+# Inject faults on GPUs: bash benchmarks/gpu_chaos.sh OUT [options of python -m tests.chaos]. A call takes less than 590 s. If cases
+# are left, the same command continues, if OUT/chaos.jsonl still exists. It uses two GPUs, or two ranks on one GPU.
 #
-# Needs what gpu_check.sh needs, without pytest. Writes OUT/chaos.jsonl (the record), OUT/wrong-*/ (traces of what went wrong) and
-# OUT/chaos.txt (what is printed: tables, last). Exits with 1 if anything is wrong.
+# It has the requirements of gpu_check.sh, without pytest. It writes OUT/chaos.jsonl (the record), OUT/wrong-*/ (traces of wrong
+# cases) and OUT/chaos.txt (the printed text, with the tables last). It exits with 1 if any case is wrong.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 out=${1:?usage: gpu_chaos.sh OUT [options of python -m tests.chaos]}

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Build, test and measure weft on a machine with GPUs: bash benchmarks/gpu_check.sh OUT [--op NAME] [--tests-only|--bench-only]
 #
-# --op embedding_all_to_all (the default), all_gather_matmul, all_to_all_matmul: whose benchmark. Tests are those of all operators;
-# ranks share GPUs where there are not enough. A call takes less than 590 s.
+# --op selects the benchmark: embedding_all_to_all (the default), all_gather_matmul or all_to_all_matmul. Tests cover all operators.
+# Ranks share GPUs if there are fewer GPUs than ranks. A call takes less than 590 s.
 #
-# Needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. No
-# network, no .venv. Writes OUT/doctor.txt, OUT/tests.txt, OUT/gpu-tests.json (what the tests came to: append it to
-# benchmarks/results/h200-tests.json), OUT/bench-NAME.txt and OUT/*.jsonl; goes on after a failure and exits with 1 if there was
-# one. In a copy without .git, records know the commit by benchmarks/.commit (make commit-note, before the copy).
+# It needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. It needs no
+# network and no .venv. It writes OUT/doctor.txt, OUT/tests.txt, OUT/gpu-tests.json (results of the tests: append the file to
+# benchmarks/results/h200-tests.json), OUT/bench-NAME.txt and OUT/*.jsonl. It continues after a failure, and then exits with 1. In a
+# copy without .git, records take the commit from benchmarks/.commit (make commit-note, before the copy).
 # WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
-# WEFT_BENCH_S (default 110; operators with a GEMM: 165): seconds that each piece of the benchmark may take at most; records of
-# what it has finished stay.
+# WEFT_BENCH_S (default 110; operators with a GEMM: 165): the most seconds that a part of the benchmark may take; its finished
+# records stay.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 usage="usage: gpu_check.sh OUT [--op embedding_all_to_all|all_gather_matmul|all_to_all_matmul] [--tests-only|--bench-only]"
@@ -45,15 +45,15 @@ fail() {
   failed=1
 }
 
-# What a step may take: its own limit, or what is left of the whole.
+# Print the seconds that a step may take: at most its own limit $1, and at most the seconds left to the whole call.
 at_most() {
   local left=$((575 - SECONDS))
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
 
-# Of all operators. Files take turns in six processes: ranks wait for each other and for compilers more than for a GPU.
+# Run the tests of all operators. Six processes take files in turn: ranks wait for each other and for compilers more than for GPUs.
 tests() {
-  local files=(tests/multigpu/test_gpu_{four,matmul_all_reduce,norms,tensor_parallel}.py) junits=() file  # which take longest
+  local files=(tests/multigpu/test_gpu_{four,matmul_all_reduce,norms,tensor_parallel}.py) junits=() file  # the slowest files
   for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
     [[ " ${files[*]} " == *" $file "* ]] || files+=("$file")
   done
@@ -85,7 +85,7 @@ bench() { # bench NAME.jsonl arguments ...
   status=${PIPESTATUS[0]}
   [ "$status" -eq 0 ] && return
   fail "bench $file: $* (exit code $status; 124 is the time limit)"
-  # Somebody else's library must not cost the rest.
+  # A failure of FBGEMM must not cost the other variants.
   if [ "$status" -ne 124 ] && [[ "$*" == *,fbgemm* ]]; then bench "$file" "${@//,fbgemm/}"; fi
 }
 
@@ -102,7 +102,7 @@ bench_embedding_all_to_all() {
   bench gpu-fp32.jsonl --ranks "$ranks" --preset dcnv2,criteo-kaggle --mode queued --variants $few,put
 }
 
-# The largest shapes last, by themselves: one of them takes as long as ten others.
+# The largest shapes run last, in calls of their own: such a shape takes as long as ten others.
 bench_all_gather_matmul() {
   bench matmul-bf16.jsonl --ranks "$ranks" --preset measured,llama-3-8b,mixtral-8x7b --seconds 0.15
   bench matmul-bf16.jsonl --ranks "$ranks" --preset llama-3-70b,llama-3-405b --seconds 0.1

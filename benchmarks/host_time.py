@@ -195,9 +195,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument(
-        "--samples", type=int, default=512, help="Of a rank. Fewer where one rank has all tables: see above."
+        "--samples", type=int, default=512, help="Samples of a rank. Fewer if one rank has all tables: see above."
     )
-    parser.add_argument("--profile", action="store_true", help="Print where rank 0's host was in further calls.")
+    parser.add_argument("--profile", action="store_true", help="Print a profile of rank 0's host in further calls.")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     backend = "nccl" if given.device == "cuda" else "gloo"

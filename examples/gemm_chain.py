@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", type=int, default=512, help="rows of x on each rank (default: %(default)s)")
     made.add_argument("--width", type=int, default=512, help="columns of x and of y (default: %(default)s)")
     made.add_argument("--hidden", type=int, default=1024, help="columns between the GEMMs (default: %(default)s)")
-    made.add_argument("--chunks", type=int, default=2, help="in how many parts a shard travels (default: %(default)s)")
+    made.add_argument("--chunks", type=int, default=2, help="number of chunks of a shard (default: %(default)s)")
     made.add_argument("--trace", type=Path, metavar="DIR", help="write a picture and a Perfetto trace of the run there")
     return made
 

@@ -312,21 +312,23 @@ def layer_of(arguments: argparse.Namespace, ranks: int) -> Layer:
 def parser() -> argparse.ArgumentParser:
     about, _, more = (__doc__ or "").partition("\n\n")
     made = argparse.ArgumentParser(description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--preset", choices=PRESETS, default="mixtral", help="whose layer (default: %(default)s)")
+    made.add_argument(
+        "--preset", choices=PRESETS, default="mixtral", help="the model of the layer (default: %(default)s)"
+    )
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
     made.add_argument(
         "--ranks", type=int, default=2, help="processes to start, if not under torchrun (default: %(default)s)"
     )
-    made.add_argument("--tokens", type=int, help="of each rank (default: 256 on CPU, 4096 on GPUs)")
+    made.add_argument("--tokens", type=int, help="tokens of each rank (default: 256 on CPU, 4096 on GPUs)")
     made.add_argument(
         "--shrink", type=int, help=f"divide hidden and width by this (default: {SHRUNK} on CPU, 1 on GPUs)"
     )
-    made.add_argument(
-        "--schedule", metavar="NAME", help="pin a schedule of weft's, such as dispatch[by=kernel,rest=each]"
-    )
+    made.add_argument("--schedule", metavar="NAME", help="pin a schedule, such as dispatch[by=kernel,rest=each]")
     made.add_argument("--back", metavar="NAME", help="the same for the way back, such as combine[chunks=1,by=store]")
-    made.add_argument("--steps", type=int, default=8, help="of training, either way (default: %(default)s)")
-    made.add_argument("--repetitions", type=int, default=5, help="of which the median is shown (default: %(default)s)")
+    made.add_argument("--steps", type=int, default=8, help="steps of training, each way (default: %(default)s)")
+    made.add_argument(
+        "--repetitions", type=int, default=5, help="timed calls; the median is shown (default: %(default)s)"
+    )
     return made
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=3, help="processes on this machine (default: %(default)s)")
     parser.add_argument("--victim", type=int, default=1, help="the rank that is killed (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of training (default: %(default)s)")
     given = parser.parse_args()
     results = run_ranks(given.ranks, on_a_rank, given.steps, given.victim, return_exceptions=True)
     for rank, result in enumerate(results):

@@ -216,14 +216,14 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     about, _, more = (__doc__ or "").partition("\n\n")
     made = argparse.ArgumentParser(description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--text", type=Path, default=README, metavar="FILE", help="what is learned (default: README.md)")
+    made.add_argument("--text", type=Path, default=README, metavar="FILE", help="text to learn (default: README.md)")
     made.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU a rank (default: %(default)s)"
     )
     made.add_argument(
         "--ranks", type=int, default=2, help="processes to start, if not under torchrun (default: %(default)s)"
     )
-    made.add_argument("--steps", type=int, default=60, help="of AdamW (default: %(default)s)")
+    made.add_argument("--steps", type=int, default=60, help="steps of AdamW (default: %(default)s)")
     made.add_argument(
         "--unfused", action="store_true", help="train the same model by torch alone beside it, and compare"
     )

@@ -158,7 +158,9 @@ def test_what_is_no_whole_number_is_no_index() -> None:
         (lambda: lane.set(there, at="1"), "at of 'set'='1': a str"),
         (lambda: lane.repeat("i", 1.5, Set("there")), "extent of 'for'=1.5: a float"),
     ):
-        with pytest.raises(TypeError, match=f"lane compute.*{what} is neither a whole number nor an expression of the rank"):
+        with pytest.raises(
+            TypeError, match=f"lane compute.*{what} is neither a whole number nor an expression of the rank"
+        ):
             add()
     assert not lane.steps
     for rows in (3, (1, 2, 3)):

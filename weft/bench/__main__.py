@@ -23,8 +23,8 @@ _MODES = ("single", "queued", "graph")
 _ABOUT = """
 Measure an operator against its baselines, after checking every variant against float64.
 
-Starts its own ranks, or is one of torchrun's. Each time is the slowest rank's median; "over roofline" is that time over what its
-bytes (and operations) take at the rates measured in the same run; a cache can take less.
+Starts its own ranks, or is one of torchrun's. Each time is the slowest rank's median; "over roofline" is that time over the time of
+its bytes (and operations) at the rates measured in the same run; with a cache it can be below 1.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2
@@ -43,18 +43,18 @@ _EXAMPLES = """examples:
 _PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or
 grid-... all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on
 each rank; with -symmetric behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16:
-FiCCO's GEMMs, N over the ranks, M halved until it fits, or as in g1-m4 a quarter. Other GEMMs: what stands before FiCCO's; those
-that end in reduce_scatter have t3 in place of mixtral-8x7b. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or
-TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the same names, their last
-matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each, forward and backward.
-inefficiency: g1 to g16, the paper's GEMMs. Default: all that suit the device"""
-_VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and these
-with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (what the planner takes),
-autotune, heuristic (FiCCO's), all, or how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: padded (baseline,
-always runs), weft, all, or how names begin: dispatch; each also as ...-bounded. matmul_all_to_all: weft, all, combine, likewise.
-tensor_parallel: serial (baseline), weft, weft-compiled, asynctp; default: all that run on the device"""
-_SCALE = """as 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: what fits. inefficiency: shrink
-M, N and K. Default: 1/32 on CPU; what is still too large shrinks on"""
+FiCCO's GEMMs, N over the ranks, M halved until it fits, or as in g1-m4 a quarter. Other GEMMs: the presets before FiCCO's;
+operators that end in reduce_scatter have t3 in place of mixtral-8x7b. all_to_all_matmul: mixtral-8x7b, deepseek-v3,
+qwen3-30b-a3b, cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the
+same names, their last matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each,
+forward and backward. inefficiency: g1 to g16, the paper's GEMMs. Default: all presets for the device"""
+_VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and
+these with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (the planner's choice),
+autotune, heuristic (FiCCO's), all, or beginnings of schedules' names: shard, 'shard[chunks=2'. all_to_all_matmul: padded
+(baseline, always runs), weft, all, or beginnings of names: dispatch; each also as ...-bounded. matmul_all_to_all: weft, all,
+combine, likewise. tensor_parallel: serial (baseline), weft, weft-compiled, asynctp; default: all variants for the device"""
+_SCALE = """as 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: the largest that fits.
+inefficiency: shrink M, N and K. Default: 1/32 on CPU; GEMMs that are still too large shrink further"""
 
 
 def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") -> BenchOptions:
@@ -66,7 +66,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         prog=program, description=_ABOUT, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("op", metavar="OP", help=f"what to measure: {', '.join(measured())}")
+    add("op", metavar="OP", help=f"the operator or study: {', '.join(measured())}")
     add("--preset", help=_PRESET)
     add(
         "--shape",
@@ -79,16 +79,16 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
     add("--variants", default="", help=_VARIANTS)
     add("--mode", dest="modes", action="append", choices=_MODES, default=[],
-        help="single: one call, one synchronisation. queued: many. graph: captured and replayed. Default: all that the operator "
-        "has here")  # fmt: skip
+        help="single: one call, one synchronisation. queued: many. graph: captured and replayed. Default: all modes of the "
+        "operator on this device")  # fmt: skip
     add("--scale", help=_SCALE)
     add("--option", action="append", metavar="NAME=VALUE", default=[],
-        help="an option of the operator's own, as `weft plan OP --help` lists them: gather_dim=-1. May be repeated")  # fmt: skip
-    add("--dtype", help="of inputs and outputs: fp32, fp16, bf16; fp8: all_gather_matmul's scaled sibling, and what "
-        "scaled_matmul_reduce_scatter has. Default: fp32; bf16 for GEMMs on GPUs")  # fmt: skip
+        help="the operator's own option, from the list in `weft plan OP --help`: gather_dim=-1. May be repeated")  # fmt: skip
+    add("--dtype", help="type of inputs and outputs: fp32, fp16, bf16; fp8: scaled_matmul_reduce_scatter, and the scaled variant "
+        "of all_gather_matmul. Default: fp32; bf16 for GEMMs on GPUs")  # fmt: skip
     add("--json", type=Path, help="append one line of JSON per variant and mode to this file; what is in it stays")
-    add("--quick", action="store_true", help="small inputs, few repetitions: to try it out")
-    add("--seconds", type=float, help="for the slowest variant in each mode. Default: 1, with --quick 0.1")
+    add("--quick", action="store_true", help="try it out: small inputs, few repetitions")
+    add("--seconds", type=float, help="seconds for the slowest variant in each mode. Default: 1, with --quick 0.1")
     add("--pictures", type=Path, help="inefficiency: draw the paper's figures 7 to 10 into this folder")
     given = parser.parse_args(arguments)
 

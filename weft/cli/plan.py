@@ -69,7 +69,7 @@ class _Operators(Named):
 plan = typer.Typer(
     cls=_Operators,
     no_args_is_help=True,
-    help="What would be chosen for a shape, on this machine or another one, and why: candidates, predicted times, losses.",
+    help="Show the choice for a shape, on this machine or another, and its reasons: candidates, predicted times, losses.",
 )
 
 
@@ -136,7 +136,9 @@ def _own_options(problem: type[Problem]) -> Any:
         default = "" if keyword.default is None else f" [default: {keyword.default}]"
         listed.append(f"**{keyword.name}**: {text}{default}")
     return typer.Option(
-        metavar="NAME=VALUE", hidden=not listed, help=" ".join(["Of this operator alone; may be repeated.", *listed])
+        metavar="NAME=VALUE",
+        hidden=not listed,
+        help=" ".join(["An option of this operator; may be repeated.", *listed]),
     )
 
 

@@ -95,17 +95,22 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--ops", metavar="A,B", help=f"default: all, which are {', '.join(forward_operators())}")
+    add("--ops", metavar="A,B", help=f"operators. Default: all: {', '.join(forward_operators())}")
     add("--shapes", type=int, default=SHAPES, metavar="N", help=f"shapes of each operator. Default: {SHAPES}")
     add("--part", default="1/1", metavar="I/N", help="measure the I-th of N equal parts of all shapes")
-    add("--seed", metavar="HEX", help="of the shapes. Default: the first 8 digits of the commit that is measured")
-    add("--modes", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}; on CPU without graph")
-    add("--sizes", type=int, metavar="N", help="how many sizes follow each other in changing. Default: "
+    add("--seed", metavar="HEX", help="seed of the shapes. Default: the first 8 digits of the measured commit")
+    add(
+        "--modes",
+        default=",".join(MODES),
+        metavar="A,B",
+        help=f"modes. Default: {','.join(MODES)}; on CPU without graph",
+    )
+    add("--sizes", type=int, metavar="N", help="number of consecutive sizes in mode changing. Default: "
         f"{SIZES['cuda']} on GPUs, {SIZES['cpu']} on CPU")  # fmt: skip
     add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
     add("--ranks", type=int, help="processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun")
-    add("--json", type=Path, metavar="FILE", help="append a line for each shape and mode. What FILE already has of this seed, "
-        "code and machine is not measured again")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="append a line for each shape and mode. Skip shapes that FILE has for this "
+        "seed, code and machine")  # fmt: skip
     given = parser.parse_args(arguments)
 
     import torch
