@@ -32,7 +32,7 @@ LEGEND = (
     "skew: slowest rank minus fastest, in ms; extra MB: memory beside tables and input, output included; first ms: the first "
     "call, with set-up; in parentheses: off 1 by less than twice the noise"
 )
-"""Of the table's columns whose names do not say it."""
+"""Meanings of the table's columns that need an explanation."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from weft.reading import parse_toml
 
-MOST_PIECES = 64  # of M and of K
+MOST_PIECES = 64  # pieces of M and of K
 _MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which cuBLAS's fast kernels need
 
 

@@ -194,7 +194,10 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     result, peers, pieces = _Result(o, p), len(o.peers), cut(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y
     parts = [-(-count // world) for _, count in pieces]
-    begins, rows = starts(tuple(parts)), sum(parts)  # of the rows that a rank reduces
+    begins, rows = (
+        starts(tuple(parts)),
+        sum(parts),
+    )  # each part's first row, and the number of rows, that a rank reduces
 
     def count(owner: Index, c: int) -> Index:
         return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)

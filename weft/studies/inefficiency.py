@@ -52,11 +52,11 @@ from weft.words import counted
 # The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM). Its text
 # names no transport for them; they are shown beside DMA, which FiCCO uses.
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
-PAPER_MEANS |= {gemm_beside("dma", 1): 1.07, gather_beside("dma", 1): 1.03}  # of shard-based overlap: IV-D1, IV-D2
+PAPER_MEANS |= {gemm_beside("dma", 1): 1.07, gather_beside("dma", 1): 1.03}  # shard-based overlap: IV-D1, IV-D2
 
 _SCALE = {"cuda": Fraction(1), "cpu": Fraction(1, 32)}
 _MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # operations of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
-_MEMORY_SHARE = 0.5  # of the free memory
+_MEMORY_SHARE = 0.5  # share of the free memory
 _REPETITIONS = 5  # as in the paper
 _TRANSPORTS_ARE = {
     "cuda": "dma: copy engines; kernel: a copying kernel; library: NCCL",

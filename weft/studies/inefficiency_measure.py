@@ -229,7 +229,7 @@ def _in_a_row(moves: list[Call]) -> Call:
 PIECES = 8  # pieces of an all-gather, and of the GEMM beside it
 WHOLE = "whole"
 CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
-_LEAST_CALLS = 3  # of each lane of two
+_LEAST_CALLS = 3  # calls of each of two lanes
 _MOST_CALLS = 20_000
 _BALANCING = 2  # rounds of balancing two lanes
 _LOOK_S = 2e-3  # the least duration of a reliable measurement

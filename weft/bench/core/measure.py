@@ -23,7 +23,7 @@ Step = Callable[[str, float], None]  # (name of the running part, its finished s
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
 STEPS = 1  # steps of progress, beside one for each mode
 
-_BLOCK_BYTES = 128 << 20  # of float64 while an output is compared
+_BLOCK_BYTES = 128 << 20  # bytes in float64 while an output is compared
 
 
 class Workload(ABC):

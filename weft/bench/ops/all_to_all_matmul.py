@@ -42,7 +42,7 @@ from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"
 GEMM_EACH, EXCHANGE = "gemm-each", "exchange"
-_PADDED_SHARE = 0.3  # of the free memory, for the tensors of a call of `padded`
+_PADDED_SHARE = 0.3  # share of the free memory, for the tensors of a call of `padded`
 _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)(?:-zipf(\d+(?:\.\d+)?))?")
 
 

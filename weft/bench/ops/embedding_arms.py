@@ -34,7 +34,7 @@ PER_TABLE = "per-table"
 CHOOSES = "weft"
 """The operator as users call it, which selects its transport (`transport="auto"`)."""
 _OUTPUT_BUFFERS = 1  # no result is held across calls
-_CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
+_CHUNK_BYTES = 128 << 20  # bytes of gathered rows in float64 while the reference is computed
 
 
 class EmbeddingData(Workload):

@@ -25,7 +25,7 @@ _GEMMS = {gemm.name: (gemm,) for gemms in _GROUPS.values() for gemm in gemms}
 _NAME = re.compile(r"(table-1|synthetic|[gs][1-9]\d?)(?:-m([1-9]\d{0,5}))?")
 
 
-_USED = 0.9  # of the free memory: libraries take some
+_USED = 0.9  # share of the free memory: libraries take the rest
 
 
 @dataclass(frozen=True)

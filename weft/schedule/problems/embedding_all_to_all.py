@@ -11,7 +11,7 @@ from weft.schedule.problem import Problem
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
-_MOST_SAMPLES = 1024  # of a rank: the largest size that schedules are selected for
+_MOST_SAMPLES = 1024  # the largest number of a rank's samples for which schedules are selected
 
 
 @dataclass(frozen=True, slots=True)
