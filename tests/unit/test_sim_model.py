@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -62,6 +63,14 @@ def test_a_matmul_that_memory_cannot_feed_takes_as_long_as_its_bytes() -> None:
     found = model.matmul(32, 32, 32, "fp16")
     assert found.hbm_bytes == 2 * 3 * 32 * 32
     assert found.time_us == pytest.approx(found.hbm_bytes / 0.001)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
+def test_a_few_more_rows_do_not_double_a_matmul_that_reads_its_weights(dtype: str) -> None:
+    """Its last block of columns may be narrow, and then reads few weights."""
+    model = gpu("h100", 2)
+    times = [model.matmul_us(m, 34304, 14464, dtype) for m in range(64, 257)]
+    assert all(after <= 1.02 * before for before, after in pairwise(times))
 
 
 def test_operands_are_read_again_for_each_block_that_the_cache_does_not_hold() -> None:

@@ -297,7 +297,7 @@ class Passing(_Short):
         prepared, inputs, (first, *_) = seen.prepared, seen.inputs or {}, arguments[0]
         if seen.apply is not None or prepared.device.type not in PASSING_ON or not prepared.in_steps:
             raise _UnlikeError
-        given, results = _Given(arguments, None), _Given((tuple(seen.results), {}), None)
+        given, results = _Given(arguments, None, first.shape[0]), _Given((tuple(seen.results), {}), None)
         for field in seen.call:
             given.written(field)
         self._inputs = given.maker("{{" + ", ".join([f"{n!r}: {given.written(t)}" for n, t in inputs.items()]) + "}}")
@@ -346,10 +346,12 @@ class Passing(_Short):
 class _Given:
     """All tensors of a call with their places, as Python source: "p[0]", "p[1][0]" or "k['x']".
 
-    strided: True if a view may have any strides, which would make autograd slow. None: no views at all.
+    strided: True if a view may have any strides, which would make autograd slow. None: no views at all, but of tensors that do not
+    have `rows` rows.
     """
 
-    def __init__(self, arguments: Arguments, strided: bool | None) -> None:
+    def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
+        self._rows = rows
         self._strided, self._tensors, self._names = strided, dict[str, torch.Tensor](), dict[str, Any]()
         by_name = {f"k[{name!r}]": value for name, value in arguments[1].items()}
         for place, value in ({f"p[{i}]": value for i, value in enumerate(arguments[0])} | by_name).items():
@@ -393,7 +395,8 @@ class _Given:
 
     def _source(self, tensor: torch.Tensor) -> str:
         same = [place for place, one in self._tensors.items() if one is tensor]
-        is_view = not same and tensor.numel() > 0 and self._strided is not None
+        fixed = self._rows > 1 and self._rows not in tensor.shape
+        is_view = not same and tensor.numel() > 0 and (self._strided is not None or fixed)
         if is_view:
             at = tensor.data_ptr(), tensor.dtype, tensor.numel()
             same = [p for p, one in self._tensors.items() if (one.data_ptr(), one.dtype, one.numel()) == at]

@@ -258,8 +258,7 @@ class Model:
         area = self.compute_units * self.tile[0] * self.tile[1]
         rows = np.minimum(m, math.sqrt(area))
         cols = np.minimum(n, area / rows)
-        blocks = np.ceil(m / rows) * np.ceil(n / cols)
-        again = np.maximum(once, blocks * (rows + cols) * k * item_bytes)
+        again = (m * np.ceil(n / cols) + n * np.ceil(m / rows)) * k * item_bytes
         return np.where(once <= self.l2_bytes, once, again) + m * n * item_bytes
 
     @cached_property
