@@ -143,8 +143,8 @@ def h200() -> Model:
 
 
 def loading(gbps: float) -> Model:
-    """An H200 that stores and copies to peers at 50 GB/s, and loads from them at so much."""
-    slow = 50e3  # bytes/us
+    """An H200 that stores and copies to peers at 30 GB/s, and loads from them at so much."""
+    slow = 30e3  # bytes/us
     return replace(
         h200(), copy_bytes_per_us=slow, put_bytes_per_us=((1, slow),), get_bytes_per_us=((1, 1e3 * gbps),),
         collective_bytes_per_us=slow,

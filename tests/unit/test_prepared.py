@@ -10,7 +10,7 @@ class _Group:
 
 
 class _Made:
-    stale = False
+    stale, came_back, family = False, False, None
 
     def __init__(self, nbytes: int = 0, captured: bool = False, light: bool = False) -> None:
         self.nbytes, self.captured, self.closed, self.called_at, self.light = nbytes, captured, False, 0, light

@@ -332,9 +332,9 @@ def test_a_norm_is_written_read_and_named() -> None:
     assert plain["norm"] is None
     assert one["norm"]["eps"] == 1e-6
     for wrong, fault in (
-        ({"eps": 1}, "eps: 1 is no float"),
+        ({"eps": 1}, "eps: 1 is not of type float"),
         ({"mean": 0}, "'mean' is not known"),
-        ("rms", "'rms' is no dict"),
+        ("rms", "'rms' is not of type dict"),
     ):
         one["norm"] = {**document["lanes"][0]["steps"][1]["norm"], **wrong} if isinstance(wrong, dict) else wrong
         with pytest.raises(ValueError, match=re.escape(fault)):

@@ -134,12 +134,12 @@ def test_what_goes_without_saying_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("path", "new", "message"),
     [
-        ("weft_schedule", 2, "weft_schedule is 2, and 1 is known"),
-        ("weft_schedule", None, "weft_schedule is None, and 1 is known"),
+        ("weft_schedule", 2, "weft_schedule is 2, and only 1 is known"),
+        ("weft_schedule", None, "weft_schedule is None, and only 1 is known"),
         ("colour", 1, "schedule, a field of Schedule: 'colour' is not known; use one of name, world_size, buffers"),
-        ("world_size", "3", "schedule.world_size: '3' is no int"),
-        ("world_size", True, "schedule.world_size: True is no int"),
-        ("lanes", {}, "schedule.lanes: {} is no list"),
+        ("world_size", "3", "schedule.world_size: '3' is not of type int"),
+        ("world_size", True, "schedule.world_size: True is not of type int"),
+        ("lanes", {}, "schedule.lanes: {} is not of type list"),
         ("buffers.0.dtype", "fp13", r"schedule.buffers\[0\].dtype: 'fp13' is not known; use one of fp32, fp16"),
         (
             "buffers.0.role",
@@ -148,14 +148,14 @@ def test_what_goes_without_saying_may_be_left_out() -> None:
         ),
         ("buffers.0.rows", "os.system('x')", r"\"os.system\('x'\)\" is not an expression"),
         ("buffers.0.rows", 1.5, r"schedule.buffers\[0\].rows: 1.5 is not of type int"),
-        ("signals.0", "arrived", r"schedule.signals\[0\]: 'arrived' is no dict"),
+        ("signals.0", "arrived", r"schedule.signals\[0\]: 'arrived' is not of type dict"),
         ("lanes.0.resource", "wire", r"lanes\[0\].resource: 'wire' is not known; use one of compute, copy"),
         (
             "lanes.0.steps.0.step",
             "sleep",
             r"lanes\[0\].steps\[0\]: 'sleep' is not known; use one of .*copy",
         ),
-        ("lanes.0.steps.0.previous", 1, r"lanes\[0\].steps\[0\].previous: 1 is no bool"),
+        ("lanes.0.steps.0.previous", 1, r"lanes\[0\].steps\[0\].previous: 1 is not of type bool"),
         (
             "lanes.0.steps.0.epoch",
             1,

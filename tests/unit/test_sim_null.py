@@ -63,7 +63,7 @@ def test_what_would_hang_is_refused_when_it_is_made() -> None:
 
 def test_arguments_are_looked_at() -> None:
     schedule = all_schedules(AllGatherMatmul.even(8, 8, 8, 2))["serial"]
-    with pytest.raises(ValueError, match="for 2 ranks, and there are 3"):
+    with pytest.raises(ValueError, match="is for 2 ranks, but the group has 3"):
         NullSchedule(schedule, _domain(0, 3))
     executor, tensors = NullSchedule(schedule, _domain(0, 2)), _tensors(schedule, 0)
     with pytest.raises(ValueError, match="deadline_s=0"):
