@@ -10,7 +10,8 @@ class _Group:
 
 
 class _Made:
-    stale, came_back, family = False, False, None
+    stale = came_back = False
+    family = None
 
     def __init__(self, nbytes: int = 0, captured: bool = False, light: bool = False) -> None:
         self.nbytes, self.captured, self.closed, self.called_at, self.light = nbytes, captured, False, 0, light
@@ -79,6 +80,26 @@ def test_shapes_without_memory_or_threads_of_their_own_stay_in_larger_numbers() 
     assert [one.closed for one in own] == [True, True]  # type: ignore[attr-defined]
     assert not light[0].closed, "it was called meanwhile"  # type: ignore[attr-defined]
     assert len(table.known(group)) <= KEPT_LIGHT  # type: ignore[arg-type]
+
+
+class _Counting(_Made):
+    looks = 0
+
+    @property
+    def light(self) -> bool:
+        _Counting.looks += 1
+        return True
+
+    @light.setter
+    def light(self, value: bool) -> None: ...
+
+
+def test_a_new_shape_is_no_reason_to_look_at_all_others() -> None:
+    table, group = Table(), _Group()
+    for key in range(2 * KEPT_LIGHT):
+        table.keep(group, key, _Counting())  # type: ignore[arg-type]
+    assert KEPT_LIGHT // 2 < len(table.known(group)) <= KEPT_LIGHT  # type: ignore[arg-type]
+    assert _Counting.looks < 100 * KEPT_LIGHT, "2 * KEPT_LIGHT shapes, each of which would be looked at again and again"
 
 
 def test_shapes_that_graphs_hold_leave_room_for_others() -> None:

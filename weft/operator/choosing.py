@@ -18,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +33,7 @@ from weft.operator.self_calibrate import self_calibrate
 from weft.plan import gemms
 from weft.plan.choose import decide, warn_once
 from weft.plan.machine import machine_name
+from weft.plan.nearby import CONTENDERS
 from weft.plan.predict import library_gemms
 from weft.runtime.executor import Executor
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates, named
@@ -48,6 +50,7 @@ _REPETITIONS = 5
 _IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
 _CYCLES_PER_US = 2000  # at least the clock of any present GPU
 _MOST_NEAR = 1024
+_ALIKE = 2  # half octaves: where no model says how fast schedules are, what was measured serves sizes up to twice or half as large
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
 """The least gain over serial, by type of device: a fraction of its time, and microseconds.
@@ -192,15 +195,27 @@ def _names(
     return names or _fastest(p, domain, tensors, deadline_s, serial)
 
 
+class _Measured:
+    """The choices by measurement for a family of problems (`Problem.measured_family`).
+
+    names: by half octave that was measured. contenders: the schedules to measure at further sizes; empty before the first.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, Names] = {}
+        self.contenders: frozenset[str] = frozenset()
+
+
 class _Near:
     """The agreement of a group's ranks on neighbouring sizes.
 
-    names: by family, half octave, and whether there are builders from outside. timed: up to which size the GEMMs of a family were
-    timed.
+    names: by family, half octave, whether there are builders from outside, and whether for one size only. measured: by family, and
+    whether there are such builders. timed: up to which size the GEMMs of a family were timed.
     """
 
     def __init__(self) -> None:
         self.names: dict[Any, Names] = {}
+        self.measured: defaultdict[Any, _Measured] = defaultdict(_Measured)
         self.timed: dict[Any, float] = {}
 
 
@@ -214,23 +229,32 @@ def _names_near(
     """Return the names for sizes around this one; agree on them if that is new. itself: for just this size."""
     near = _near.setdefault(domain, _Near())
     _measure_ladder(p, domain, tensors, deadline_s)
-    key = (p if itself else p.family[0], plan.octave(p), bool(plan.candidates_from_outside(p)))
+    from_outside = bool(plan.candidates_from_outside(p))
+    key = (p if itself else p.family[0], plan.octave(p), from_outside, itself)
     if key not in near.names:
         if len(near.names) >= _MOST_NEAR:  # uneven shapes are families of their own
             near.names.clear()
+            near.measured.clear()
         model, mine = machine_model(domain.device, p.world_size), None
         if model is not None:
             base = _calibrated_model(domain.device, p.world_size)
             mine = plan.names_near(p, model, _MODES, base, itself=itself)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
         names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
-        near.names[key] = names or _fastest(p, domain, tensors, deadline_s, serial)
+        if names is None:
+            family, size = p.measured_family
+            measured, here = near.measured[p if itself else family, from_outside], plan.octave_of(size)
+            nearest = min(measured.names, key=lambda one: abs(one - here), default=None)
+            if nearest is None or abs(nearest - here) > _ALIKE:
+                nearest, measured.names[here] = here, _fastest(p, domain, tensors, deadline_s, serial, measured)
+            names = measured.names[nearest]
+        near.names[key] = names
     return near.names[key]
 
 
 def remembers(p: Problem, device: torch.device) -> bool:
     """True if this rank has times of schedules for this very problem, from this process or from disk."""
-    return any(plan.known_times(p, device_name(device), mode) for mode in _MODES)
+    return bool(plan.known_times(p, device_name(device), "graph"))  # which are those of queued calls too
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
@@ -261,8 +285,9 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
 def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "", what: str = "") -> Executor:
     """Make an executor for `schedule`, the candidate `name` for `p`, whose operator its messages name. Collective.
 
-    On GPUs, schedules of one family with the same name share memory, and ranks compare only the first of them, since weft's own
-    builders make them all. The memory serves calls in inference mode and others, whichever comes first.
+    On GPUs, schedules of one family with the same name share memory; on CPU, all schedules of a group do. Ranks compare only the
+    first schedule of a family and name, since weft's own builders make them all. The memory serves calls in inference mode and
+    others, whichever comes first.
     """
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")
@@ -277,7 +302,8 @@ def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name:
         return CudaSchedule(schedule, domain) if found is None else CudaSchedule(schedule, domain, *found)
     from weft.runtime.cpu.schedule import CpuSchedule
 
-    return CpuSchedule(schedule, domain, what or ("" if p is None else p.text))
+    kind = None if p is None or not name or plan.from_outside(p, named(p, name)) else (p.measured_family[0], name)
+    return CpuSchedule(schedule, domain, what or ("" if p is None else p.text), kind)
 
 
 def know_machine(domain: Domain, deadline_s: float | None) -> None:
@@ -377,7 +403,12 @@ def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: fl
 
 def device_name(device: torch.device) -> str:
     """Return the name of the device as in machine files and calibrations."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+@cache
+def _cpu_name() -> str:
+    return machine_name()  # which reads files
 
 
 def _tune(
@@ -403,22 +434,24 @@ def _tune(
 
 
 def _fastest(
-    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
-) -> tuple[str, str]:
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
+    family: _Measured | None = None,
+) -> tuple[str, str]:  # fmt: skip
     """Return the fastest schedules for calls and for captured calls, by measurement on the first call's tensors or by cached
     times.
 
-    Candidates are the usual schedules and those of builders from outside. Serial wins if it is not clearly slower, and can be
-    captured.
+    Candidates are the usual schedules and those of builders from outside; if `family` has contenders, only these. If it has none
+    yet, serial and the fastest become its contenders. Serial wins if it is not clearly slower, and can be captured.
     """
-    schedules = {}
+    schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):
-        if p.worth_running(candidate) or plan.from_outside(p, candidate):
+        if candidate.name in known if known else p.worth_running(candidate) or plan.from_outside(p, candidate):
             domain.check()  # building them takes seconds on a loaded machine
             with contextlib.suppress(NotApplicableError):
                 schedules[candidate.name] = _built(p, candidate, domain)
-    # Each is run by itself, a few times: only one holds memory.
-    times = _measured(p, schedules, domain, tensors, deadline_s, serial, "single", 2)
+    times = _measured(p, schedules, domain, tensors, deadline_s, serial, "single", 1 if known else 2)
+    if family is not None and not known:
+        family.contenders = frozenset(["serial", *sorted(times, key=times.__getitem__)[:CONTENDERS]])
 
     device = domain.device.type
 
@@ -454,7 +487,8 @@ def _measured(
     def run(candidate: Candidate) -> float:
         if serial is not None and candidate.name == "serial":
             return time_us(serial, domain, mode, deadline_s)
-        made = executor(schedules[candidate.name], domain, p)
+        name = candidate.name if domain.device.type == "cpu" else ""  # on a GPU only one holds memory
+        made = executor(schedules[candidate.name], domain, p, name)
         try:
             return time_us(lambda: made.run(tensors, deadline_s=deadline_s), domain, mode, deadline_s)
         finally:

@@ -34,10 +34,9 @@ from weft.symm import Domain
 from weft.symm.groups import NO_GROUP
 from weft.timeline import Timeline
 
-KEPT = (
-    64  # shapes per operator and group that hold memory or threads of their own, beside those that graphs have captured
-)
+KEPT = 64  # shapes per operator and group that hold memory of their own, beside those that graphs have captured
 KEPT_LIGHT = 2048  # of all shapes: the others share memory with larger ones, or hold none
+_AT_ONCE = 128  # so many go when there are KEPT_LIGHT: to find them takes milliseconds
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
 _SIGNATURES = 8192  # of an operator's calls on a group
 PASSING = 16  # sizes of a family in a row of which none has come back: the next ones are run in turn, see `_OfGroup`
@@ -315,7 +314,7 @@ class Prepared:
         return self.domain is not None and self.domain.closed
 
     def close(self) -> None:
-        """Release threads and, on CPU, memory. The next call of this shape makes them again."""
+        """Release the executors. The next call of this shape makes them again."""
         chosen, self.chosen, self._executors = self.chosen, None, []
         self._ran.clear()
         self._ready.clear()
@@ -336,7 +335,7 @@ class Prepared:
 
     @property
     def light(self) -> bool:
-        """True if it holds no memory and no threads of its own."""
+        """True if it holds no memory of its own."""
         return self.chosen is None or all(one.shared for one in self.chosen.executors())
 
     @property
@@ -441,6 +440,8 @@ class _OfGroup:
         self._new: dict[Hashable, int] = {}  # by family, how many sizes in a row have not come back
         self._served: dict[Hashable, None] = {}  # sizes that were run in turn, once
         self._typical: dict[Hashable, Prepared] = {}  # by family
+        self._room = 0  # for so many more shapes, no limit on their number can be reached
+        self._nbytes = 0  # of shapes whose first call has been made
 
     def passes(self, family: Hashable, signature: bytes) -> bool:
         """True if a call of a family whose sizes pass does so too. signature: of the call; if it is seen again, the size has come
@@ -489,22 +490,39 @@ class _OfGroup:
         self._new[family] = self._new.get(family, 0) + 1
         self._typical[family] = prepared
 
-    def drop(self) -> None:
-        """Make room for another size. All ranks make the same calls, so all drop the same: the sizes called longest ago."""
+    def make_room(self, capturing: bool) -> None:
+        """Drop the sizes called longest ago if another one would be too many. All ranks make the same calls, so all drop the same.
+        capturing: drop nothing, since a release of memory would end the capture."""
+        last = next(reversed(self.known.values()), None)
+        self._nbytes += 0 if last is None else last.nbytes
+        self._room -= 1
+        if not capturing and (self._room < 0 or self._nbytes > KEPT_BYTES):
+            self._drop()
+
+    def _drop(self) -> None:
         known = self.known
-        if len(known) < KEPT and sum(one.nbytes for one in known.values()) <= KEPT_BYTES:
-            return
         # Captured ones do not count: many of them would leave no room for others.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
         own = [key for key in free if not known[key].light]
-        dropped = [*own[: max(0, len(own) + 1 - KEPT)], *free[: max(0, len(free) + 1 - KEPT_LIGHT)]]
-        idle = [key for key in free if known[key].called_at < self.calls - WHILE and key not in dropped]
-        while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
-            dropped.append(idle.pop(0))
-        for key in dict.fromkeys(dropped):
+        dropped = dict.fromkeys(own[: max(0, len(own) + 1 - KEPT)])
+        if len(free) >= KEPT_LIGHT:
+            dropped |= dict.fromkeys(free[:_AT_ONCE])
+        idle = [
+            (key, known[key].nbytes) for key in free if known[key].called_at < self.calls - WHILE and key not in dropped
+        ]
+        excess = sum(nbytes for _, nbytes in idle) - KEPT_BYTES
+        for key, nbytes in idle:
+            if excess <= 0:
+                break
+            dropped[key], excess = None, excess - nbytes
+        for key in dropped:
             known.pop(key).close()
         if dropped:
             self.by_signature.clear()
+        n_own = sum(key in known for key in own)
+        n_free = sum(key in known for key in free)
+        self._room = min(KEPT - n_own, KEPT_LIGHT - n_free) - 1  # without the one that comes now
+        self._nbytes = sum(one.nbytes for one in known.values())
 
 
 class Table:
@@ -561,8 +579,7 @@ class Table:
 
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: Prepared) -> Prepared:
         here = self.of_group(group)
-        if not prepared.capturing():  # a release of memory would end the capture
-            here.drop()
+        here.make_room(prepared.capturing())
         prepared.called_at = here.calls
         here.known[key] = prepared
         return prepared

@@ -82,8 +82,9 @@ def all_gather_matmul(
 
     Memory: the results; and symmetric memory. On GPUs all calls that differ in rows only share the memory of the largest A. If it
         has to grow, smaller memory above 64 MiB is freed, except for what a CUDA graph has captured: then make a call once more
-        before you capture it. With uneven `rows`, and on CPU, the size of A for each of the last 64 shapes. Backward of all
-        gradients has memory of its own, up to three times as much.
+        before you capture it. With uneven `rows`, the size of A for each of the last 64 shapes. On CPU all calls of a group share
+        the memory of the largest, until the group is destroyed. Backward of all gradients takes up to three times as much; on
+        GPUs it has memory of its own.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
     for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.

@@ -91,9 +91,9 @@ def all_to_all_matmul(
     True`.
 
     Memory: y, with room for an eighth more if it is allocated before its rows are known; and symmetric memory of (W - 1) x
-        capacity x K elements for each of the last 64 shapes. On GPUs, shapes captured in a CUDA graph stay and are not among the
-        64; large shapes that are no longer called are freed sooner. The serial schedule takes twice the rows that come, K wide,
-        instead.
+        capacity x K elements: on CPU for the largest shape, on GPUs for each of the last 64. Shapes captured in a CUDA graph stay
+        and are not among the 64; large shapes that are no longer called are freed sooner. The serial schedule takes twice the rows
+        that come, K wide, instead.
 
     Calls on one group must come from one thread at a time.
 

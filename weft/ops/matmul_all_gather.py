@@ -68,7 +68,7 @@ def matmul_all_gather(
     equal calls give equal bits; two schedules may multiply in parts of different sizes, which round differently. The first call
     of a shape is collective set-up of milliseconds to seconds: make it before capturing a CUDA graph.
 
-    Memory: the result; symmetric memory of the size of x @ w, which is kept; on GPUs that of the largest x for all calls that
+    Memory: the result; symmetric memory of the size of x @ w, which is kept: that of the largest x for all calls that
         differ in its rows only, as for `weft.all_gather_matmul`. The serial schedule takes x @ w during the call, and to join
         columns as much as the result again. Backward, if it overlaps, keeps symmetric memory of the size of the others' parts of
         the result, and memory of the size of this rank's part.

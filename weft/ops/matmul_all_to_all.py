@@ -98,7 +98,7 @@ def matmul_all_to_all(
     milliseconds to seconds: make them before capturing a CUDA graph. Under torch.compile, y without rows has a dynamic size,
     which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    Memory: y; and of (W - 1) x capacity x N elements, for each of the last 64 shapes, as for `weft.all_to_all_matmul`, symmetric
+    Memory: y; and of (W - 1) x capacity x N elements, for each kept shape, as for `weft.all_to_all_matmul`, symmetric
         memory and, for schedules with by=kernel, as much other memory. The serial schedule takes twice the rows that came, N
         wide. Backward takes the rows of y's gradient that come here, twice if there are several experts; and, if it overlaps, as
         much symmetric memory as an overlapped forward.

@@ -78,7 +78,7 @@ def matmul_reduce_scatter(
     first call of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA
     graph.
 
-    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B, on GPUs that of the largest A for
+    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B, that of the largest A for
         all calls that differ in its rows only, as for `weft.all_gather_matmul`; the serial schedule's A @ B during the call.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds

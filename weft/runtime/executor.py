@@ -71,7 +71,7 @@ class Executor(ABC):
 
     @property
     def shared(self) -> bool:
-        """True if runs of other sizes use the same memory and there are no threads, so that keeping the executor costs little."""
+        """True if runs of other sizes use the same memory and threads, so that keeping the executor costs little."""
         return False
 
     @property

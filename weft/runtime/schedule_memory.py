@@ -18,7 +18,7 @@ TORCH_DTYPE = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, "fp8": torch.float8_e4m3fn,
     "int64": torch.int64, "int32": torch.int32,
 }  # fmt: skip
-_ALIGNMENT = 512
+ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def layout_of(schedule: Schedule) -> Layout:
         if buffer.role == "symmetric":
             assert isinstance(buffer.rows, int)
             buffers[buffer.name] = end
-            end += -(-buffer.rows * buffer.cols * ITEM_BYTES[buffer.dtype] // _ALIGNMENT) * _ALIGNMENT
+            end += -(-buffer.rows * buffer.cols * ITEM_BYTES[buffer.dtype] // ALIGNMENT) * ALIGNMENT
     counters, count = {}, 0
     for signals in schedule.signals:
         counters[signals.name] = count

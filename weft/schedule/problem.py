@@ -65,6 +65,11 @@ class Problem:
         Schedules are selected for a few sizes of each family (`weft.plan.nearby`). By default every problem is its own family."""
         return self, 0.0
 
+    @property
+    def measured_family(self) -> tuple[Hashable, float]:
+        """`family` for choices by measurement, whose sizes may differ in more."""
+        return self.family
+
     def resized(self, size: float) -> Problem:
         """Return the problem of this family whose size is nearest to `size`."""
         return self

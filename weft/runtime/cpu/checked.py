@@ -24,10 +24,10 @@ class Checked:
 
     lanes: of this rank, those that do something, the first for the caller's thread. setters: by counter of this rank, the
     ranks that set it in a run, one for each set. rows: by this rank's collectives in order, the rows of all ranks. shared: buffers
-    to which peers may add, or several lanes do.
+    to which peers may add, or several lanes do. known: its steps are known to fit.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, world_size: int) -> None:
+    def __init__(self, schedule: Schedule, rank: int, world_size: int, known: bool = False) -> None:
         if schedule.world_size != world_size:
             raise ScheduleError(
                 f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and here are {world_size}"
@@ -36,7 +36,8 @@ class Checked:
         ranks = [lanes if r == rank else meetings.of_rank(r, expected=False) for r in range(world_size)]
         self.buffers = schedule.buffers_of_rank(rank, expected=False)
         self.setters = {(s.name, index): list[int]() for s in schedule.signals for index in range(s.count)}
-        _require_fit(schedule, rank, ranks)
+        if not known:
+            _require_fit(schedule, rank, ranks)
         for setter, its_lanes in enumerate(ranks):
             for lane in its_lanes:
                 for step in lane.steps:

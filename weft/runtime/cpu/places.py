@@ -1,9 +1,9 @@
 """Where the buffers and counters lie that the steps of a rank touch: its own and its peers', in memory that CPU processes share,
 and the caller's tensors.
 
-Buffers of the schedule have their place once and for all. A tensor of the caller's has one until the next run that brings another.
-Such a view knows an address and owns nothing: no tensor is kept from run to run, and torch's autograd and inference mode have no
-say in what lanes do on threads of their own.
+Buffers of the schedule have their place until memory grows (`weft.runtime.cpu.memory`). A tensor of the caller's has one until the
+next run that brings another. Views know an address and own nothing: no tensor is kept from run to run, and torch's autograd and
+inference mode have no say in what lanes do on threads of their own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from weft import _core
+from weft.runtime.cpu.memory import Mapped
 from weft.runtime.cpu.run import Run
-from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
+from weft.runtime.schedule_memory import ALIGNMENT, TORCH_DTYPE, layout_of
 from weft.schedule import Buffer, Index, Region, Schedule, Wait, value
 from weft.symm.memory import lent
 
@@ -50,17 +51,17 @@ class Place:
 
 
 def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_stride: int, col_stride: int) -> Place:
-    """A matrix of the caller's, owned by nobody."""
+    """A matrix that others own."""
     items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
     flat = lent(address, [items * dtype.itemsize], torch.uint8, _CPU, ())
     return Place(flat.view(dtype), row_stride, col_stride, rows, cols)
 
 
 class Places:
-    """Of `schedule` on this rank. Making it is collective: it allocates the schedule's own buffers and its counters.
+    """Of `schedule` on this rank.
 
     setters: by counter of this rank, the ranks that set it in a run, one for each set. shared: buffers to which several may add at
-    the same time. known: by buffer and rank.
+    the same time. known: by buffer and rank. scratch_bytes: of this rank's own memory, that the schedule needs.
     """
 
     def __init__(
@@ -68,21 +69,28 @@ class Places:
     ) -> None:  # fmt: skip
         self.run, self.rank, self._setters, self._shared = run, run.domain.rank, setters, shared
         self.known: dict[tuple[str, int], Place] = {}
-        self._layout = layout = layout_of(schedule)
-        domain, ranks = run.domain, range(run.domain.world_size)
-        memory = domain.allocate(layout.buffer_bytes, what=f"buffers of schedule {schedule.name}")
-        counter_bytes = _core.COUNTER_BYTES * layout.n_counters
-        counters = domain.allocate(counter_bytes, what=f"signals of schedule {schedule.name}")
-        for buffer in (b for b in buffers if b.role in ("symmetric", "scratch")):
-            items, dtype = value(buffer.rows) * buffer.cols, TORCH_DTYPE[buffer.dtype]
+        self.layout = layout_of(schedule)
+        self.scratch_bytes = 0
+        self._own: list[tuple[Buffer, int]] = []  # with their offsets
+        for buffer in buffers:
             if buffer.role == "symmetric":
-                for rank in ranks:
-                    flat = memory.tensor(rank, (items,), dtype, layout.buffers[buffer.name])
-                    self.known[buffer.name, rank] = Place(flat, buffer.cols, 1, value(buffer.rows), buffer.cols)
-            else:
-                flat = torch.empty(items, dtype=dtype)
-                self.known[buffer.name, self.rank] = Place(flat, buffer.cols, 1, value(buffer.rows), buffer.cols)
-        self._counters = [counters.tensor(rank, (counter_bytes,), torch.uint8) for rank in ranks]
+                self._own.append((buffer, self.layout.buffers[buffer.name]))
+            elif buffer.role == "scratch":
+                self._own.append((buffer, self.scratch_bytes))
+                nbytes = value(buffer.rows) * buffer.cols * TORCH_DTYPE[buffer.dtype].itemsize
+                self.scratch_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._counters: tuple[int, ...] = ()  # by rank, the address of the first
+
+    def map(self, mapped: Mapped) -> None:
+        """Have the schedule's own buffers and its counters there from now on."""
+        self._counters = mapped.addresses
+        for buffer, offset in self._own:
+            begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses)}
+            if buffer.role == "scratch":
+                begins = {self.rank: mapped.scratch.data_ptr()}
+            rows, cols, dtype = value(buffer.rows), buffer.cols, TORCH_DTYPE[buffer.dtype]
+            for rank, begin in begins.items():
+                self.known[buffer.name, rank] = at_address(begin + offset, dtype, rows, cols, cols, 1)
 
     def put(self, buffer: str, place: Place) -> None:
         """Where this rank's is from now on."""
@@ -100,8 +108,15 @@ class Places:
 
     def counter(self, signal: str, index: Index, rank: int) -> int:
         """Its address."""
-        number = self._layout.counters[signal] + value(index)
-        return self._counters[rank].data_ptr() + _core.COUNTER_BYTES * number
+        return self._counters[rank] + _core.COUNTER_BYTES * self.number(signal, index)
+
+    def number(self, signal: str, index: Index) -> int:
+        """Of a counter, among all of a rank."""
+        return self.layout.counters[signal] + value(index)
+
+    def sets(self) -> list[tuple[int, int]]:
+        """The numbers of this rank's counters, and how often each is set in a run."""
+        return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:
         """The ranks that set the counter which `wait` waits for, one for each set."""

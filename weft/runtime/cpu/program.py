@@ -1,5 +1,5 @@
-"""The steps of one rank, ready to run: bound to memory once, and those on a tensor of the caller's anew when it lies elsewhere than
-at the run before.
+"""The steps of one rank, ready to run. They are bound to memory once, and anew when that has grown; steps on a tensor of the
+caller's also when it lies elsewhere than at the run before.
 
 Steps whose sizes a lane reads from a buffer, and tiles, are done in the numbers of each run.
 """
@@ -17,6 +17,7 @@ import torch
 
 from weft.errors import ScheduleError
 from weft.runtime.cpu.checked import Checked
+from weft.runtime.cpu.memory import Mapped
 from weft.runtime.cpu.places import Place, Places, at_address, size
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.cpu.steps import bind, run_numbered, run_tiles
@@ -43,11 +44,13 @@ Lanes: TypeAlias = list[tuple[str, list[Bound]]]
 
 
 class Program:
-    """The lanes of this rank by name, ready to run. Making it is collective: it allocates."""
+    """The lanes of this rank by name, ready to run once they have been mapped and bound."""
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
         self.run, self._rank = run, run.domain.rank
         self.places = Places(schedule, run, checked.buffers, checked.setters, checked.shared)
+        self.sets = self.places.sets()
+        self._version = 0  # of the memory that steps are bound to
         self._dtypes = {buffer.name: TORCH_DTYPE[buffer.dtype] for buffer in schedule.buffers}
         given = {b.name: b for b in checked.buffers if b.role in ("input", "output")}
         users: dict[str, list[Bound]] = {name: [] for name in given}
@@ -67,8 +70,6 @@ class Program:
                     users[name].append(bound)
                 if late:
                     bound.call = partial(self._run_late, bound, known)
-                elif not mine:
-                    bound.call = self._call(bound)
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
         self._given = [_Given(buffer, users[name]) for name, buffer in given.items()]
@@ -83,6 +84,29 @@ class Program:
                 bound.call = _not_bound
         self.lanes.clear()
         self._given.clear()
+
+    def map(self, mapped: Mapped) -> None:
+        """Point the steps to the group's memory, unless they are. `bind` does so for those on a tensor of the caller's."""
+        if self._version == mapped.version:
+            return
+        self.places.map(mapped)
+        mine = {bound for given in self._given for bound in given.steps}
+        for given in self._given:
+            given.key = None
+        for _, steps in self.lanes:
+            for bound in steps:
+                if not bound.late and bound not in mine:
+                    bound.call = self._call(bound)
+        self._version = mapped.version
+
+    def unbind(self) -> None:
+        """Keep no view of memory until `map`."""
+        self._version = 0
+        self.places.known.clear()
+        for _, steps in self.lanes:
+            for bound in steps:
+                if not bound.late:
+                    bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
         """Point the steps to these tensors. If they will not do: why, and nothing is changed. Where something strikes in between

@@ -28,7 +28,7 @@ _OWN_LANE_S = 5.0
 
 
 class Run:
-    """What the lanes of this rank share: the number of the run, its deadline, their errors. Used again for every run."""
+    """What the lanes of this rank share: what is waited for in the run, its deadline, their errors. Used again for every run."""
 
     def __init__(self, name: str, what: str, domain: Domain) -> None:
         """what: the schedule is for, in messages."""
@@ -38,16 +38,18 @@ class Run:
             f"schedule {name!r} of {what or f'number {self.meeting.schedules}'}", str(self.meeting.schedules)
         )
         self.errors: list[BaseException] = []
-        self._epoch = 0
+        self._sets: list[int] = []  # by counter of this rank, how many it has had when this run ends
         self._deadline_s = 0.0
         self.tensors: Tensors = {}
 
-    def begin(self, tensors: Tensors, deadline_s: float) -> None:
-        """Return when every rank begins this run."""
+    def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
+        """Return when every rank begins this run. sets: by counter of this rank, how many it has had in all runs before; it is
+        brought up to date. of_run: numbers of counters, and how many sets each has in this run."""
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
-            self.tensors, self._deadline_s, self.errors = tensors, deadline_s, []
-            self._epoch += 1
+            self.tensors, self._deadline_s, self.errors, self._sets = tensors, deadline_s, [], sets
+            for number, times in of_run:
+                sets[number] += times
         except WeftError:  # which all ranks raise, or which has ended the group
             raise
         except BaseException as error:  # Ctrl-C: peers believe that this rank takes part
@@ -69,9 +71,10 @@ class Run:
             causes = [error for error in errors if not isinstance(error, PoisonedGroupError)]
             raise (causes or errors)[0]
 
-    def wait(self, address: int, sets_per_run: int, offset: int, name: str, peer: int | None) -> None:
-        """Until this rank's counter is at epoch * sets_per_run + offset. peer: the rank that raises it, if it is one."""
-        wanted = self._epoch * sets_per_run + offset
+    def wait(self, address: int, number: int, offset: int, name: str, peer: int | None) -> None:
+        """Return when a counter of this rank, of this number, is `-offset` below what it is when this run ends. peer: the rank that
+        raises it, if it is one."""
+        wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:
             return
         # Who waits for another lane of its own rank leaves it to that lane to say what is missing.

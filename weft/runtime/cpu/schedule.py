@@ -1,11 +1,10 @@
 """A schedule on CPU processes: memory that they share, a thread for each lane, torch's kernels.
 
-Lanes. The first compute lane runs on the thread that calls `run`; each other lane has a thread of its own that stays.
-Copies, matmuls and waits let go of the interpreter while they last, so that lanes overlap.
+Lanes. The first compute lane runs on the thread that calls `run`, each other lane on a thread that all schedules of the group
+share. Copies, matmuls and waits let go of the interpreter while they last, so that lanes overlap.
 
-Order. A copy ends with a release fence, a set adds with release order, a wait reads with acquire order (csrc/signal.hpp):
-who has waited sees all that the setter's lane did before. Counters are never reset: run number e, from 1, starts where run
-e - 1 ended, at (e - 1) times the sets of a run.
+Order in a run. A copy ends with a release fence, a set adds with release order, a wait reads with acquire order (csrc/signal.hpp):
+who has waited sees all that the setter's lane did before. Order of runs, of whichever schedules: `weft.runtime.cpu.memory`.
 
 Before a run ranks meet, and one may refuse it: `weft.runtime.meeting`.
 """
@@ -13,11 +12,8 @@ Before a run ranks meet, and one may refuse it: `weft.runtime.meeting`.
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Hashable
 from functools import partial
 
 import torch
@@ -25,6 +21,7 @@ import torch
 from weft import env
 from weft.errors import ScheduleError
 from weft.runtime.cpu.checked import Checked
+from weft.runtime.cpu.memory import Worker, memory_of
 from weft.runtime.cpu.program import Bound, Program
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.executor import Executor
@@ -35,39 +32,28 @@ from weft.timeline import Span, Timeline
 
 
 class CpuSchedule(Executor):
-    """`schedule` on this rank of `domain`. Making it is collective: the ranks compare schedules and allocate memory.
+    """`schedule` on this rank of `domain`. Making it is collective: the ranks compare schedules, and memory of the group grows.
 
     Raises `DisagreementError` if the ranks' schedules differ, `ScheduleError` if one does not fit its memory or these
-    ranks, `OutOfSharedMemoryError`; each on every rank. It ends with `close()` or with the domain. what: what it is for, which
-    ranks that make different calls are told.
+    ranks, `OutOfSharedMemoryError`; each on every rank. It ends with `close()` or with the domain.
+
+    what: what it is for, which ranks that make different calls are told. kind: what schedules share that differ in sizes only, and
+    are known to be right for all sizes: the ranks compare and check the first of them.
     """
 
-    def __init__(self, schedule: Schedule, domain: Domain, what: str = "") -> None:
+    def __init__(self, schedule: Schedule, domain: Domain, what: str = "", kind: Hashable = None) -> None:
         if domain.device.type != "cpu":
             raise ValueError(f"a CpuSchedule needs a domain on CPU, not on {domain.device}: domain(group, 'cpu')")
-        agree_on_schedule(schedule, domain)
-        checked, error = None, ""
-        try:
-            checked = Checked(schedule, domain.rank, domain.world_size)
-        except ValueError as trouble:
-            error = str(trouble)
-        errors = [text for text in domain.all_gather(error, what=f"checks of schedule {schedule.name}") if text]
-        if checked is None or errors:
-            raise ScheduleError(errors[0])
-        self.schedule, self.domain = schedule, domain
+        self.schedule, self.domain, self._memory = schedule, domain, memory_of(domain)
+        if kind is not None and kind in self._memory.kinds:
+            checked = Checked(schedule, domain.rank, domain.world_size, known=True)
+        else:
+            checked = _agreed(schedule, domain)
+            self._memory.kinds.add(kind)
         self._program: Program | None = Program(schedule, checked, Run(schedule.name, what, domain))
-        self._workers: list[_Worker] = []
-        # Before there is a thread: whatever strikes while they start, all are known to what ends them.
-        self._end = weakref.finalize(self, _end_all, self._workers, self._program)
-        self._end.atexit = False  # the domain ends it then, after it has told lanes that wait
-        try:
-            for name, _ in self._program.lanes[1:]:
-                self._workers.append(_Worker(f"weft {schedule.name}, {name}"))
-                self._workers[-1].start()
-        except BaseException:  # no thread is left, say: those that there are do not stay
-            self._end()
-            raise
-        domain._holders.add(self)
+        places, n_workers = self._program.places, len(self._program.lanes) - 1
+        what = f"buffers of schedule {schedule.name}"
+        self._program.map(self._memory.reserve(places.layout, places.scratch_bytes, n_workers, what))
 
     def run(
         self,
@@ -91,8 +77,9 @@ class CpuSchedule(Executor):
         usable. What else it raises ends the group, and all ranks hear of it: `DeadlineError` (rank, signal, wanted, found),
         `PeerLostError`, `DisagreementError` (ranks make different calls), or the error of a step.
         """
-        program = self._program  # held to the end: what lanes use is not unmapped under them, whoever closes what
-        if program is None:
+        # Held to the end: what lanes use is not unmapped under them, whoever closes what.
+        program, mapped, workers = self._program, self._memory.mapped, self._memory.workers
+        if program is None or mapped is None:
             self.domain.check()
             raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
         run = program.run
@@ -101,16 +88,17 @@ class CpuSchedule(Executor):
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
             # Views of tensors stay, and may be of use in calls outside of inference mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+                self._memory.bind(program, mapped)
                 refusal = program.bind(tensors)
             if refusal:
                 run.refuse(refusal, deadline_s)
             lanes = program.lanes
             spans: list[list[Span] | None] = [None if timeline is None else [] for _ in lanes]
             first, *others = [partial(_play, *lane, run, spans_) for lane, spans_ in zip(lanes, spans, strict=True)]
-            begun: list[_Worker] = []
-            run.begin(tensors, deadline_s)
+            begun: list[Worker] = []
+            run.begin(tensors, mapped.sets, program.sets, deadline_s)
             try:
-                for worker, job in zip(self._workers, others, strict=True):
+                for worker, job in zip(workers[: len(others)], others, strict=True):
                     worker.begin(job)
                     begun.append(worker)
                 first()
@@ -128,9 +116,30 @@ class CpuSchedule(Executor):
         self.domain.check()
 
     def close(self) -> None:
-        """End the threads of this rank and give its memory up. Idempotent, not collective."""
-        self._end()
-        self._program = None
+        """Forget the program. Memory and threads are the group's. Idempotent, not collective."""
+        program, self._program = self._program, None
+        # Not during a run, which may be what collects the garbage that brings us here.
+        if program is not None and program.run.meeting.lock.acquire(blocking=False):
+            program.close()
+            program.run.meeting.lock.release()
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+
+def _agreed(schedule: Schedule, domain: Domain) -> Checked:
+    """Compare and check `schedule` on all ranks. Collective."""
+    agree_on_schedule(schedule, domain)
+    checked, error = None, ""
+    try:
+        checked = Checked(schedule, domain.rank, domain.world_size)
+    except ValueError as trouble:
+        error = str(trouble)
+    errors = [text for text in domain.all_gather(error, what=f"checks of schedule {schedule.name}") if text]
+    if checked is None or errors:
+        raise ScheduleError(errors[0])
+    return checked
 
 
 def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:
@@ -149,58 +158,3 @@ def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> 
                 spans.append(Span(run.domain.rank, lane, bound.name, start / 1e3, end / 1e3, bound.sent_bytes))
     except BaseException as error:
         run.fail(error, f"lane {lane}")
-
-
-class _Worker(threading.Thread):
-    """Does one job at a time. It does not know who made it, and so does not keep it alive."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
-        self._done, self._ending = threading.Lock(), threading.Lock()
-        self._ended = self._busy = False
-
-    def begin(self, job: Callable[[], None]) -> None:
-        with self._ending:
-            if self._ended:
-                raise ValueError("this CpuSchedule was closed during a run")
-            self._done.acquire(blocking=False)  # whatever an interrupted wait has left
-            self._busy = True
-            self._jobs.put((job, torch.get_num_threads()))
-
-    def wait(self, run: Run) -> None:
-        """Until the job is done, come what may: it uses the caller's tensors. An interrupt may strike when it has the lock."""
-        while self._busy:
-            try:
-                self._done.acquire()
-            except BaseException as error:  # Ctrl-C
-                run.fail(error, "waiting for the other lanes")
-
-    def end(self) -> None:
-        """After what was begun. Whoever calls may be this very thread, if collecting garbage closes the domain there."""
-        with self._ending:
-            self._ended = True
-            self._jobs.put(None)
-        if threading.current_thread() is not self and self.is_alive():
-            self.join()
-
-    def run(self) -> None:
-        threads = 0
-        while (item := self._jobs.get()) is not None:
-            job, wanted = item
-            if threads != wanted:  # each thread has its own number, at first as many as there are cores
-                threads = wanted
-                torch.set_num_threads(threads)
-            job()
-            del item, job
-            self._busy = False
-            self._done.release()
-
-
-def _end_all(workers: list[_Worker], program: Program) -> None:
-    for worker in workers:
-        worker.end()
-    # Not during a run, which may be what collects the garbage that brings us here.
-    if program.run.meeting.lock.acquire(blocking=False):
-        program.close()
-        program.run.meeting.lock.release()

@@ -91,8 +91,8 @@ def _copy(step: Copy, places: Places, rows: tuple[int, ...]) -> Callable[[], obj
 def _compute(step: Compute, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
     inputs = [places.view(region) for region in step.inputs]
     if step.accumulate and places.is_updated_elsewhere(step.out):
-        made = torch.empty(size(step.out), dtype=places.view(step.out).dtype)
-        return partial(_add_at_once, places.place(step.out), step.out, made, _arithmetic(step.op, made, inputs, False))
+        make = partial(_arithmetic, step.op, inputs=inputs, accumulate=False)
+        return partial(_add_at_once, places.place(step.out), step.out, make)
     return _arithmetic(step.op, places.view(step.out), inputs, step.accumulate)
 
 
@@ -105,8 +105,7 @@ def _reduce(step: Reduce, places: Places, rows: tuple[int, ...]) -> Callable[[],
         return partial(_norm, out, *norm) if step.norms_only else partial(_sum_and_norm, out, parts, *norm)
     if not step.accumulate:
         return partial(_sum, out, parts)
-    made = torch.empty(size(step.out), dtype=out.dtype)
-    return partial(_add_at_once, places.place(step.out), step.out, made, partial(_sum, made, parts))
+    return partial(_add_at_once, places.place(step.out), step.out, lambda made: partial(_sum, made, parts))
 
 
 @bind.register
@@ -140,7 +139,7 @@ def _wait(step: Wait, places: Places, rows: tuple[int, ...]) -> Callable[[], obj
     return partial(
         places.run.wait,
         places.counter(step.signal, step.index, places.rank),
-        len(setters),
+        places.number(step.signal, step.index),
         value(step.count) - (2 if step.previous else 1) * len(setters),
         f"{step.signal}[{step.index}] of {places.run.name}",
         ranks[0] if len(ranks) == 1 else None,
@@ -185,10 +184,12 @@ def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> Non
             part.fill_(torch.nan)
 
 
-def _add_at_once(place: Place, region: Region, made: torch.Tensor, call: Callable[[], object]) -> None:
-    """Add what `call` makes, each element in one piece: peers and other lanes may add to the same ones."""
-    call()
+def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Callable[[], object]]) -> None:
+    """Add what `make` computes, each element in one piece: peers and other lanes may add to the same ones. What it computes has
+    memory only during the run, since many executors are kept."""
     rows, cols = size(region)
+    made = torch.empty(rows, cols, dtype=place.flat.dtype)
+    make(made)()
     dtype = _ADDED[made.dtype]
     _core.add_2d(place.address(region), place.pitch, made.data_ptr(), cols * made.itemsize, cols, rows, dtype)
 

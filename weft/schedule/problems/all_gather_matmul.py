@@ -124,6 +124,11 @@ class AllGatherMatmul(Problem):
             return self, 0.0
         return replace(self, rows=(1,) * self.world_size), float(self.rows[0])
 
+    @property
+    def measured_family(self) -> tuple[Hashable, float]:
+        """Of the largest shard. Uneven shards are sent by other schedules than even ones."""
+        return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
+
     def resized(self, size: float) -> AllGatherMatmul:
         return self if len(set(self.rows)) > 1 else replace(self, rows=(max(1, round(size)),) * self.world_size)
 

@@ -1,0 +1,52 @@
+"""Calls of many sizes on CPU processes: in random order they are right, and cost no more threads and mappings than a few."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import sizes_ranks as ranks
+from slow import slow
+
+from weft.launch import Pool, RankDiedError
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, 200), (3, 100), slow(3, 2000), slow(4, 1000)])
+def test_many_sizes_in_random_order(pool: Pool, world: int, sizes: int) -> None:
+    """Schedules with other signals and other memory follow each other at random sizes; lanes are late; memory is poisoned."""
+    for found in pool.run(ranks.in_random_order, (20, sizes), ranks=world, timeout_s=200):
+        assert found["ways"] >= 4
+        assert found[f"after {sizes}"] == found["after 20"]
+        before, closed = found["before"], found["closed"]
+        assert found["after 20"].maps - before.maps == 2 * world, (
+            "what ranks agree with, and the memory of all schedules"
+        )
+        assert (closed.maps, closed.lanes) == (before.maps, before.lanes)
+
+
+def test_a_rank_that_is_killed_among_many_sizes_is_named() -> None:
+    with Pool(3) as mortals:
+        answers = mortals.run(ranks.killed, 60, return_exceptions=True, timeout_s=60)
+    assert isinstance(answers[1], RankDiedError)
+    for rank in (0, 2):
+        assert isinstance(answers[rank], list), answers[rank]
+        first, second = answers[rank]
+        assert re.match(r"PeerLostError: rank 1 \(pid \d+\) died", first)
+        assert re.match(r"PoisonedGroupError: .*rank 1 \(pid \d+\) died", second)
+
+
+def test_schedules_are_measured_once_for_sizes_within_a_factor_of_two(pool: Pool) -> None:
+    """The usual ones at first; then, of sizes further away, serial and the two that were the fastest."""
+    of_ranks = pool.run(ranks.measured_sizes, [64, 65, 50, 128, 33, 8, 9, 512, [60, 61], [70, 3], [8, 2]], ranks=2)
+    assert of_ranks[0] == of_ranks[1]
+    first, *near, far, near_far, farther, uneven, near_uneven, far_uneven, taken = of_ranks[0]
+    assert {"serial", "gather[by=kernel]"} < set(first)
+    assert near == [()] * 4
+    assert "serial" in far
+    assert set(far) <= set(first)
+    assert len(far) <= 3
+    assert near_far == near_uneven == ()
+    assert set(farther) == set(far)
+    assert {"serial", "gather[by=kernel]"} < set(uneven), "to which other schedules apply"
+    assert len(far_uneven) <= 3
+    assert set(taken) <= {*first, *uneven}
