@@ -57,33 +57,39 @@ def capacity(group: dist.ProcessGroup, differs: bool) -> Any:
     return weft.all_to_all_matmul(bf16(64, K), w, splits, group=group, max_rows=128, **options)
 
 
+WIDE, LONG = 1024, 2048
+"""Of layers: large enough for schedules that overlap. A call of NCCL that one rank has begun would wait for one that raises."""
 CALLS = [average, scattered_average, rows, dimension, columns, capacity]
 
 
 def attention(group: dist.ProcessGroup, differs: bool) -> Any:
-    layer = weft.nn.ParallelAttention(K, 4, group=group, device="cuda", dtype=torch.bfloat16)
-    return layer(bf16(2, 32, K), rotary=weft.nn.rotary_embedding(64, K // 4, device="cuda") if differs else None)
+    layer = weft.nn.ParallelAttention(WIDE, 4, group=group, device="cuda", dtype=torch.bfloat16)
+    return layer(
+        bf16(2, LONG, WIDE), rotary=weft.nn.rotary_embedding(2 * LONG, WIDE // 4, device="cuda") if differs else None
+    )
 
 
 def causal(group: dist.ProcessGroup, differs: bool) -> Any:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "sequence_dim": None}
-    return weft.nn.ParallelAttention(K, 4, group=group, causal=differs, **options)(bf16(2, 32, K))
+    return weft.nn.ParallelAttention(WIDE, 4, group=group, causal=differs, **options)(bf16(2, LONG, WIDE))
 
 
 def activation(group: dist.ProcessGroup, differs: bool) -> Any:
     function = torch.nn.functional.gelu if differs else torch.nn.functional.silu
-    layer = weft.nn.ParallelMLP(K, 512, group=group, activation=function, device="cuda", dtype=torch.bfloat16)
-    return layer(bf16(2, 32, K))
+    layer = weft.nn.ParallelMLP(WIDE, 4 * WIDE, group=group, activation=function, device="cuda", dtype=torch.bfloat16)
+    return layer(bf16(2, LONG, WIDE))
 
 
 def residual(group: dist.ProcessGroup, differs: bool) -> Any:
-    layer = weft.nn.RowParallelLinear(2 * K, K, group=group, device="cuda", dtype=torch.bfloat16)
-    return layer(bf16(2, 64, K), residual=bf16(2, 32, K) if differs else None)
+    layer = weft.nn.RowParallelLinear(2 * WIDE, WIDE, group=group, device="cuda", dtype=torch.bfloat16)
+    return layer(bf16(2, 2 * LONG, WIDE), residual=bf16(2, LONG, WIDE) if differs else None)
 
 
 def norm_before(group: dist.ProcessGroup, differs: bool) -> Any:
-    norm = weft.nn.RMSNorm(K, eps=1e-3 if differs else 1e-5, group=group, device="cuda", dtype=torch.bfloat16)
-    return weft.nn.ColumnParallelLinear(K, N, group=group, device="cuda", dtype=torch.bfloat16)(norm(bf16(2, 32, K)))
+    norm = weft.nn.RMSNorm(WIDE, eps=1e-3 if differs else 1e-5, group=group, device="cuda", dtype=torch.bfloat16)
+    return weft.nn.ColumnParallelLinear(WIDE, WIDE, group=group, device="cuda", dtype=torch.bfloat16)(
+        norm(bf16(2, LONG, WIDE))
+    )
 
 
 LAYERS = [attention, causal, activation, residual, norm_before]

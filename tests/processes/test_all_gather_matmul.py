@@ -106,9 +106,8 @@ def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pool: Pool, worl
         assert found[:2] == [(rows, rows), (columns, columns)]
         assert all(name.startswith(("serial", "gather", "shard")) for names in found[2:] for name in names)
         wanted, uneven = warned  # once each, though called twice
-        assert (
-            f"FiCCO's heuristic is not followed, it picks {columns}, which cannot do this: the gathered input" in wanted
-        )
+        assert f"FiCCO's heuristic is not followed, it picks {columns}, which cannot do this: " in wanted
+        assert "of the gathered input" in wanted
         assert f"{tuple(range(3, 3 + world))} rows have no common chunks" in uneven
 
 
@@ -182,7 +181,7 @@ def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
         assert "pad those of a vocabulary" in told["columns"]
         assert "@ [8, 3] on each, fp16" in told["dtype"]
         assert "schedule serial" in told["schedule"]
-        assert "pass rows=" in told["schedule"]
+        assert "pass rows=" not in told["schedule"]  # which would not help
 
 
 def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:

@@ -127,4 +127,4 @@ def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
         for name in ("scales", "out", "fast"):
             assert told[name].startswith("DisagreementError: ranks make different calls"), name
         assert "scaled by row" in told["scales"]
-        assert "fp16" in told["out"]
+        assert "out_dtypes=[torch.float16]" in told["out"]

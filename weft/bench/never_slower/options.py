@@ -11,6 +11,7 @@ from pathlib import Path
 from weft.bench.core.arguments import check_file, number_of_ranks, one_of
 from weft.bench.core.operators import LAYERS, names
 from weft.bench.provenance import provenance
+from weft.schedule.problem import PROBLEMS
 
 COMMAND = "never-slower"
 MODES = ("queued", "graph", "single", "changing")
@@ -42,8 +43,9 @@ examples:
 
 
 def forward_operators() -> list[str]:
-    """Return the names of the operators that users call."""
-    return [name for name in names() if name != LAYERS and not name.endswith("_gradients")]
+    """Return the names of weft's operators that users call. Those that users have registered are measured by `weft bench OP`."""
+    own = [name for name in names() if name not in PROBLEMS or PROBLEMS[name].__module__.startswith("weft.")]
+    return [name for name in own if name != LAYERS and not name.endswith("_gradients")]
 
 
 @dataclass(frozen=True)
