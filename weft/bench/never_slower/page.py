@@ -197,10 +197,11 @@ def sentence(rows: Sequence[Record]) -> str:
     modes = " and ".join(text for mode, text in by_mode.items() if any(row["mode"] == mode for row in judged))
     slowest = min(judged, key=speed)
     below = len({(row["seed"], row["op"], row["config"]) for row in verdict.below})
-    found = "none was" if not below else f"{below} ({below / shapes:.1%}) {'was' if below == 1 else 'were'}"
+    baseline = "NCCL and cuBLAS" if rows[-1]["device"] == "cuda" else "gloo and torch.mm"
+    operators = counted(len({row["op"] for row in judged}), "operator")
+    found = "No shape" if not below else f"{below} of them ({below / shapes:.1%})"
     return (
-        f"Of {counted(shapes, 'shape')} of {counted(len({row['op'] for row in judged}), 'operator')}, drawn by "
-        f"{counted(len(seeds), 'seed')}, on {rows[-1]['machine']}, {found} below {NEVER_BELOW}x of "
-        f"{'NCCL and cuBLAS' if rows[-1]['device'] == 'cuda' else 'gloo and torch.mm'} called by hand, in {modes}; "
-        f"{times(geomean([*map(speed, judged)]))} in the geometric mean, {times(speed(slowest))} at worst."
+        f"On {rows[-1]['machine']}, {counted(len(seeds), 'seed')} drew {counted(shapes, 'shape')} of {operators}. The baseline is "
+        f"{baseline}, called one after the other; both sides run as {modes}. {found} ran below {NEVER_BELOW}x of its speed "
+        f"in one of these modes. The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst {times(speed(slowest))}."
     )
