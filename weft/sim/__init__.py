@@ -1,4 +1,4 @@
-"""A schedule on modelled hardware: what it would do and how long it would take, on machines that need not be here."""
+"""Simulation of schedules on modelled hardware: what ranks would do, and for how long. The machine need not be here."""
 
 from weft.sim.engine import simulate
 from weft.sim.losses import Inefficiencies, inefficiencies

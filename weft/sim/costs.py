@@ -1,9 +1,9 @@
-"""What one step costs on a model, alone, and what it takes of the machine meanwhile.
+"""The cost of one step on a model: its time alone, and its share of each resource.
 
-A step is `latency_us`, in which it holds nothing, and then `work_us` of work if nothing else runs. While it works at full
-speed it takes a share of each resource that it uses, 1 being all of it; at half speed, half of that. Resources are a rank's
-"hbm", "compute" and "engine" (all copy engines), and links (`weft.hw.topology`): a flow takes a part of each link of its route.
-Here they are named by distance from the rank whose step it is, so that ranks that do the same have the same costs.
+A step waits `latency_us`, holding no resource, and then works for `work_us` if nothing else runs. At full speed it takes a
+share of each resource that it uses, where 1 is the whole resource. At half speed it takes half of that share. Resources are a
+rank's "hbm", "compute" and "engine" (all copy engines), and links (`weft.hw.topology`). A flow takes a part of each link on its
+route. Costs name resources by distance from the rank of the step, so that ranks with the same steps have the same costs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmu
 from weft.sim.model import Model
 
 Place: TypeAlias = tuple[str, int]
-"""(kind, distance of the rank that has it); of a link its kind, and how far on its `at` is."""
+"""(kind, distance of the rank that owns the resource). For a link: its kind, and the distance of its `at`."""
 
 
 How: TypeAlias = Literal["share", "hold", "disturb"]
 
 
 class Use(NamedTuple):
-    """share: shared with whatever else asks. hold: taken from the others as long as the step works, however slowly.
-    disturb: lost by those who share it, in proportion to the step's speed, without slowing the step."""
+    """The use of one resource by a step.
+
+    share: max-min fair with the other steps that ask. hold: exclusive while the step works, at any speed.
+    disturb: lost by the steps that share the resource, in proportion to this step's speed. It does not slow this step.
+    """
 
     how: How
     place: Place
@@ -35,7 +38,7 @@ class Use(NamedTuple):
 
 
 What: TypeAlias = Literal["matmul", "compute", "peer", "engine"]
-"""matmul, another kernel, communication with peers, or a copy engine's copy within the GPU."""
+"""A matmul, another kernel, communication with peers, or a copy within the GPU by a copy engine."""
 
 
 class Cost(NamedTuple):
@@ -43,13 +46,13 @@ class Cost(NamedTuple):
     latency_us: float
     work_us: float
     uses: tuple[Use, ...]
-    sent_bytes: int = 0  # cross between ranks for this step: leave its rank, or are fetched
-    joins: bool = False  # begins when all ranks have come to it
-    fills: float = 0.0  # share of its rank's units that it keeps until it ends, from kernels that begin later
+    sent_bytes: int = 0  # bytes between ranks: sent by its rank, or fetched from a peer
+    joins: bool = False  # begins when all ranks have reached it
+    fills: float = 0.0  # share of its rank's units that later kernels do not get until it ends
 
     @property
     def holds(self) -> float:
-        """Return the share of its rank's units without which it cannot begin."""
+        """Return the share of its rank's units that it needs to begin."""
         return sum(amount for how, place, amount in self.uses if how == "hold" and place == _COMPUTE)
 
 
@@ -57,7 +60,7 @@ class Operand(NamedTuple):
     rows: int
     cols: int
     dtype: str
-    at: int  # distance of the rank whose memory it is in, from the rank whose step it is
+    at: int  # distance from the step's rank to the rank whose memory holds it
     whole_rows: bool
 
     @property
@@ -66,7 +69,7 @@ class Operand(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The topology, others being named by their distance from `rank`."""
+    """The topology as seen from `rank`: other ranks are named by distance."""
 
     topology: Topology
     rank: int
@@ -82,22 +85,22 @@ class Links(NamedTuple):
         return min((link.bytes_per_us for link in self.route(source, target)), default=math.inf)
 
     def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
-        """Of so many bytes in `us`."""
+        """Yield the link shares of a flow of `count` bytes that takes `us`."""
         for link in self.route(source, target):
             at = (link.at - self.rank) % self.topology.ranks
             yield _share(link.kind, at, _part(count, us, link.bytes_per_us))
 
 
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
-    """Of a step of `rank`: the same for all ranks to which the topology looks the same.
+    """Return the cost of a step of `rank`. Ranks that see the same topology have the same cost.
 
-    operands: of a copy or a collective source and destination, of an exchange then also what goes to the rank at each
-    distance, from 0; of any other step what it accesses. A kind of step that is not named here is a kernel of ours that takes as
-    long as memory needs for that."""
+    operands: source and destination of a copy or a collective. An exchange adds the part for the rank at each distance, from 0.
+    For any other step: what it accesses. A kind of step that has no case here is priced as a memory-bound kernel of weft.
+    """
     links = Links(model.wiring.of(world), rank)
     if isinstance(step, Read):
         return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
-    if isinstance(step, Agree):  # a few counts; what it spoils, no valid run does
+    if isinstance(step, Agree):  # compares a few counts; no valid run poisons outputs
         return _cost("compute", model.launch_us, 0.0, [])
     if isinstance(step, Copy):
         source, target = operands
@@ -120,18 +123,20 @@ def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], ra
 
 _HBM, _COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
-"""Of the times that matmul tiles need memory and units for, which norm they take: of 128 experts with 128 rows each, that need
-1.9 and 2.0 ms, 2.24 ms were measured on an H200."""
+"""The norm that combines the memory time and the compute time of matmul tiles. Measured on an H200 with 128 experts of 128 rows:
+2.24 ms, where memory needs 1.9 ms and units 2.0 ms."""
 
 
 _LATE_TILES = 0.5
-"""Of what tiles of a tracked GEMM store in peers' memory, the part for which their unit waits: measured on H200s. Of what
-they read there to add to it as much is taken, which nobody has measured."""
+"""The share of a tracked GEMM's stores to peers for which their unit waits: measured on H200s. The same share is assumed,
+unmeasured, for operands that tiles read from peers and add."""
 
 
 class Rates(NamedTuple):
-    """What a kernel's tiles reach in computing and of memory, relative to a kernel of our own. whole: a matmul's tile is one unit's
-    work as it is; otherwise it is one expert's rows, and cut as is best."""
+    """The compute and memory rates of a kernel's tiles, relative to a kernel of weft.
+
+    whole: each matmul tile is the work of one unit, uncut. Otherwise a tile is one expert's rows, cut in the best way.
+    """
 
     compute: float = 1.0
     memory: float = 1.0
@@ -162,12 +167,13 @@ def cost_of_tiles(
     of_kernel: Rates = Rates(),  # noqa: B008 - a value
     rank: int = 0,
 ) -> Cost:
-    """Of one kernel that does all `parts`, each so many times. What they take of each resource is added up, and the resource
-    of which they take most is busy all the time: so many tiles are under way that none waits for another one's latency. The
-    kernel takes no less than its longest part alone.
+    """Return the cost of one kernel that does all `parts`, each the given number of times.
 
-    read_bytes: of what matmuls read in this rank's memory, nothing counted more than once: tiles that have an operand in common
-    follow each other, and find it in the cache. of_kernel: see `rates`.
+    The kernel takes as long as its busiest resource: enough tiles are in flight to hide each other's latency. It takes no less
+    than its longest part alone.
+
+    read_bytes: bytes of this rank's memory that matmuls read, each counted once. Tiles that share an operand run one after
+    another and find it in the cache. of_kernel: see `rates`.
     """
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[Place, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
@@ -186,10 +192,10 @@ def cost_of_tiles(
             if how == "share":
                 work_us = found.work_us * slower.get(place[0], 1.0)
                 taken[place] = taken.get(place, 0.0) + times * amount * work_us
-    # The last tiles may keep few units busy, and what is done by then takes as long as if they kept all.
+    # The last wave may keep few units busy, and takes as long as a full one.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
-    if what == "matmul":  # tiles that wait for memory, and tiles that compute: neither hides all of the other
+    if what == "matmul":  # neither memory time nor compute time hides all of the other
         us = max(us, (taken[_HBM] ** _BLEND + taken.get(_COMPUTE, 0.0) ** _BLEND) ** (1 / _BLEND))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     return _cost(cast(What, what), model.launch_us, us, uses, sent)
@@ -223,7 +229,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
             model.copy_disturbance,
             [_share("engine", 0, 1 / model.copy_engines)],
         )
-    for at in (source.at, target.at, *[target.at] * update):  # what is added to is read as well
+    for at in (source.at, target.at, *[target.at] * update):  # an update also reads its target
         uses.append(_share("hbm", at, _part(count, us, model.hbm_bytes_per_us)))
         if us > 0:
             uses.append(Use("disturb", ("compute", at), disturbance * count / us))
@@ -232,30 +238,30 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
 
 
 def _all_gather(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
-    """All ranks' sources into everybody's target; every rank receives what is not its own."""
+    """Return the cost of gathering all sources into each rank's target: each rank receives all but its own source."""
     us, others = model.transfer_us("all_gather", target.bytes - source.bytes), links.topology.ranks - 1
     return _collective(model, links, us, 2 * target.bytes, [source.bytes] * others)
 
 
 def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
-    """Of the rows of every rank's source to each rank those that its target has; or those that `parts` say, by distance."""
+    """Return the cost of an all-to-all: equal parts of each source, or the sizes of `parts` by distance."""
     kept = parts[0].bytes if parts else target.rows * source.cols * ITEM_BYTES[source.dtype]
     sent, received, others = source.bytes - kept, target.bytes - kept, links.topology.ranks - 1
     us = model.transfer_us("all_to_all", max(sent, received))
     to_each = [part.bytes for part in parts[1:]] if parts else [sent / others] * others
     found = _collective(model, links, us, source.bytes + target.bytes, to_each)
-    # The host tells an exchange its sizes, and has just read them: nothing is queued ahead.
+    # The host reads the sizes of an exchange just before it launches it: nothing is queued ahead.
     latency_us = found.latency_us + (model.host_read_us if parts else 0.0)
     return found._replace(latency_us=latency_us, sent_bytes=sent)
 
 
 def _reduce_scatter(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
-    """As long as an all-gather of as many bytes the other way, and each part that comes is added."""
+    """Return the cost of a reduce-scatter: an all-gather of as many bytes, plus the memory traffic of the reduction."""
     return _summed(model, links, source, source.bytes - target.bytes, 1)
 
 
 def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
-    """A reduce-scatter, and an all-gather of what it makes."""
+    """Return the cost of an all-reduce: a reduce-scatter, then an all-gather of its result."""
     world = links.topology.ranks
     return _summed(model, links, source, source.bytes * (world - 1) // world, 2)
 
@@ -268,8 +274,10 @@ def _summed(model: Model, links: Links, source: Operand, sent: int, rounds: int)
 
 
 def _collective(model: Model, links: Links, us: float, memory: int, to_each: Sequence[float]) -> Cost:
-    """That takes `us` where links have room, reads and writes so much memory, and sends so much to the rank at each distance,
-    from 1."""
+    """Return the cost of a collective that takes `us` on idle links.
+
+    memory: bytes that it reads and writes. to_each: bytes that it sends to the rank at each distance, from 1.
+    """
     uses = [_share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us))]
     uses += [Use("hold", _COMPUTE, model.collective_units / model.compute_units)]
     for distance, count in enumerate(to_each, 1):
@@ -285,7 +293,7 @@ _COLLECTIVES: dict[str, Callable[..., Cost]] = {
 
 
 def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, out: Operand) -> Cost:
-    """Rows of tables, the ids that name them, and where each bag begins; every row that is read counts, again or not."""
+    """Return the cost of reading table rows, their ids, and the offset of each bag. A row counts each time that it is read."""
     rows = out.rows * tables.bytes
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
@@ -294,7 +302,10 @@ def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, o
 
 
 def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
-    """more: scales and a bias, which are small and left out, and the output, which may have larger items than a and b."""
+    """Return the cost of a matmul.
+
+    more: scales and a bias, which are small and ignored, and then the output, whose items may be larger than those of a and b.
+    """
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
     wider = out.bytes - out.rows * out.cols * ITEM_BYTES[a.dtype]
@@ -310,7 +321,7 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
 
 
 def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matmul: Cost) -> Cost:
-    """The library's addmm: what it adds to is copied into the output, in its own time, and then it accumulates there."""
+    """Return the cost of cuBLAS's addmm: it copies `added` into the output, and then accumulates there."""
     far = added.at != 0 or out.at != 0
     copy = _peer_copy(model, links, added, out, "dma", False) if far else _local_copy(model, added.bytes, "kernel")
     us = copy.work_us + matmul.work_us
@@ -324,7 +335,7 @@ def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matm
 
 
 def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
-    """Of bytes in a peer's memory, by all units."""
+    """Return the bytes/us that all units together store in the peer's memory of `out`."""
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 
@@ -333,8 +344,10 @@ def _is_matmul(step: Step) -> bool:
 
 
 def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
-    """One of so many, a unit's work, or where there are units for it that of several: without what it takes of its rank's memory to
-    read the operands."""
+    """Return the cost of one of `tiles` tiles. One unit does it, or several if there are more units than tiles.
+
+    Reads of the operands from its rank's memory are not included.
+    """
     *factors, out = more
     us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
     busy_us = us / model.compute_units
@@ -351,7 +364,7 @@ def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) ->
 
 
 def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
-    """Without what it reads from its rank's memory."""
+    """Return the cost of one expert's segment, without reads from its rank's memory."""
     *factors, out = more
     found = model.segment(out.rows, out.cols, a.cols, a.dtype)
     alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
@@ -360,7 +373,7 @@ def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
 
 
 def _through_memory(model: Model, links: Links, step: Step, operands: tuple[Operand, ...]) -> Cost:
-    """A kernel that reads and writes its operands once, and does little with them."""
+    """Return the cost of a memory-bound kernel: it reads and writes each operand once, with a few operations per element."""
     accesses = step.accesses()
     traffic = sum((a.reads + a.writes) * o.bytes for a, o in zip(accesses, operands, strict=True))
     elements = sum(o.rows * o.cols for a, o in zip(accesses, operands, strict=True) if a.writes)
@@ -376,8 +389,10 @@ def _through_memory(model: Model, links: Links, step: Step, operands: tuple[Oper
 def _kernel(
     model: Model, links: Links, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
 ) -> Cost:  # fmt: skip
-    """A kernel that takes `us` on local operands and keeps all compute units busy for `busy_us` of it; peers' memory it
-    reads and writes over their links."""
+    """Return the cost of a kernel that takes `us` on local operands and keeps all compute units busy for `busy_us`.
+
+    Operands in peers' memory cross links, which may make it slower.
+    """
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
     us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)
     uses = [_share("hbm", 0, _part(traffic, us, model.hbm_bytes_per_us)), _share("compute", 0, _part(busy_us, us, 1.0))]
@@ -394,14 +409,14 @@ def _share(kind: str, at: int, amount: float) -> Use:
 
 
 def _part(amount: float, us: float, per_us: float) -> float:
-    """Which part of a resource that gives `per_us` it takes to get `amount` in `us`."""
+    """Return the share of a resource of rate `per_us` that moves `amount` in `us`."""
     return amount / us / per_us if us > 0 else 0.0
 
 
 def _cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
-    """Uses of one place in one way are added up, and what is not used is left out."""
+    """Return a `Cost` with the uses of each place merged by kind, without those of amount 0."""
     amounts: dict[tuple[How, Place], float] = {}
     for use in uses:
         amounts[use.how, use.place] = amounts.get((use.how, use.place), 0.0) + use.amount

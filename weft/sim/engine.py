@@ -1,16 +1,16 @@
-"""A schedule on modelled hardware: what every rank's lanes do when, as a fluid that flows through shared resources.
+"""A fluid simulation of a schedule: work flows through shared resources, lane by lane.
 
-Each lane does its steps in order. A step waits out its latency, which takes nothing from anybody, and then has work to do,
-at a speed that depends on what else runs (`weft.sim.fair`). Speeds change only when a step begins or ends, and only those of
-lanes that can slow each other down (`weft.sim.scarce`), so the engine goes from one such moment to the next, and on each of
-them to the signals that arrive. How far work has come, and when it is next done, is known in C++ (`csrc/fluid.cpp`).
+Each lane does its steps in order. A step waits for its latency, which uses no resource. Then it works, at a speed that depends
+on what else runs (`weft.sim.fair`). Speeds change only when a step begins or ends, and only in lanes that can slow each other
+down (`weft.sim.scarce`). So the engine advances from one such event to the next, and to the arrivals of signals in between.
+C++ (`csrc/fluid.cpp`) tracks the progress of work and the next completion.
 
-A kernel that holds units (a copy by kernel, a collective) begins once there are as many beside the library GEMMs that run: their
-programs keep units until the GEMM ends. Kernels that were there first keep their units, too, and the next GEMM gets the rest.
+A kernel that holds units (a copy by kernel, a collective) begins once enough units are free beside the running library GEMMs,
+whose programs keep their units until the GEMM ends. Kernels that came first also keep their units: the next GEMM gets the rest.
 
-Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter has reached
-(e - 1) sets_per_run + count, one for the previous run when it has reached (e - 2) sets_per_run + count. A rank begins its
-next run when all its lanes have ended the one before; nothing else holds ranks together.
+Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter reaches
+(e - 1) sets_per_run + count. A wait for the previous run ends at (e - 2) sets_per_run + count. A rank begins its next run when
+all its lanes have ended the last one. Ranks are not synchronized otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.sim.result import Event, Simulated
 from weft.sim.scarce import parts_of, scarce_only
 
 _PULSES = 16
-"""Signals that a kernel sets as it goes on are raised after each such part of its work, as many as are due."""
+"""Parts into which a kernel's work is divided: after each, the signals that its tiles have set by then are raised."""
 
 
 def simulate(
@@ -42,15 +42,15 @@ def simulate(
     mode: Literal["queued", "graph", "single"] = "queued",
     late_us: Sequence[float] = (),
 ) -> Simulated:
-    """What `schedule` does on `model`.
+    """Simulate `schedule` on `model`.
 
-    runs: how many in a row; each rank begins a run when its own last one has ended.
-    mode: "queued": the host is ahead, its launches cost nothing. "graph": captured and replayed, in which collectives take
-    longer; what a graph adds to the end of a run (`model.graph_run_us`) is not in it. "single": every run begins
-    with idle devices, and the host needs `model.host_step_us` for each step.
-    late_us: by how much each rank comes late to each of its runs; nothing: not at all.
+    runs: number of consecutive runs. A rank begins a run when its own previous run has ended.
+    mode: "queued": the host is ahead, and launches cost nothing. "graph": captured and replayed; collectives and signals take
+        longer. The time that a graph adds at the end of a run (`model.graph_run_us`) is not included. "single": every run
+        begins on idle devices, and the host needs `model.host_step_us` per step.
+    late_us: delay of each rank at the start of each of its runs; by default 0.
 
-    `ScheduleError` if a lane waits for ever, with all lanes that do, or if a schedule takes no time though its model does.
+    `ScheduleError` if lanes wait forever (the message lists all of them), or if the schedule has no work on any model but NULL.
     """
     if runs < 1:
         raise ValueError(f"runs={runs}: simulate one run at least")
@@ -71,7 +71,7 @@ def simulate(
 
 
 _KNOWN_SPEEDS = 1 << 20
-"""Speeds that are remembered, of all sets of steps at once together: long runs of ranks that differ have ever new ones."""
+"""Capacity of the cache of speeds, over all sets of concurrent steps. Long runs of ranks that differ keep producing new sets."""
 
 
 class _Lane:
@@ -80,9 +80,9 @@ class _Lane:
     def __init__(self, number: int, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
         self.number, self.program, self.rank, self.issued = number, program, rank, issued
         self.tasks: list[Task] = program.tasks
-        self.next = self.joined = 0  # tasks, and collectives among them
-        self.since = 0.0  # the beginning of the task that is under way
-        self.pulses = 0  # of its work, so far
+        self.next = self.joined = 0  # the next task, and the number of collectives begun
+        self.since = 0.0  # when the current task began
+        self.pulses = 0  # parts of its work that are done
 
 
 class _Rank:
@@ -92,14 +92,15 @@ class _Rank:
         self.number, self.late = number, late
         self.lanes: list[_Lane] = []
         self.run, self.start, self.open = 0, 0.0, 0
-        self.filled = 0.0  # share of the units that GEMMs keep until they end
-        self.without_units: list[_Lane] = []  # at kernels that wait for units, in the order in which they came
+        self.filled = 0.0  # share of the units that running GEMMs keep
+        self.without_units: list[_Lane] = []  # lanes whose kernels wait for units, in order of arrival
         self.ends: list[float] = []
 
 
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
-"""(when, order, lane, works, counter, times). Of two events at one time, the one planned first comes first. A lane goes on, with
-its work if that is what it waited for; where there is none the counter is raised so many times."""
+"""An event: (when, order, lane, works, counter, times). Events at the same time run in the order in which they were planned.
+
+With a lane: it advances, or begins its work if `works`. Without a lane: `counter` is raised `times` times."""
 
 
 class _Engine:
@@ -116,7 +117,9 @@ class _Engine:
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
             self.lanes.append(_Lane(number, lane, rank, when))
             rank.lanes.append(self.lanes[-1])
-        for rank in self.ranks.values():  # copies are issued first (`weft.schedule.order`), and get their units
+        for (
+            rank
+        ) in self.ranks.values():  # copies are issued first (`weft.schedule.order`), so they get their units first
             rank.lanes.sort(key=lambda lane: program.schedule.lanes[lane.program.number].resource != "copy")
         self.now = 0.0
         self.timed: list[_Timed] = []
@@ -140,7 +143,7 @@ class _Engine:
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
 
     def _step(self, now: float) -> None:
-        """At the next moment at which something begins or ends."""
+        """Advance to `now`, the next moment at which a step begins or ends, and handle its events."""
         self.now, timed = now, self.timed
         self._hear(self.fluid.to(now))
         while timed and timed[0][0] <= now:
@@ -153,7 +156,7 @@ class _Engine:
                 self._advance(waiting)
 
     def _hear(self, due: list[tuple[int, bool]]) -> None:
-        """Of lanes that have come to a pulse of their work, or to its end."""
+        """Handle lanes that reached a pulse of their work or finished it."""
         for number, done in due:
             if done:
                 self._finish(self.lanes[number])
@@ -177,7 +180,7 @@ class _Engine:
             self._plan(rank.start, lane)
 
     def _advance(self, lane: _Lane) -> None:
-        """Do what takes no time, until something does or the lane has to wait."""
+        """Do the lane's tasks until one takes time or has to wait."""
         while lane.next < len(lane.tasks):
             task = lane.tasks[lane.next]
             if lane.issued and lane.rank.start + lane.issued[lane.next] > self.now:
@@ -203,7 +206,7 @@ class _Engine:
     def _begin(self, lane: _Lane, task: Work) -> None:
         lane.pulses = 0
         if task.joins and len(self.ranks) > 1:
-            # Which collective of the lane it is: what is before it may differ from rank to rank.
+            # Match collectives by their number in the lane: the tasks before one may differ between ranks.
             place = (lane.rank.run, lane.program.number, lane.joined)
             lane.joined += 1
             there = self.meeting.setdefault(place, [])
@@ -214,7 +217,7 @@ class _Engine:
                 other.since = self.now
                 self._plan(self.now + task.latency_us, other, works=True)
         else:
-            self.planned += 1  # as `_plan` does, which most steps would call
+            self.planned += 1  # `_plan` inlined: most steps come here
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _work(self, lane: _Lane) -> None:
@@ -246,7 +249,7 @@ class _Engine:
         self._advance(lane)
 
     def _free(self, rank: _Rank, units: float) -> None:
-        """Give the units of a GEMM that has ended to those who wait, before the next GEMM of its lane has been launched."""
+        """Give the units of a finished GEMM to waiting kernels, before the next GEMM of its lane is launched."""
         rank.filled = max(0.0, rank.filled - units)
         waiting, rank.without_units = rank.without_units, []
         for lane in waiting:

@@ -1,20 +1,19 @@
-"""How fast steps go that run at once: max-min fair shares by progressive filling.
+"""Speeds of concurrent steps: max-min fair shares by progressive filling.
 
-Each resource gives all who want it the same amount, but no one more than it asks for: of a link of 100, a copy that can take 10
-gets 10, and one that can take 100 gets 90. So no step can use more of a full resource without another one, that uses no more of
-it, using less. Amounts are equal where a step is stopped: a step that takes parts of several resources has the same speed on all.
+Each resource gives all its users the same amount, but no more than a user asks for. On a link of 100, a copy that can take 10
+gets 10, and a copy that can take 100 gets 90. So a step can gain on a full resource only if a step that uses no more of it
+loses. A step has the same speed on all its resources. Amounts are equal on the resource that stops a step, its bottleneck.
 
-Filling goes in rounds, as it depends on where steps are stopped what is equal. All grow by what they take of the resource that
-is expected to stop them, each up to its speed when alone. When a resource is used up, the steps that use it stop; the others go
-on. If steps were stopped elsewhere than expected, that is expected in the next round. With one amount for each step, however many
-resources it takes it of, the first round is the last.
+Filling goes in rounds, since equal amounts depend on the bottlenecks. In a round all steps grow in proportion to their use of
+their expected bottleneck, each up to its speed alone. When a resource is full, its users stop, and the other steps go on. The
+bottlenecks that a round finds are the expected ones of the next round. One round is enough if each step takes the same amount
+of all its resources.
 
-Source: Bertsekas and Gallager, "Data Networks", 6.5.2. Beside it, two things that hardware does not share fairly: a copying
-kernel keeps its compute units to itself ("hold"), and copies slow down the kernels beside them by heat and cache misses,
-without themselves becoming slower ("disturb"). Holders wait for each other where all units are held: together they get no more
-than there are.
+Source: Bertsekas and Gallager, "Data Networks", 6.5.2. Two effects are not fair sharing. A copying kernel keeps its compute
+units to itself ("hold"). Copies slow down concurrent kernels by heat and cache misses, and do not become slower themselves
+("disturb"). If all units are held, holders wait for each other: together they never get more units than exist.
 
-It is worked out in C++ (`csrc/fair.cpp`): where ranks differ in their links, a plan for dozens of them needs it 100,000 times.
+The solver is C++ (`csrc/fair.cpp`): if ranks differ in their links, a plan for dozens of ranks calls it 100,000 times.
 """
 
 from __future__ import annotations
@@ -25,12 +24,15 @@ from typing import NamedTuple
 from weft._core import FAIR_LEAST, fair_speeds
 
 LEAST = FAIR_LEAST
-"""Of a resource whose units are all held: kernels that came first keep running on some."""
+"""The share that remains of a resource whose units are all held: kernels that came first keep running on some units."""
 
 
 class Load(NamedTuple):
-    """What one step takes at full speed, by resource: see `weft.sim.costs.Use`. A resource that stands for several, as where one
-    rank stands for all, may be there several times: each of these gives its own part."""
+    """The resources that one step takes at full speed, as (resource, amount): see `weft.sim.costs.Use`.
+
+    A resource that stands for several, since one rank stands for all, may be listed several times. Each entry is a separate
+    resource's part.
+    """
 
     share: tuple[tuple[int, float], ...]
     hold: tuple[tuple[int, float], ...] = ()
@@ -38,5 +40,5 @@ class Load(NamedTuple):
 
 
 def speeds(loads: Sequence[Load], counts: Mapping[int, int]) -> dict[int, float]:
-    """The speed, from 0 to 1, of each of `counts[key]` steps with the load `loads[key]`, for each key."""
+    """Return, for each key, the speed (0 to 1) of each of `counts[key]` steps with the load `loads[key]`."""
     return dict(zip(counts, fair_speeds([loads[key] for key in counts], list(counts.values())), strict=True))

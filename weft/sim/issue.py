@@ -1,8 +1,8 @@
-"""When the host has issued each step of a single run, for which nothing was queued ahead.
+"""Issue times: when the host has issued each step of a single run, with nothing queued ahead.
 
-It issues them one after the other in the order of `weft.schedule.order`, which plays all ranks at once. Where rank 0 stands
-for all, it is enough to play its lanes: what it sets at others comes from others to it, in the next round, and to a collective
-all come in the round in which it does.
+The host issues steps one by one in the order of `weft.schedule.order`, which plays all ranks at once. If rank 0 stands for all
+ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round later. All ranks
+reach a collective in the same round.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from weft.sim.model import Model
 
 
 def issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[float]]:
-    """When each task of a (rank, lane) has been issued, from the beginning of the run."""
+    """Return when each task of a (rank, lane) has been issued, from the beginning of the run."""
     times: dict[tuple[int, int], list[float]] = {}
     turns = _Turns(program).order() if program.symmetric and len(program.ranks) == 1 and _is_whole(program) else []
-    if len(turns) == sum(len(lane.tasks) for lane in program.lanes):  # else one waits for ever, or there is none
+    if len(turns) == sum(
+        len(lane.tasks) for lane in program.lanes
+    ):  # else a lane waits forever, or rank 0 is not enough
         for i, lane in enumerate(turns):
             times.setdefault((0, lane), []).append((i + 1) * model.host_step_us)
         return times
@@ -30,7 +32,10 @@ def issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[fl
 
 
 def _is_whole(program: Program) -> bool:
-    """Whether a program has all that is issued: steps that only the run knows to be empty are, and tiles may set signals."""
+    """True if `program` has a task for each issued step. Steps that only the run knows to be empty are issued too.
+
+    False if tiles set signals, which rank 0's lanes alone do not reproduce.
+    """
     if any(isinstance(task, Work) and task.raises for lane in program.lanes for task in lane.tasks):
         return False
     lanes = [(program.schedule.lanes[lane.number].steps, lane.tasks) for lane in program.lanes]
@@ -40,19 +45,19 @@ def _is_whole(program: Program) -> bool:
 
 
 class _Turns:
-    """Rounds of `weft.schedule.order`, of one rank."""
+    """The rounds of `weft.schedule.order` for one rank."""
 
     def __init__(self, program: Program) -> None:
         copying = [lane.resource == "copy" for lane in program.schedule.lanes]
         self._lanes = sorted(program.lanes, key=lambda lane: not copying[lane.number])
         self._next = dict.fromkeys((lane.number for lane in program.lanes), 0)
         self._counters = [0] * program.counters
-        self._sent: list[int] = []  # counters that others have in the next round
-        self._come: set[tuple[int, int]] = set()  # (lane, task) of collectives to which all have come
+        self._sent: list[int] = []  # counters to raise in the next round
+        self._come: set[tuple[int, int]] = set()  # (lane, task) of collectives that all ranks have reached
         self._coming: set[tuple[int, int]] = set()
 
     def order(self) -> list[int]:
-        """The lane of each step."""
+        """Return the lane of each step, in the order of issue."""
         order: list[int] = []
         before = -1
         while len(order) > before or self._coming:
@@ -66,7 +71,7 @@ class _Turns:
         return order
 
     def _turn(self, lane: LaneProgram) -> int:
-        """How many steps a lane issues: its waits, then one copy, GEMM or wait of the host, then sets, as far as they go."""
+        """Issue the lane's waits, then one copy, GEMM or host read, then sets, until it blocks. Return the number of steps."""
         first, worked = self._next[lane.number], False
         for number in range(first, len(lane.tasks)):
             task = lane.tasks[number]

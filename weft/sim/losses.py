@@ -1,12 +1,12 @@
-"""Where a schedule's time goes: what it loses by cutting operations up, and what they lose by running beside each other.
+"""Losses of a schedule: decomposition (operations cut into pieces) and contention (pieces that run concurrently).
 
-    decomposition   a schedule's GEMMs one after the other, each alone, over the one library GEMM;
-                    its communication alone, nothing computing, over the fastest way to do it whole
-    contention      what the same steps take in the schedule, over what they take alone
+    decomposition   GEMMs: the schedule's, each alone, one after another, over the one library GEMM.
+                    Communication: the schedule's alone, nothing computing, over the fastest way to do it whole
+    contention      time of the same steps in the schedule, over their time alone
     exposed         time in which a rank has nothing to compute
     ideal           max(library GEMM, communication done whole): nothing cut, nothing disturbed, all hidden
 
-What the library does, and what must be communicated, is what the operator's serial schedule says.
+The operator's serial schedule defines the library GEMMs and the communication.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and figure 6.
 """
@@ -42,7 +42,7 @@ from weft.sim.result import Simulated
 
 @dataclass(frozen=True)
 class Inefficiencies:
-    """Losses are factors, 1 being none; the decomposition of communication is below 1 where cutting it up is faster."""
+    """The losses of a schedule, as factors: 1 is no loss. `communication_decomposition` is below 1 if cutting is faster."""
 
     end_us: float
     ideal_us: float
@@ -60,7 +60,7 @@ class Inefficiencies:
 
 
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
-    """Of one queued run of `schedule`, which does `problem`; of the rank that computes longest."""
+    """Return the losses of one queued run of `schedule`, which does `problem`; for GEMMs, on the rank that computes longest."""
     together = simulate(schedule, model)
     library_us = gemms_us(problem, model)
     alone_us, beside_us = _matmuls(together)
@@ -85,13 +85,13 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
 
 @lru_cache(maxsize=8)  # asked for each candidate
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
-    """Of the serial schedule's GEMMs, each alone, with or without their launches; of the rank on which they take longest."""
+    """Return the time of the serial schedule's GEMMs, each alone, on the slowest rank. launches: include launch times."""
     return max(_alone_us(lower(_serial(problem), model), launches).values())
 
 
 @lru_cache(maxsize=8)
 def communication_us(problem: Problem, model: Model) -> float:
-    """Of the communication alone, whole: by the library, or by copy engines to all peers at once, whichever is faster."""
+    """Return the time of the whole communication alone: NCCL, or copy engines to all peers at once, whichever is faster."""
     if problem.world_size == 1:
         return 0.0
     serial = _serial(problem)
@@ -108,7 +108,7 @@ def _serial(problem: Problem) -> Schedule:
 
 
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
-    """What they send, put by each rank to all others at once, wherever it is to lie there."""
+    """Return a schedule in which each rank puts what `collectives` send to all peers at once, at any address there."""
     world = serial.world_size
     values = values_of_ranks(serial)
     d = Draft("puts", world)
@@ -129,7 +129,7 @@ def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
 
 
 def _matmuls(result: Simulated) -> tuple[float, float]:
-    """(each alone, as they ran) of the rank whose matmuls take longest alone."""
+    """Return (time of its matmuls alone, time as they ran) for the rank whose matmuls take longest alone."""
     alone = _alone_us(result.program, launches=True)
     return max(
         (alone[rank], sum(end - start for start, end in ran)) for rank, ran in result.intervals_us("matmul").items()
@@ -137,7 +137,7 @@ def _matmuls(result: Simulated) -> tuple[float, float]:
 
 
 def _alone_us(program: Program, launches: bool) -> dict[int, float]:
-    """Of the matmuls of each rank, each alone."""
+    """Return the time of each rank's matmuls, each alone."""
     us = dict.fromkeys(program.ranks, 0.0)
     for lane in program.lanes:
         for task in lane.tasks:

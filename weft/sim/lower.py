@@ -1,10 +1,10 @@
-"""A schedule in numbers for a model: tasks by lane, with their costs, and counters in place of named signals.
+"""Lowering of a schedule for a model: tasks by lane, with their costs, and counters in place of named signals.
 
-Most schedules are one program turned around the ring of ranks: at rank r everything happens as at rank 0, r ranks further
-on. On a machine whose GPUs are alike, and linked alike, all ranks then do the same at the same time, and rank 0 is enough: what
-it sends to rank d it also receives, from rank -d, and each resource stands for those of all ranks. That makes the simulation as
-many times faster as there are ranks. Where links are alike p ranks on only (p GPUs in a host), the first p ranks stand for those
-p further on. Where sizes or signals do not turn around, every rank is lowered.
+Most schedules are rotationally symmetric: rank r does what rank 0 does, with all ranks shifted by r. If GPUs and links are also
+alike, all ranks do the same at the same time, and rank 0 represents them. It receives from rank -d what it sends to rank d, and
+each of its resources stands for those of all ranks. That divides the cost of a simulation by the number of ranks. If links
+repeat only every p ranks (p GPUs in a host), the first p ranks represent the others. If sizes or signals are not symmetric,
+every rank is lowered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.sim.symmetry import turns_around
 
 
 class Raising(NamedTuple):
-    """Of a counter that a kernel raises so many times, evenly between these shares of its work."""
+    """The sets of one counter by a kernel: `times` sets, spread evenly between the shares `first` and `last` of its work."""
 
     counter: int
     times: int
@@ -36,7 +36,7 @@ class Raising(NamedTuple):
     last: float
 
     def due(self, share: float) -> int:
-        """How often by then."""
+        """Return the number of sets that are due at `share` of the work."""
         if share >= self.last:
             return self.times
         return max(0, int(self.times * (share - self.first) / (self.last - self.first)))
@@ -46,12 +46,12 @@ class Work(NamedTuple):
     what: What
     latency_us: float
     work_us: float
-    load: int  # which of the program's loads
+    load: int  # index into the program's loads
     joins: bool
     sent_bytes: int
-    raises: tuple[Raising, ...] = ()  # signals that are set as it goes on
-    holds: float = 0.0  # share of its rank's units without which it cannot begin
-    fills: float = 0.0  # share of them that no other kernel gets before it ends
+    raises: tuple[Raising, ...] = ()  # signals that it sets while it runs
+    holds: float = 0.0  # share of its rank's units that it needs to begin
+    fills: float = 0.0  # share of them that later kernels do not get until it ends
 
 
 class Raise(NamedTuple):
@@ -83,35 +83,38 @@ class LaneProgram:
 class Program:
     schedule: Schedule
     ranks: tuple[int, ...]
-    """Each stands for those that are as many ranks further on as there are here."""
+    """The simulated ranks. With p of them, rank r also represents ranks r + p, r + 2 p, ..."""
     lanes: list[LaneProgram]
     loads: list[Load]
     counters: int
     places: dict[Place, int]
-    """What loads call a resource by, of those that are used; a distance is a rank here."""
+    """The number of each used resource in `loads`. Here `Place` holds a rank in place of a distance."""
 
     @property
     def symmetric(self) -> bool:
         return len(self.ranks) < self.schedule.world_size
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
-        """What a task is called in a timeline; of `rank`, where the lane stands for several."""
+        """Return the name of a task in a timeline. rank: whose task, if the lane represents several ranks."""
         origin, whose = lane.origins[task], lane.rank if rank is None else rank
-        numbers = {**dict(origin.turn), "rank": whose}  # no name depends on what a buffer holds
+        numbers = {**dict(origin.turn), "rank": whose}  # names do not depend on the contents of buffers
         return span_name(origin.step, whose, numbers)
 
 
 def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> Program:
-    """alike: ranks may be represented by rank 0, if the schedule allows it. captured: as runs of a graph."""
+    """Lower `schedule` for `model`.
+
+    alike: let the first ranks represent the others, if schedule and topology allow it. captured: with the costs of a CUDA graph.
+    """
     return _Lowering(schedule, model, captured).program(alike)
 
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
-"""(counter, how a rank sets it) of what a task sets."""
+"""The sets of one task: (counter, how the rank sets it)."""
 
 
 def _awaited_by_streams(schedule: Schedule) -> set[str]:
-    """Signals from computing lanes for which such lanes wait in this run, unless a kernel of ours waits, and copies then."""
+    """Return the signals of this run that compute lanes both set and wait for, unless a copying kernel does the wait."""
     found, sets, waits = set[str](), set[str](), list[Wait]()
     for lane in schedule.lanes:
         for step in lane.steps if lane.resource == "compute" else ():
@@ -148,7 +151,7 @@ class _Lowering:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
         self._buffers = {b.name: b for b in schedule.buffers}
         self._topology = model.wiring.of(self.world)
-        self._period = self.world  # a rank stands for those that are so many further on
+        self._period = self.world  # rank r also represents ranks r + period, r + 2 period, ...
         self._costs: dict[object, tuple[Cost, dict[int, int]]] = {}  # with its load at each rank
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
@@ -194,7 +197,7 @@ class _Lowering:
     # -- tasks
 
     def _raised(self, item: Item, rank: int) -> Raised:
-        """What an item sets at a rank."""
+        """Return the sets of an item at `rank`."""
         step = item.origin.step
         if isinstance(step, Set):
             distance, place = item.numbers
@@ -209,7 +212,7 @@ class _Lowering:
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
-        """The rank here that stands for the one so far on, and what sets there as `rank` does."""
+        """Return the simulated rank for the peer at `distance`, and the rank that sets its counters as `rank` sets the peer's."""
         owner = (rank + distance) % self.world % self._period
         return owner, (owner - distance) % self.world
 
@@ -246,7 +249,7 @@ class _Lowering:
         return us + Links(self._topology, rank).latency_us(0, distance)
 
     def _stored(self, item: Item, step: Tiles, rank: int, tiles: SetBy) -> tuple[float, float]:
-        """Between which shares of the kernel's work these tiles are done. Whole ones end together, as many as there are units."""
+        """Return the shares of the kernel's work between which these tiles end. Whole tiles end in waves of one tile per unit."""
         count = sum(times for _, _, times in item.tiled[rank].parts)
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last
@@ -291,7 +294,7 @@ class _Lowering:
         )
 
     def _seen_from(self, rank: int) -> int:
-        """A rank whose steps cost what those of `rank` do."""
+        """Return the first rank whose steps cost the same as those of `rank`."""
         return rank % self._topology.period
 
     def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
@@ -306,7 +309,7 @@ class _Lowering:
         return tuple(operands)
 
     def _load(self, found: Cost, rank: int) -> int:
-        # Where one resource stands for those of all ranks, what a step takes of several of them stays apart: each gives its part.
+        # If one resource represents those of several ranks, amounts of different ranks stay separate entries: each gives its part.
         by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
         for how, (kind, at), amount in found.uses:
             place = (kind, (rank + at) % self.world % self._period)

@@ -1,29 +1,28 @@
-"""Models of machines: which numbers of a machine file (`weft.hw`) mean what to the simulator, and the machine that costs
-nothing.
+"""Models of machines: the keys of a machine file (`weft.hw`) that the simulator reads, and `NULL`, on which nothing takes time.
 
-    compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
-    compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
-    compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
-    compute.matmul_keeps                    of a library GEMM's units, what it keeps from kernels that begin later, until it ends
-                                            (if known)
-    compute.sustained                       what a long matmul takes in long work, over a short measurement of it
-    compute.grouped_matmul                  what a kernel for the segments of many experts reaches of that
-    compute.library_grouped_matmul          what the library's kernel for them does, and
-    memory.library_grouped_matmul           of memory.copy_bandwidth
-    memory.matmul (if known)                of memory.copy_bandwidth, what a matmul reaches that computes little
-    memory.copy_bandwidth, .l2              bytes read and written
-    link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction. Which of them
-                                            is read is said by the topology (`weft.hw.topology`)
-    link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
-    copy_engine.latency, .bandwidth, .count, .row
-    kernel_copy.units                       programs of a copying kernel
-    collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs), .small and .large_latency (if the library
-    does small ones in another way: bytes a second, and what the other way takes longer to start)
-    contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
-    contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
-    signal.tile (if tiles that signal take longer for it)
-    signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host.dynamic (if known)
-    graph.run, .collective                  what runs of several lanes, and collectives, take longer in captured graphs
+compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
+compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
+compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
+compute.matmul_keeps (if known)         share of a library GEMM's units that later kernels do not get until it ends
+compute.sustained                       time of a long matmul in long work, over a short measurement of it
+compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
+compute.library_grouped_matmul          share of the matmul rate that the library's grouped kernel reaches, and
+memory.library_grouped_matmul           its share of memory.copy_bandwidth
+memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
+memory.copy_bandwidth, .l2              bytes read and written
+link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction. The topology
+                                        (`weft.hw.topology`) says which key is read
+link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
+copy_engine.latency, .bandwidth, .count, .row
+kernel_copy.units                       programs of a copying kernel
+collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
+collective.small, .large_latency        (if the library has a second algorithm for small collectives) its bytes per second,
+                                        and the additional start time of the algorithm for large ones
+contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
+contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
+signal.tile                             (if known) time that a kernel takes longer for each signal of a tile
+signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host.dynamic (if known)
+graph.run, .collective                  additional time of runs with several lanes, and of collectives, in captured graphs
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _LARGE = 8192
 
 
 def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None = None) -> Model:
-    """The model of `world_size` of these GPUs.
+    """Return the model of `world_size` of these GPUs.
 
-    kernel_copy_units: programs of a copying kernel, where they are not the machine file's `kernel_copy.units`.
-    `KeyError` names the key that the machine file lacks, `ValueError` one that is in no unit of its kind.
+    kernel_copy_units: programs of a copying kernel; by default the machine file's `kernel_copy.units`.
+    `KeyError` names a key that the machine file lacks. `ValueError` names a key with a unit of the wrong kind.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a model has one rank at least")
@@ -124,9 +123,9 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
 
 
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """The rate on whole tiles with which the formula gives `flops_per_us` for the large matmul."""
+    """Return the rate on whole tiles with which the formula gives `flops_per_us` for the large matmul."""
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
-    for _ in range(20):  # the time is nearly in inverse proportion to the rate, so each turn all but ends it
+    for _ in range(20):  # converges fast: the time is nearly inversely proportional to the rate
         at_peak = replace(model, matmul_flops_per_us={dtype: peak})
         peak *= at_peak.matmul_us(_LARGE, _LARGE, _LARGE, dtype) / wanted_us
     return peak
@@ -141,14 +140,18 @@ def _curve(machine: Machine, what: str) -> tuple[tuple[int, float], ...]:
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
-    """Return the compute lost per byte/us read or written, beside the share of the units that was held: in that measurement every
-    GPU read and wrote `bytes_per_us` each."""
+    """Return the compute lost per byte/us read or written, beyond the share of the units that was held.
+
+    In the measurement each GPU read `bytes_per_us` and wrote as many.
+    """
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
 
 
 def share_held(model: Model, bytes_per_us: float) -> float:
-    """Return the share of the units that copying kernels held on average while they wrote `bytes_per_us` beside GEMMs: if that is
-    less than they write alone, they waited for units in the rest of the time, and held none."""
+    """Return the average share of the units that copying kernels held while they wrote `bytes_per_us` beside GEMMs.
+
+    If they write more alone, they spent the rest of the time waiting for units, and held none.
+    """
     copying = min(1.0, bytes_per_us / model.kernel_copy_bytes_per_us(put=True))
     return copying * model.kernel_copy_units / model.compute_units
 
@@ -162,4 +165,4 @@ NULL = Model(
     copy_disturbance=0.0, kernel_copy_disturbance=0.0, signal_local_us=0.0, signal_remote_us=0.0,
     signal_kernel_us=0.0, host_step_us=0.0,
 )  # fmt: skip
-"""Everything takes no time, for any number of ranks."""
+"""A machine on which nothing takes time, for any number of ranks."""

@@ -1,16 +1,15 @@
-"""What steps cost on a machine: plain numbers and the formulas over them, in microseconds and bytes.
+"""The performance model of a machine: its numbers and the formulas over them, in microseconds and bytes.
 
-A matmul [m, k] x [k, n] is cut into tiles, which the compute units take in waves; the last wave may be partly empty. Small
-tiles fill the units better and reuse their operands worse, and a long k may be split; the library is taken to find the best.
+A matmul [m, k] x [k, n] is cut into tiles, which the compute units take in waves. The last wave may be partly empty. Small
+tiles fill the units better and reuse operands worse. A long k may be split. The library is assumed to find the best way.
 
     time(tile, s) = ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile)) + reduction(s)
     efficiency(rows, cols) = 1 / (1 + tile_half (1 / rows + 1 / cols))
 
-A copy by an engine takes latency + bytes / bandwidth. What runs at once shares what it uses (`weft.sim.engine`), and each
-byte that a copy reads or writes in a GPU's memory also slows that GPU's kernels a little, through its caches, its memory, and
-the compute units that a copying kernel holds. Such a kernel waits for units that a library GEMM keeps until it ends. These are
-contention losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A, which has no power
-among them.
+A copy by an engine takes latency + bytes / bandwidth. Concurrent steps share resources (`weft.sim.engine`). Each byte that a
+copy reads or writes in a GPU's memory also slows that GPU's kernels a little: through caches, memory, and the compute units
+that a copying kernel holds. Such a kernel waits for units that a library GEMM keeps until it ends. These are the contention
+losses of "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A, which leaves power out.
 
 Source of the wave model: "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 """
@@ -33,25 +32,25 @@ MatmulShape = tuple[int, int, int, str]
 _SPLITS = (1, 2, 4, 8)
 _SMALLEST_TILE = 32
 _UNIT_LOADS = 2.0
-"""What all units together load from the cache, over what memory gives: 32 x 256 tiles with k = 4096 take 36 us on an H200."""
+"""Rate at which all units together load from the cache, over the memory's rate: 32 x 256 tiles, k = 4096, take 36 us on an H200."""
 _NEAREST = 8
-"""Measured matmuls that correct another one: on a grid, the corners of a cell."""
+"""Number of measured matmuls that correct the formula for another shape: on a grid, the corners of a cell."""
 
 Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather", "all_to_all"]
-"""By an engine; by a kernel that stores to a peer, or loads from it; the library's collectives, by the bytes a rank receives."""
+"""A copy by an engine, stores to a peer or loads from it by a kernel, or an NCCL collective, by the bytes that a rank receives."""
 
 
 class Matmul(NamedTuple):
     """A matmul alone on its GPU, without its launch."""
 
     time_us: float
-    units_busy: float  # share of the GPU's compute units, on the average
+    units_busy: float  # average share of the GPU's compute units
     hbm_bytes: float
 
 
 @dataclass(frozen=True)
 class Model:
-    """A machine as the simulator sees it. Rates are bytes or operations per microsecond; `inf` and 0 are legal."""
+    """A machine for the simulator. Rates are bytes or operations per microsecond; `inf` and 0 are legal."""
 
     name: str
     world_size: int  # ranks of the schedules that it can run; 0: any number
@@ -86,56 +85,56 @@ class Model:
     host_step_us: float  # host time of a step that is not queued ahead
 
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
-    """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by what it got wrong at the nearest."""
+    """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by its errors at the nearest shapes."""
     sustained: float = 1.0
-    """Time of a long matmul at the clock that long work leaves it, over what a short measurement finds."""
+    """Time of a long matmul at the clock of sustained work, over its time in a short measurement."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
+    """Curves of (bytes, us) by rising bytes, alone, with latency or launch. They replace latency + bytes / rate."""
     matmul_memory: float = 1.0
-    """What a library GEMM reaches of the memory's rate."""
+    """Share of the memory's rate that a library GEMM reaches."""
     matmul_keeps: float = 0.0
-    """Of the units that a library GEMM is busy on, the share that it keeps from kernels that begin later, until it ends."""
+    """Share of a library GEMM's busy units that later kernels do not get until it ends."""
     tile_signal_us: float = 0.0
-    """What each signal that a tile sets adds to its kernel's time."""
+    """Time that each signal of a tile adds to its kernel."""
     tile_part_us: float | None = None
-    """What each of the units that do one tile together adds to its time. None: a tile is one unit's."""
+    """Time that each unit adds to a tile that several units split. None: tiles are not split."""
     stored_late_bytes: float = 0.0
-    """Of a GEMM's result that is stored in a peer's memory: as much as nothing is computed beside."""
+    """Bytes of a GEMM's result in a peer's memory whose stores overlap no computation."""
     loaded_start_us: float = 0.0
-    """What a kernel that reads a peer's memory takes longer than its bytes do."""
+    """Additional time of a kernel that reads a peer's memory, beyond bytes / rate."""
     stored_end_us: float = 0.0
-    """What such a GEMM takes to end once all of it is stored."""
+    """Time from the last store of a GEMM into a peer's memory to the GEMM's end."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
-    """What the library's kernel for many experts reaches of the rate of matmuls, and of the memory's."""
+    """Shares of the matmul rate and of the memory's rate that the library's grouped matmul reaches."""
     host_read_us: float = 20.0
-    """From the end of a kernel to the start of what the host launches once it has read what the kernel wrote."""
+    """Time from the end of a kernel to the start of a step that the host launches after it has read the kernel's result."""
     host_call_us: float = 0.0
-    """What the host needs to issue a GEMM of the library."""
+    """Host time to issue a library GEMM."""
     host_late_us: float = 0.0
-    """What the host needs to issue a step whose size only the run knows."""
+    """Host time to issue a step with a dynamic size."""
     host_dynamic_us: float = 0.0
-    """What it needs for a run with such steps beside them."""
+    """Host time of a run with dynamic sizes, beside `host_late_us` for each such step."""
     grouped_efficiency: float = 1.0
-    """What the units reach in a kernel for the segments of many experts, over what they reach in one matmul."""
+    """Rate of the units in a kernel for the segments of many experts, over their rate in one matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     all_reduce: float = 1.0
-    """Time of an all-reduce over that of an all-gather of as many bytes as it sends."""
+    """Time of an all-reduce, over the time of an all-gather of as many bytes as it sends."""
     small_collective_bytes_per_us: float | None = None
-    """Of collectives that the library does in another way while that is the quicker one; the others take `large_collective_us`
-    longer to start."""
+    """Rate of the library's algorithm for small collectives; None without one. The other algorithm takes `large_collective_us`
+    longer to start. The faster one is used."""
     large_collective_us: float = 0.0
     graph_run_us: float = 0.0
-    """What a run of several lanes takes longer in a captured graph, which ends when all of it has."""
+    """Additional time of a run with several lanes in a captured graph, which ends when all lanes have ended."""
     graph_signal_us: float = 0.0
-    """The same of a copy of an engine that waits for a kernel of another lane."""
+    """Additional time in a graph of a lane with engine copies that waits for a kernel of another lane."""
     graph_remote_us: float = 0.0
-    """The same of a rank that waits for a peer's kernels."""
+    """Additional time in a graph of a wait for a peer's kernels."""
     graph_collective_us: float = 0.0
-    """The same of a collective of the library that a lane begins with; of one behind a kernel it is `graph_run_us`."""
+    """Additional time in a graph of a library collective at the start of a lane. Behind a kernel it is `graph_run_us`."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.world_size))  # numbers that were measured have none
+        return hash((self.name, self.world_size))  # dicts of measured numbers are not hashable
 
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         shape = (m, n, k, dtype)
@@ -146,9 +145,11 @@ class Model:
         return self._known[shape]
 
     def segment(self, m: int, n: int, k: int, dtype: str) -> Matmul:
-        """Of one kernel that multiplies the rows of many experts, a segment of each: one of about `m` rows. As only the run
-        knows how many, its last tile is half empty on average. Memory traffic is what it writes; what segments read they
-        have in common (`weft.sim.costs.cost_of_tiles`)."""
+        """Return the cost of one expert's segment of about `m` rows, in one kernel for the segments of many experts.
+
+        Only the run knows the exact rows, so the last tile is half empty on average. Memory traffic is the output only:
+        segments share what they read (`weft.sim.costs.cost_of_tiles`).
+        """
         rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
         tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)
         rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
@@ -159,22 +160,25 @@ class Model:
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
-        """Of one tile on one unit, in a kernel that cuts a matmul in just these. A unit loads its operands no faster than its part
-        of `_UNIT_LOADS` times what memory gives, and computes nothing while it stores the result."""
+        """Return the time of one tile on one unit, in a kernel that cuts a matmul into such tiles.
+
+        A unit loads operands no faster than its part of `_UNIT_LOADS` times the memory's rate. It computes nothing while it
+        stores the result.
+        """
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
         of_unit = self.hbm_bytes_per_us / self.compute_units / ITEM_BYTES[dtype]
         computing_us = 2 * rows * cols * (k + self.tile_ramp) / unit
         return max(computing_us, (rows + cols) * k / (_UNIT_LOADS * of_unit)) + rows * cols / of_unit
 
     def matmul_us(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Alone on the GPU, with its launch."""
+        """Return the time of a matmul alone on the GPU, with its launch."""
         return self.launch_us + self.matmul(m, n, k, dtype).time_us
 
     def with_measured(self, measured_us: Mapping[MatmulShape, float]) -> Model:
         return replace(self, measured_us=dict(measured_us))
 
     def kernel_copy_bytes_per_us(self, put: bool) -> float:
-        """Of a copying kernel to (`put`) or from a peer, by interpolation between the numbers of units that are known."""
+        """Return the rate of a copying kernel to (`put`) or from a peer, interpolated between known numbers of units."""
         curve = self.put_bytes_per_us if put else self.get_bytes_per_us
         units, below = self.kernel_copy_units, (0, 0.0)
         for above in curve:
@@ -185,7 +189,7 @@ class Model:
         return below[1]
 
     def transfer_us(self, how: Transfer, count: float) -> float:
-        """Of `count` bytes, alone, after the latency or launch; where it was measured, by interpolation in logarithms."""
+        """Return the time of `count` bytes alone, after the latency or launch. Measured curves are interpolated in logarithms."""
         latency, rate = {
             "copy": (self.copy_latency_us, self.copy_bytes_per_us),
             "put": (self.launch_us, self.kernel_copy_bytes_per_us(True)),
@@ -209,7 +213,7 @@ class Model:
         return Matmul(us, busy, traffic)
 
     def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(time, units busy, memory traffic), each [count], of shapes [count, 3]; by the best tile and split of each."""
+        """Return (time, units busy, memory traffic), each [count], for shapes [count, 3], with the best tile and split of each."""
         m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
         rows, cols, split, efficiency = self._ways
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
@@ -217,12 +221,12 @@ class Model:
         rate = self._rate(dtype) * efficiency / self.compute_units
         tile_us = 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
         us = waves * tile_us
-        # If k is split, partial sums, in fp32, are written and read again.
+        # A split of k writes partial sums in fp32 and reads them again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
         computing_us = us.min(1)
-        # A split that is the fastest way by a hair may keep many more units busy. What a matmul takes of them is said by the
-        # fastest way without one, and of equally fast ones that with the fewest units: which that is depends on no rate of the
-        # machine, so that a better one never takes more of its units. Units that have nothing to do are there for others.
+        # A split may be fastest by little and keep many more units busy. So the units are those of the fastest way without a
+        # split; of equally fast ways, the one with the fewest units. That choice depends on no rate of the machine, so a better
+        # machine never takes more of its units. Idle units are free for other kernels.
         whole = np.where(split == 1, us, np.inf)
         needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
         needed_us = np.minimum(needed_us, computing_us)
@@ -240,12 +244,12 @@ class Model:
 
     @cached_property
     def _ways(self) -> np.ndarray:
-        """[4, ways]: rows, cols, parts of k and efficiency of all tiles and splits."""
+        """All tiles and splits: [4, ways] of rows, cols, parts of k and efficiency."""
         ways = itertools.product(_tiles(*self.tile), _SPLITS)
         return np.array([(r, c, split, self._tile_efficiency(r, c)) for (r, c), split in ways]).T
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:
-        """Compared with the largest tile."""
+        """Return the efficiency of a tile relative to the largest tile."""
 
         def loss(r: int, c: int) -> float:
             return 1 + self.tile_half * (1 / r + 1 / c)
@@ -253,7 +257,7 @@ class Model:
         return loss(*self.tile) / loss(rows, cols)
 
     def _matmul_traffic(self, m: np.ndarray, n: np.ndarray, k: np.ndarray, item_bytes: int) -> np.ndarray:
-        """Bytes to and from memory: what runs at once is a block of tiles about square, which shares its operands."""
+        """Return the bytes to and from memory. Concurrent tiles form an almost square block that shares its operands."""
         once = (m + n) * k * item_bytes
         area = self.compute_units * self.tile[0] * self.tile[1]
         rows = np.minimum(m, math.sqrt(area))
@@ -263,7 +267,7 @@ class Model:
 
     @cached_property
     def _errors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """By dtype, of the measured matmuls: sizes in octaves [count, 3], log of measured over predicted time [count]."""
+        """Errors of the formula at measured matmuls, by dtype: sizes in octaves [count, 3], log(measured / predicted) [count]."""
         found = {}
         for dtype in {shape[3] for shape in self.measured_us}:
             shapes = np.array([shape[:3] for shape in self.measured_us if shape[3] == dtype])
@@ -273,8 +277,10 @@ class Model:
         return found
 
     def _correction(self, shape: MatmulShape) -> float:
-        """Measured over predicted time: the geometric mean of the nearest measured shapes, weighted by 1 / distance^4 in
-        octaves. With a power above the three dimensions, what is far does not outweigh what is near by being more."""
+        """Return measured over predicted time: the geometric mean of the nearest measured shapes, weighted by 1 / distance^4.
+
+        Distances are in octaves. The power exceeds the three dimensions, so that many far shapes do not outweigh a few near ones.
+        """
         *sizes, dtype = shape
         if dtype not in self._errors or min(sizes) < 1:
             return 1.0
@@ -284,14 +290,16 @@ class Model:
         if squares[nearest] < 1e-9:
             return math.exp(logs[nearest])
         farthest = np.partition(squares, min(_NEAREST, len(squares)) - 1)[:_NEAREST].max()
-        kept = squares <= farthest + 1e-9  # all that are as far as the last one: there is no order among them
+        kept = squares <= farthest + 1e-9  # with all shapes at the last distance: they have no order
         weights = squares[kept] ** -2
         return math.exp(weights @ logs[kept] / weights.sum())
 
 
 def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
-    """Time for `count` bytes from points (bytes, us) by rising bytes: a straight line between logarithms, the first time
-    below the first point, the last one's rate above the last."""
+    """Return the time of `count` bytes from points (bytes, us) by rising bytes.
+
+    Log-log linear between points, the first time below the first point, and the last point's rate above the last.
+    """
     sizes, times = np.array(curve, float).T
     if count > sizes[-1]:
         return float(times[-1] * count / sizes[-1])
@@ -299,7 +307,7 @@ def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
 
 
 def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
-    """Return the tiles that cuBLAS and its like have: halves of the largest one, three quarters of its width, and these turned."""
+    """Return tiles as in cuBLAS: halvings of the largest tile, three quarters of its width, and their transposes."""
     heights, widths = _halves(rows), {*_halves(cols), max(cols * 3 // 4, _SMALLEST_TILE)}
     return sorted({tile for h, w in itertools.product(heights, widths) for tile in ((h, w), (w, h))}, reverse=True)
 

@@ -1,7 +1,7 @@
-"""A schedule's steps in numbers, at all ranks at once: sizes, and how far on the ranks are whose memory and counters they use.
+"""Vectorised evaluation of a schedule's steps at all ranks: sizes, and distances to the ranks whose memory and counters they use.
 
-An expression is evaluated once, with the array of all ranks for `rank`, and what comes out the same everywhere is kept as one
-number. So a schedule of n steps for W ranks takes about as long as its different expressions, and not n W.
+An expression is evaluated once, with the array of all ranks as `rank`. A result that is equal at all ranks is kept as one
+number. So the time for n steps and W ranks grows with the number of different expressions, not with n W.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ from weft.schedule.kernels import TileKernel
 
 Turn: TypeAlias = tuple[tuple[str, int], ...]
 ByRank: TypeAlias = int | np.ndarray
-"""A number that is the same at all ranks, or one for each, which are not all the same."""
+"""A number that all ranks share, or an array of one number per rank, not all equal."""
 
 _AT_ONCE = 1 << 18
-"""Tiles times ranks whose numbers are in memory at once."""
+"""Maximal tiles times ranks whose numbers are in memory at once."""
 
 
 class Origin(NamedTuple):
-    """Where a task comes from: the step, and the turns of the loops around it."""
+    """The origin of a task: its step, and the iterations of the enclosing loops."""
 
     step: Step
     turn: Turn
 
 
 class SetBy(NamedTuple):
-    """What one rank sets: its counter at the rank so far on, so many times, by tiles that begin and end at these shares of all."""
+    """The sets of one counter by one rank: place `place` of `signal` at the rank at `distance`, `times` times.
+
+    first, last: the shares of all tiles at which the setting tiles begin and end.
+    """
 
     signal: str
     distance: int
@@ -61,8 +64,11 @@ class SetBy(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """Of one rank, (place in the body, its operands' numbers, in how many tiles), the sets of all tiles together, and the bytes
-    of its own memory that their matmuls read: of regions that several do, once."""
+    """The tiles of one rank.
+
+    parts: (place in the body, numbers of its operands, count of tiles). sets: those of all tiles together. read_bytes: bytes of
+    its own memory that matmuls read; a region that several tiles read counts once.
+    """
 
     parts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
     sets: tuple[SetBy, ...] = ()
@@ -70,26 +76,29 @@ class Tiled(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A step with its numbers. numbers: rows, columns and distance of each operand; or distance and index; or index, count."""
+    """A step with its numbers.
+
+    numbers: rows, columns and distance of each operand; for a `Set` distance and index; for a `Wait` index and count.
+    """
 
     origin: Origin
     same: int
-    """Items with the same number here differ in their origin only: most steps have the sizes of others, and begin elsewhere."""
+    """Equal for items that differ only in their origin. Most steps share their sizes with others, at other offsets."""
     present: ByRank
     numbers: tuple[ByRank, ...]
     signal: str = ""
     carried: bool = False
-    """Done by the kernel before it: a set at its end, a copy of the same rows to elsewhere, more of its tiles."""
+    """True if the previous kernel does it: a set at its end, a copy of the same source to another target, more of its tiles."""
     tiled: tuple[Tiled, ...] = ()  # by rank
 
 
 class Numbers:
-    """Of the steps of one schedule."""
+    """The numbers of the steps of one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.world, self._ranks = schedule.world_size, np.arange(schedule.world_size)
         self._values = values_of_ranks(schedule)
-        # Ranks that hold the same are looked at together.
+        # Ranks with the same expected contents are evaluated together.
         self._holds = [tuple(id(held) for held in values.values() if isinstance(held, Held)) for values in self._values]
         self._item_bytes = {b.name: ITEM_BYTES[b.dtype] for b in schedule.buffers}
         self._vectors: dict[tuple[str, Turn, int | bytes], ByRank] = {}
@@ -98,12 +107,12 @@ class Numbers:
         self._different = 0
 
     def items(self, steps: Sequence[Step]) -> list[Item]:
-        """Of a lane, loops written out."""
+        """Return the items of a lane, with its loops unrolled."""
         items: list[Item] = []
         kernel: Copy | Tiles | None = None
         persistent: TileKernel | None = None
         for step, turn, there in self._flat(steps, (), 1):
-            if isinstance(step, Set | Wait):  # a persistent kernel sets and waits itself
+            if isinstance(step, Set | Wait):  # sets and waits do not end a persistent kernel
                 carried = kernel is not None and isinstance(step, Set)
                 kernel = kernel if isinstance(step, Set) else None
             elif isinstance(step, Tiles):
@@ -125,7 +134,7 @@ class Numbers:
                 yield from self._flat(step.body, (*turn, (step.index, i)), _everywhere(there, i < extent))
 
     def _vector(self, index: Index, turn: Turn, there: ByRank = 1) -> ByRank:
-        """The number at every rank; 0 where the step is not there."""
+        """Return `index` at every rank; 0 at ranks without the step."""
         if not isinstance(index, Expr):
             return index
         key = (index.text, turn, there if isinstance(there, int) else there.tobytes())
@@ -139,7 +148,7 @@ class Numbers:
             try:
                 return _at_all_ranks(index, turn, self.world)
             except (KeyError, IndexError, ArithmeticError):
-                pass  # it names what a buffer holds, or has no value at some rank, which `evaluate` says
+                pass  # it names the contents of a buffer, or has no value at some rank, which `evaluate` reports
         values = ({**dict(turn), **of_rank} for of_rank in self._values)
         return _collapse([index.evaluate(v) if at_rank(there, r) else 0 for r, v in enumerate(values)])
 
@@ -174,7 +183,7 @@ class Numbers:
         return Item(origin, self._different, *self._numbers(step, turn, there), signal, carried)
 
     def _numbers(self, step: Step, turn: Turn, there: ByRank) -> tuple[ByRank, tuple[ByRank, ...]]:
-        """At which ranks there is the step, and its numbers."""
+        """Return the ranks that have the step, and its numbers."""
         if isinstance(step, Set):
             return there, (self._distance(step.at, turn, there), self._vector(step.index, turn, there))
         if isinstance(step, Wait):
@@ -206,7 +215,7 @@ class Numbers:
             if at_rank(there, rank) and at_rank(extent, rank):
                 alike.setdefault((at_rank(extent, rank), *self._holds[rank]), []).append(rank)
         found = [_NO_TILES] * self.world
-        equal: dict[Tiled, Tiled] = {}  # ranks that do the same share one: nobody compares them again
+        equal: dict[Tiled, Tiled] = {}  # equal ranks share one object, so that later comparisons are by identity
         uneven = _is_uneven(step)
         for (count, *_), ranks in alike.items():
             some = max(1, _AT_ONCE // count) if uneven else len(ranks)
@@ -220,7 +229,7 @@ class Numbers:
 
 
 def _is_uneven(step: Tiles) -> bool:
-    """Whether some number of a tile depends both on the tile and on the rank, as the distance to another rank does anyway."""
+    """True if a number of a tile depends on both tile and rank. A distance to a rank that depends on the tile always does."""
 
     def depends(number: Index, name: str) -> bool:
         return isinstance(number, Expr) and number.period(name) != 1
@@ -236,19 +245,20 @@ def _is_uneven(step: Tiles) -> bool:
 
 
 class _Tables:
-    """What occurs in a step's tiles at some ranks, which have as many tiles and hold the same.
+    """The numbers in a step's tiles at some ranks, which have the same count of tiles and the same contents.
 
-    Most numbers are the same in the tiles of all ranks: what is counted, and sorted, is then looked at for one of them."""
+    Most numbers are equal at all these ranks. They are then counted and sorted for one rank only.
+    """
 
     def __init__(self, tiles: Tiles, extent: int, values: Values, ranks: list[int], world: int) -> None:
         self._tiles, self._extent, self._world = tiles, extent, world
         self._ranks = np.array(ranks)[:, None]
         self._values = {**values, "rank": self._ranks}
-        self._columns: dict[tuple[str, int], np.ndarray] = {}  # by expression and number of tiles that tell for all
+        self._columns: dict[tuple[str, int], np.ndarray] = {}  # by expression and number of representative tiles
 
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
-        """Of each rank, or of one for all."""
-        parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # of each step: of one rank for all, or of each
+        """Return the `Tiled` of each rank, or one for all ranks."""
+        parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # by step, then by rank (or one for all ranks)
         sets: list[list[list[SetBy]]] = []
         for place, inner in enumerate(self._tiles.body):
             if isinstance(inner, Set):
@@ -264,14 +274,18 @@ class _Tables:
         ]
 
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
-        """By rank, or of one for all, (values of `numbers`, in how many tiles they have them), by rising values. Every third
-        number is a rank, and its distance is counted."""
+        """Return by rank, or once for all ranks, (values of `numbers`, count of tiles with them), by rising values.
+
+        Every third number is a rank, and is replaced by its distance.
+        """
         table, times = self._table(numbers, ranks=slice(2, None, 3))
         return [_occurring(of_rank, times) for of_rank in np.moveaxis(table, 1, 0)]
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
-        """By rank, or of one for all. Tiles are done in their order, and what none but the first of them set is there when these
-        are done."""
+        """Return the sets of `step` by rank, or once for all ranks.
+
+        Tiles run in order: a counter that only the first tiles set is complete once they are done.
+        """
         (places, distances), times = self._table((step.index, step.at), ranks=slice(1, 2))
         seen = len(times)
         found = []
@@ -279,17 +293,19 @@ class _Tables:
             values, first, which = np.unique(of_rank, return_index=True, return_inverse=True)
             last = seen - 1 - np.unique(of_rank[::-1], return_index=True)[1]
             count = np.bincount(which, weights=times).astype(int)
-            # Where a few tiles tell for all, they come again and again.
+            # Representative tiles repeat periodically, so that the last set is near the end.
             end = (last + 1) / seen if seen == self._extent else np.ones(len(first))
             where = (values % self._world, values // self._world, count, first / self._extent, end)
             found.append([SetBy(step.signal, *one) for one in zip(*(w.tolist() for w in where), strict=True)])
         return found
 
     def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, np.ndarray]:
-        """([numbers, ranks, some tiles], how often each of these occurs). One rank is there for all where all have the same. In
-        place of `ranks` among the numbers, their distances."""
+        """Return ([numbers, ranks, representative tiles], how often each of these tiles occurs).
+
+        There is one rank if all have the same numbers. ranks: which of the numbers are ranks; distances replace them.
+        """
         index = self._tiles.index
-        # Mostly they depend on a tile's place within its sample, and one sample tells for all.
+        # Most numbers depend only on a tile's place within its sample, so one sample represents all.
         period = math.lcm(*(n.period(index) for n in numbers if isinstance(n, Expr)))
         at = np.arange(min(period, self._extent) or self._extent)
         columns = [self._column(number, at) for number in numbers]
@@ -310,8 +326,8 @@ class _Tables:
         return self._columns[key]
 
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
-        """By rank, or of one for all, of what matmuls read in its own memory."""
-        found: dict[str, list[np.ndarray]] = {}  # of each buffer, what tiles read of it
+        """Return, by rank or once for all ranks, the bytes that matmuls read in the rank's own memory."""
+        found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
         for matmul in self._tiles.body:
             if not isinstance(matmul, Compute) or matmul.op not in PLAIN_MATMULS:
                 continue
@@ -325,7 +341,7 @@ class _Tables:
             rank, tile = ((table[0] != 0) & (table[1] == 0)).nonzero()
             row, col, rows, cols = table[2:, rank, tile]
             count = rows * cols
-            order = np.lexsort((count, col, row, rank))  # those of one place together, the largest last
+            order = np.lexsort((count, col, row, rank))  # regions at one place together, the largest last
             place = np.stack([rank, row, col])[:, order]
             last = np.flatnonzero(np.diff(place, append=-1).any(0))
             np.add.at(total, place[0, last], count[order[last]] * item_bytes[buffer])
@@ -334,7 +350,7 @@ class _Tables:
 
 
 def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
-    """Of the rank of that number among these; a step with one list has it for all."""
+    """Return the concatenated lists of the `number`th rank. A step with a single list has it for all ranks."""
     return [one for of_ranks in of_steps for one in of_ranks[number if len(of_ranks) > 1 else 0]]
 
 
@@ -342,7 +358,7 @@ _NO_TILES = Tiled()
 
 
 def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
-    """(a column of `table`, in how many tiles it occurs), by rising values."""
+    """Return (a column of `table`, count of tiles with it), by rising values."""
     order = np.lexsort(table[::-1])
     table = table[:, order]
     begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
@@ -351,7 +367,7 @@ def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ..
 
 
 def values_of_ranks(schedule: Schedule) -> list[Values]:
-    """What expressions may name at each rank; ranks that hold the same share its sums."""
+    """Return the values that expressions may name at each rank. Ranks with equal contents share their prefix sums."""
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
     equal = {of_rank: Held(of_rank) for of_rank in set(distinct.values())}
     held = {key: equal[of_rank] for key, of_rank in distinct.items()}
@@ -362,7 +378,7 @@ def values_of_ranks(schedule: Schedule) -> list[Values]:
 
 
 def regions_of(step: Step) -> tuple[Region, ...]:
-    """As `weft.sim.costs.cost` wants its operands."""
+    """Return the regions of a step in the order of operands in `weft.sim.costs.cost`."""
     return tuple(access.region for access in step.accesses())
 
 
@@ -373,7 +389,7 @@ def _at_all_ranks(index: Expr, turn: Turn, world: int) -> ByRank:
 
 
 def key_of(step: Step) -> tuple:
-    """The same for steps that have the same numbers, and cost the same where these are, whatever their turn is."""
+    """Return a key that is equal only for steps that have equal numbers, and equal costs, in every loop iteration."""
     return step.kind, *_key_of(step.values())
 
 
@@ -401,7 +417,7 @@ def _key_of(values: tuple[Any, ...]) -> list[Any]:
 
 
 def _text(index: Index) -> int | str:
-    """Stands for it in a key: an expression's own hash is slower than its text's."""
+    """Return a substitute for `index` in a key: hashing an expression is slower than hashing its text."""
     return index.text if isinstance(index, Expr) else index
 
 
@@ -410,7 +426,7 @@ def at_rank(number: ByRank, rank: int) -> int:
 
 
 def _everywhere(*conditions: ByRank | np.bool_ | bool) -> ByRank:
-    """1 at ranks where all of them hold, 0 elsewhere."""
+    """Return 1 at ranks where all conditions hold, and 0 elsewhere."""
     if all(isinstance(one, int) for one in conditions):
         return int(all(conditions))
     return _collapse(np.logical_and.reduce(np.broadcast_arrays(*conditions)).astype(np.int64))

@@ -1,4 +1,4 @@
-"""What a simulation found: when ranks ended, how long their lanes computed and communicated, and the timeline."""
+"""Results of a simulation: the end of each run, time spent in computation and communication, and the timeline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weft.sim.lower import LaneProgram, Program, Work
 from weft.timeline import Span, Timeline
 
 Event: TypeAlias = tuple[LaneProgram, int, int, float, float]
-"""(lane, task, run, start, end) of a task of a lane, done once; a plain tuple, as there are very many."""
+"""One execution of a task: (lane, task, run, start, end). A plain tuple, since there are very many."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Where ranks do the same, only the first of them were simulated, and stand for the others in what follows."""
+    """The result of a simulation. If ranks do the same, only the first of them are simulated and represent the others."""
 
     program: Program = field(repr=False)
     runs: int
@@ -26,39 +26,39 @@ class Simulated:
 
     @property
     def end_us(self) -> float:
-        """When the slowest rank ended its last run."""
+        """End of the slowest rank's last run."""
         return max(ends[-1] for ends in self.simulated_ends_us.values())
 
     @property
     def ends_us(self) -> tuple[tuple[float, ...], ...]:
-        """By rank, when each of its runs ended."""
+        """Ends of each rank's runs."""
         return self._of_all_ranks(self.simulated_ends_us)
 
     @property
     def per_run_us(self) -> float:
-        """How long a run takes when runs follow each other; with several runs, without the first."""
+        """Time of a run among consecutive runs. The first run is left out if there are several."""
         first = max(ends[0] for ends in self.simulated_ends_us.values())
         return (self.end_us - first) / (self.runs - 1) if self.runs > 1 else self.end_us
 
     @cached_property
     def compute_us(self) -> tuple[float, ...]:
-        """By rank, for how long its compute units had something to do: compute steps, gathers, scatters."""
+        """Time in which each rank's compute units were busy: compute steps, gathers, scatters."""
         return self._of_all_ranks(self._busy("matmul", "compute"))
 
     @cached_property
     def communication_us(self) -> tuple[float, ...]:
-        """By rank, for how long it was copying to or from peers, or in a collective."""
+        """Time in which each rank was copying to or from peers, or in a collective."""
         return self._of_all_ranks(self._busy("peer"))
 
     @property
     def exposed_us(self) -> float:
-        """For how long the rank with the most of it had nothing to compute: communication that nothing hides."""
+        """Communication that no computation hides: time without computation, on the rank with the most of it."""
         busy = self._busy("matmul", "compute")
         return max(0.0, *(ends[-1] - busy[rank] for rank, ends in self.simulated_ends_us.items()))
 
     @cached_property
     def timeline(self) -> Timeline:
-        """All steps of all ranks but sets, by their beginnings."""
+        """All steps of all ranks except sets, by start time."""
         spans: list[Span] = []
         for lane, number, _, start, end in sorted(self.events, key=lambda event: event[3:]):
             task = lane.tasks[number]
@@ -68,7 +68,7 @@ class Simulated:
         return Timeline(spans)
 
     def intervals_us(self, *what: What) -> dict[int, list[tuple[float, float]]]:
-        """By rank that was simulated, (start, end) of each of its steps of these kinds."""
+        """Return (start, end) of each step of these kinds, by simulated rank."""
         found: dict[int, list[tuple[float, float]]] = {rank: [] for rank in self.program.ranks}
         for lane, task, _, start, end in self.events:
             work = lane.tasks[task]

@@ -1,9 +1,9 @@
-"""Which resources can run short at all, and which lanes can slow each other down.
+"""Scarce resources, and groups of lanes that can slow each other down.
 
-A resource that has enough even if each lane takes as much as it ever does is left out: speeds are the same without it. Lanes
-that have no scarce resource in common, nor by way of others, never slow each other down: each such part of a program has its
-own speeds, and a step of one need not look at the others. For ranks that differ, where all have to be simulated, that is mostly
-a part for each rank; else the moments at which anything begins or ends, times all lanes, grow with the ranks' square.
+A resource is dropped if it suffices even when every lane takes its maximum: speeds are the same without it. Lanes are in the
+same part of a program if scarce resources connect them, directly or through other lanes. Parts never slow each other down. Each
+part has its own speeds, and a step of one part ignores the others. If ranks differ, so that all are simulated, there is mostly
+one part per rank. Without parts, the work (events times lanes) would grow with the square of the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.sim.fair import Load
 
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
-    """`loads` without what there is enough of, where each of `lanes` has one of some loads at a time."""
+    """Return `loads` without resources that cannot run short. lanes: the loads of each lane, one of which it has at a time."""
     most: dict[int, float] = {}
     for of_lane in lanes:
         takes: dict[int, float] = {}
@@ -31,7 +31,7 @@ def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
 
 
 def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
-    """The number of each lane's part; lanes that have a resource in common are in one."""
+    """Return the number of each lane's part. Lanes that share a resource are in the same part."""
     above = list(range(len(lanes)))
 
     def part(lane: int) -> int:
@@ -49,7 +49,7 @@ def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
 
 
 def _taken(load: Load) -> dict[int, float]:
-    """Of each resource, in all ways together."""
+    """Return the amount of each resource that `load` takes, summed over all kinds of use."""
     takes: dict[int, float] = {}
     for uses in load:
         for resource, amount in uses:

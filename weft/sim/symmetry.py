@@ -1,13 +1,13 @@
-"""Whether one rank may stand for all: whether at rank r everything happens as at rank 0, r ranks further on.
+"""Rotational symmetry: rank 0 may represent all ranks if rank r does what rank 0 does, with all ranks shifted by r.
 
-Numbers of steps must be the same at all ranks. Counters may be numbered differently: there must be, for each r, a way to rename
-those of rank 0 as those of rank r with which rank r's are set by the steps of the ranks as far back, and waited for by the
-same steps. The sets of all ranks give that renaming, one row for each:
+Numbers of steps must be equal at all ranks. Counters may be numbered differently. For each r there must be a renaming from the
+counters of rank 0 to those of rank r. Under it, the same steps wait for a counter, and the same steps of the ranks equally far
+back set it. The sets of all ranks define the renaming, one row for each:
 
     counter of rank 0 that rank -d sets  ->  counter of rank r that rank r - d sets in the same step
 
-It must name no counter twice, on either side, and all waits must follow it. GPUs of a model (`weft.sim.model`) are alike. Whether
-their links are is asked of the topology (`Topology.period`), and when ranks come to their runs the caller of `lower` knows.
+It must be one-to-one, and all waits must follow it. GPUs of a model (`weft.sim.model`) are alike. The topology
+(`Topology.period`) says if their links are. The caller of `lower` knows if ranks start their runs at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.sim.numbers import ByRank, Item
 
 
 def turns_around(items: Sequence[Item], world: int) -> bool:
-    """Whether rank r does what rank 0 does, turned by r, and waits for the same sets."""
+    """True if rank r does what rank 0 does, shifted by r, and waits for the same sets."""
     different = list({item.same: item for item in items}.values())
     if not all(map(_is_alike, different)):
         return False
@@ -46,7 +46,7 @@ def _is_alike(item: Item) -> bool:
 
 
 def _sets(item: Item) -> Iterator[tuple[str, int, ByRank]]:
-    """(signal, distance, place) of what all ranks set in a step that they have in common."""
+    """Yield (signal, distance, place) of the sets in a step that all ranks have."""
     if isinstance(item.origin.step, Set):
         distance, place = item.numbers
         assert isinstance(distance, int)  # it is alike
@@ -56,14 +56,14 @@ def _sets(item: Item) -> Iterator[tuple[str, int, ByRank]]:
 
 
 def _identity(place: ByRank) -> int:
-    """Equal for what is the same array; numbers, which are no places below 0, apart from these."""
+    """Return a key: the id of an array, or ~place for a number. Places are not negative, so that the two never collide."""
     return ~place if isinstance(place, int) else id(place)
 
 
 def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
-    """Of one signal."""
+    """True if the sets of one signal define a renaming of its counters, and its waits follow it."""
     if not sets:
-        return False  # what is waited for is never set, and nothing says which counters are the same
+        return False  # a counter that is never set: no set defines the renaming
     of_distance: dict[int, list[ByRank]] = {}
     for distance, place in sets:
         of_distance.setdefault(distance, []).append(place)
@@ -72,7 +72,7 @@ def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world
     renamed = table[first]  # [counters of rank 0, ranks]
     if len(table) > len(renamed) and not np.array_equal(renamed[same], table):
         return False
-    twice = np.sort(renamed.T)  # of a rank, next to each other
+    twice = np.sort(renamed.T)  # duplicates of a rank become neighbours
     if (twice[:, 1:] == twice[:, :-1]).any():
         return False
     if not waits:
@@ -83,7 +83,7 @@ def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world
 
 
 def _table(places: Collection[ByRank], world: int) -> np.ndarray:
-    """[places, ranks]"""
+    """Return the places as an array [places, ranks]."""
     table = np.empty((len(places), world), np.int64)
     for row, place in zip(table, places, strict=True):
         row[:] = place

@@ -1,7 +1,7 @@
-"""What a schedule moves through a GPU's memory: bytes that one rank's memory reads and writes in a run, by what moves them.
+"""Memory traffic of a schedule: bytes that one rank's memory reads and writes in a run, by kind of step.
 
-Counted as the simulator prices steps: a GEMM reads its operands as often as its tiles' blocks need them, a copy reads and writes, a
-collective of the library does what its algorithm does. What a peer stores here counts here, and is counted as the peer's kind.
+Steps count as the simulator prices them. A GEMM reads its operands as often as its blocks of tiles need them. A copy reads and
+writes. A library collective moves the bytes of its algorithm. A peer's stores into this memory count here, under the peer's kind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.sim.model import Model
 
 
 def traffic(schedule: Schedule, model: Model) -> dict[str, float]:
-    """Bytes through the memory of rank 0, by `weft.sim.costs.What` ("matmul", "compute", "peer", "engine")."""
+    """Return the bytes through the memory of rank 0, by `weft.sim.costs.What` ("matmul", "compute", "peer", "engine")."""
     program, found = lower(schedule, model, alike=False), dict[str, float]()
     here = program.places.get(("hbm", 0))
     for lane in program.lanes:
