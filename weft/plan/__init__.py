@@ -1,12 +1,12 @@
-"""Which schedule to take: candidates, what each would cost, the choice and why. Needs no torch.
+"""The choice of a schedule: candidates, their costs, the choice and the reason. Needs no torch.
 
-    weft.plan.choose(problem, model)                                    the choice, remembered
+    weft.plan.choose(problem, model)                                    the choice, cached
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...           pinned
-    with weft.plan.use("autotune"): ...                                 measured at the first call of a shape, remembered
-    with weft.plan.use("heuristic"): ...                                what FiCCO's static heuristic picks
+    with weft.plan.use("autotune"): ...                                 measured at the first call of a shape, cached
+    with weft.plan.use("heuristic"): ...                                the pick of FiCCO's static heuristic
     print(weft.plan.explain("all_gather_matmul", M=16384, N=8192, K=4096, ranks=2))
 
-A choice is a function of shape, model, registered builders, and remembered times if it is given any.
+A choice is a function of shape, model, registered builders, and measured times, if any are given.
 """
 
 from weft.plan.autotune import autotune, candidates_from_outside, from_outside, known_times, promising

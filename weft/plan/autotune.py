@@ -1,8 +1,8 @@
 """Autotuning: the few most promising candidates are run, and the slowest rank's times decide.
 
-Candidates take turns, so that a GPU that warms up slows all of them; of each the median counts. Times are kept in memory
-and on disk with what they hold for: the machine, the versions, and the schedules of builders from outside the house, which
-change without a version. What one rank finds there counts only if all ranks do: they must run the same, or nothing.
+Candidates alternate, so that a GPU that warms up slows all of them. The median of each counts. Times are cached in memory and on
+disk. Their key is the machine, the versions, and the schedules of external builders, which change without a version. Cached
+times count only if all ranks have them: ranks must run the same candidates, or none.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, buil
 from weft.schedule.text import to_json
 
 _ALWAYS = ("serial", "gather")
-"""Builders whose schedules are measured in any case: nothing overlaps in them, and they are what the others must beat."""
+"""Builders whose schedules are always measured: the baselines without overlap, which the others must beat."""
 
 _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """The `count` candidates that `choice` predicts to be the fastest of those that it could take, and serial and gather."""
+    """Return the `count` candidates with the fastest predictions among those that `choice` could take, and serial and gather."""
     timed = [row for row in choice.rows if row.predicted_us is not None]
     usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]
     fastest = sorted(usable, key=lambda row: row.predicted_us or 0.0)[:count]
@@ -51,11 +51,13 @@ def autotune(
     mode: Mode = "queued",
     rounds: int = 3,
 ) -> dict[str, float]:
-    """Microseconds of each candidate by name, for `choose(..., measured=...)`. Collective, all ranks with the same arguments.
+    """Return microseconds of each candidate by name, for `choose(..., measured=...)`.
 
-    run: runs a candidate and says how long it took on this rank; collective.
-    agree: the largest of each number over all ranks; collective.
-    machine: whose times these are, as `weft.plan.machine.machine_name()` or the device's name.
+    Collective: all ranks pass the same arguments.
+
+    run: runs a candidate and returns its time on this rank; collective.
+    agree: returns the maximum of each number over all ranks; collective.
+    machine: the key of the times, as `weft.plan.machine.machine_name()` or the device's name.
     """
     if rounds < 1 or not candidates:
         raise ValueError(f"rounds={rounds}, {len(candidates)} candidates: measure one candidate once at least")
@@ -76,14 +78,14 @@ def autotune(
 
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
-    """Microseconds by candidate: all that was measured before with the versions installed here, by this process or another."""
-    if not _known and not store.any_of("autotune"):  # as for most users, who should not pay for keys
+    """Return cached microseconds by candidate, measured by this process or another with the versions installed here."""
+    if not _known and not store.any_of("autotune"):  # most users have none, and should not pay for keys
         return {}
     key = _key(problem, machine, mode)
     if str(key) not in _known:
         try:
             times = _read(_path(key), key)
-        except UnreadableError as error:  # measured again, it is replaced
+        except UnreadableError as error:  # the next measurement replaces the file
             warn_once(f"measured times are ignored: {error}")
             times = {}
         if not times:
@@ -107,8 +109,10 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
-    """What is remembered, as `choose(..., measured=...)` takes it: of candidates that there are, if serial was measured too.
-    For "graph", where no graphs were timed, times of "queued" calls: the same work, with no host to wait for either."""
+    """Return cached times of existing candidates, as `choose(..., measured=...)` takes them. None if serial was not measured.
+
+    If no graphs were timed, "graph" takes the times of "queued" calls: the same work, and the host is ahead in both.
+    """
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:
         times = remembered(problem, machine, one)
@@ -120,12 +124,12 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
-    """Whether its builder is none of `weft.schedule`: those are proved by the house's tests, and change with its version."""
+    """True if the builder of `candidate` is not from `weft.schedule`, whose builders weft tests and versions."""
     return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
 
 
 def candidates_from_outside(problem: Problem) -> list[Candidate]:
-    """Those of `candidates`."""
+    """Return the candidates of `problem` with external builders."""
     builders = tuple(name for name, function in builders_of(type(problem)) if _is_outside(function))
     return candidates(problem, builders) if builders else []
 
@@ -146,7 +150,7 @@ def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _made_outside(problem: Problem, builders: tuple[tuple[str, Callable[..., Schedule]], ...]) -> str:
-    """Stands for the schedules of builders from outside the house; empty if there are none."""
+    """Return a digest of the schedules of external builders; empty if there are none."""
     made = []
     for candidate in candidates_from_outside(problem):
         with contextlib.suppress(NotApplicableError):

@@ -1,11 +1,11 @@
-"""Calibration: a machine's own numbers in place of those in its file, measured once and kept with the versions they hold for.
+"""Calibration: numbers measured on this machine, in place of those in its file, saved with the versions that they hold for.
 
-    GEMMs         on a grid of sizes, coarse first, then finer as long as there is time; the model corrects its formula by
-                  what it got wrong at the nearest of them
+    GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its
+                  errors at the nearest of them
     transfers     copies by engine and by kernel, the library's collective, by bytes: the model interpolates
     the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM beside a copy
 
-What is timed, on which device, is not known here: `calibrate` says what to measure to something that can (`Measure`).
+This module knows no device: `calibrate` asks a `Measure` for the times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.sim.machines import disturbance, share_held
 from weft.sim.model import Transfer, interpolated
 
 _MOST_US = 20_000.0
-"""Of one thing that is measured: on a GPU a matmul of 15 TFLOP, of which a few repetitions still go into the budget."""
+"""The longest single measurement: on a GPU a matmul of 15 TFLOP, of which a few repetitions still fit into the budget."""
 _MOST_BYTES = 4 << 30
 _AGAIN = "run `weft plan calibrate` again"
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
@@ -37,49 +37,51 @@ _CUBES = (8192, 4096, 2048, 1024, 512, 256)
 
 
 class Measure(Protocol):
-    """Times things on this machine. All ranks call the same methods in the same order, and get the same answers, the slowest
-    rank's: in microseconds, of work that is queued back to back on warm devices, where nothing else is said."""
+    """Timers of this machine. All ranks call the same methods in the same order, and get the same results, the slowest rank's.
+
+    Unless a method says otherwise, times are in microseconds, of work that is queued back to back on warm devices.
+    """
 
     machine: str
     world_size: int
     copy_units: int  # programs of the kernel by which schedules copy
 
     def elapsed_s(self) -> float:
-        """Since the beginning, the same on all ranks."""
+        """Return the time since the beginning, the same on all ranks."""
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
-        """[m, k] @ [k, n] by the library, random data, with its launch."""
+        """Return the time of [m, k] @ [k, n] by the library, on random data, with its launch."""
 
     def launch_us(self) -> float:
-        """From the end of a kernel to the start of the next: of kernels that do nothing, the time of each."""
+        """Return the time from the end of a kernel to the start of the next: the time of each of many empty kernels."""
 
     def host_step_us(self) -> float:
-        """The host's time to issue one step of a schedule."""
+        """Return the host's time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
-        """`count` bytes to a peer by the copy engine, on all ranks at once, the next one begun when it has ended."""
+        """Return the time of a copy of `count` bytes to a peer by the copy engine, on all ranks at once, one after another."""
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """The same of `rows` rows of so many bytes each, out of twice as wide ones."""
+        """Return the time of the same copy of `rows` rows of `row_bytes` bytes, out of rows that are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        """The same by the kernel that schedules use: stores to a peer, or loads from it; with its launch."""
+        """Return the time of a copy by the kernel of schedules, with its launch: stores to a peer (`put`), or loads from it."""
 
     def all_gather_us(self, count: int) -> float:
-        """The library's all-gather by which every rank receives `count` bytes that are not its own."""
+        """Return the time of the library's all-gather in which every rank receives `count` bytes from others."""
 
     def signal_us(self, remote: bool) -> float:
-        """From a set to the end of the wait for it, in another lane of this rank or at a peer."""
+        """Return the time from a set to the end of the wait for it, in another lane of this rank or at a peer (`remote`)."""
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
     ) -> tuple[float, float]:
-        """(time of the matmul, bytes/us of each copy) while every rank copies to a peer all the time."""
+        """Return (time of the matmul, bytes/us of each copy) while every rank copies to a peer all the time."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, as it was measured; `apply` makes a model of it."""
+    """The raw measurements of a calibration. `apply` puts them into a model."""
 
     machine: str
     world_size: int
@@ -99,7 +101,7 @@ class Calibration:
     beside: tuple[tuple[str, float, float], ...] = ()  # by, time over the time alone, bytes/us
 
     def apply(self, model: Model) -> Model:
-        """`model` with these numbers. `ValueError` if they are another number of ranks', or make no sense."""
+        """Return `model` with these numbers. `ValueError` if they are for another number of ranks, or implausible."""
         if model.world_size != self.world_size:
             raise ValueError(f"calibrated with {self.world_size} ranks, and the model has {model.world_size}")
         changed: dict[str, Any] = {
@@ -125,7 +127,7 @@ class Calibration:
             "copy_latency_us": latency,
             "copy_bytes_per_us": rate,
             "copy_row_us": float(np.median(rows)) if rows else model.copy_row_us,
-            # One pair was measured, whose copies cannot be faster than its link.
+            # A link is at least as fast as the copies that were measured over it.
             "wiring": model.wiring.at_least(_fastest(self.copies)),
             "kernel_copy_units": self.copy_units,
             "put_bytes_per_us": ((self.copy_units, _fastest(self.puts)),),
@@ -143,17 +145,17 @@ class Calibration:
         return changed
 
     def save(self) -> Path:
-        """Where `find` finds it. One rank does this."""
+        """Save the calibration for `find`, and return its path. One rank does this."""
         path = store.path_of("calibration", self.machine, self.world_size)
         store.write(path, asdict(self))
         return path
 
 
 def find(machine: str, world_size: int) -> Calibration | None:
-    """The saved calibration of that machine and number of ranks; None if there is none.
+    """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    `ValueError` if it was made with other versions than are installed here; `UnreadableError` if its file is broken. Both say
-    what to do.
+    `ValueError` if it was made with other versions than are installed here; `UnreadableError` if its file is broken. Both name
+    the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 
@@ -166,11 +168,11 @@ def calibrate(
     budget_s: float = 100.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure what `base` only assumes. Collective: all ranks come to the same numbers.
+    """Measure what `base` only assumes. Collective: all ranks get the same numbers.
 
-    base: the machine's model by its file, by which sizes are kept within 20 ms each.
-    budget_s: no new GEMM is begun after so many seconds; the coarse grid of them is measured in any case.
-    say: told what is measured next.
+    base: the model of the machine's file, which limits sizes to 20 ms each.
+    budget_s: no new GEMM begins after this time; the coarse grid is always measured.
+    say: called with what is measured next.
     """
     launch = measure.launch_us()
     found: dict[str, Any] = {"launch_us": launch, "host_step_us": measure.host_step_us()}
@@ -193,8 +195,10 @@ def calibrate(
 
 
 def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[int, int, int, str]]:
-    """(m, n, k, dtype) of a grid: sizes 4 times apart at level 0, 2 times at level 1, and at level 2 those between, too.
-    Without what takes longer than 20 ms or more than 4 GiB. Shuffled, so that part of a level covers all of it."""
+    """Return (m, n, k, dtype) of a grid: sizes a factor of 4 apart at level 0, of 2 at level 1, with steps of 1.5 at level 2.
+
+    GEMMs over 20 ms or 4 GiB are left out. Points are shuffled, so that part of a level covers its whole range.
+    """
     axes = (_axis(16, 32768, level), _axis(256, 32768, level), _axis(256, 16384, level))
     points = [
         (m, n, k, dtype)
@@ -207,11 +211,13 @@ def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[in
 
 
 def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, float]:
-    """(latency in us, bytes/us) of time = latency + bytes / rate, with the least squares of relative errors; the latency is
-    no longer than the shortest of the times."""
+    """Fit time = latency + bytes / rate by least squares of relative errors. Return (latency in us, bytes/us).
+
+    The latency is no longer than the shortest time.
+    """
     count, us = np.array(sorted(points), float).T
     (latency, per_byte), *_ = np.linalg.lstsq(np.stack([1 / us, count / us], 1), np.ones_like(us), rcond=None)
-    if latency < 0:  # within noise of none at all
+    if latency < 0:  # noise around 0
         latency, per_byte = 0.0, float(us @ count / (count @ count))
     if per_byte <= 0:
         raise ValueError(
@@ -221,7 +227,7 @@ def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, flo
 
 
 def _fastest(copies: Iterable[tuple[int, float]]) -> float:
-    """Bytes/us of the one with the highest rate."""
+    """Return the highest rate of `copies` in bytes/us."""
     return max(count / us for count, us in copies)
 
 
@@ -255,7 +261,7 @@ def _communication(measure: Measure, base: Model, say: Callable[[str], None]) ->
 def _beside(
     measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
-    """The slowdowns of the largest cube that is not too long, and its time alone, measured before and after."""
+    """Return the slowdowns beside copies of the largest cube within 20 ms, and its time alone, measured before and after."""
     say("a GEMM beside copies")
     size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])
     cube = (size, size, size, dtype)
@@ -284,4 +290,4 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
     "signal_remote_us": saved.is_time_or_0,
     "beside": saved.rows_of(saved.one_of(("dma", "kernel")), saved.is_positive, saved.is_positive),
 }
-"""Checks of a calibration's fields as JSON has them."""
+"""Checks of a calibration's fields in JSON."""

@@ -1,8 +1,6 @@
-"""The choice: every candidate is simulated on the model of the machine, and the fastest is taken if it is clearly faster
-than the serial schedule.
+"""The choice of a schedule: the fastest candidate on the machine's model, if it is clearly faster than the serial schedule.
 
-Times are predicted (`weft.plan.predict`); where they have been measured (`weft.plan.autotune`) they are compared instead,
-among themselves.
+Times are predicted (`weft.plan.predict`). If measured times are given (`weft.plan.autotune`), only these are compared.
 """
 
 from __future__ import annotations
@@ -21,20 +19,19 @@ from weft.sim import Model
 from weft.words import counted
 
 CLEARLY, CLEARLY_US = 0.03, 3.0
-"""By how much another schedule must beat serial to be taken: in parts of serial's time and in microseconds, whichever is more.
+"""The margin by which a schedule must beat serial: a share of serial's time or microseconds, whichever is more.
 Chosen by the times of some hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded with 2 us)."""
 
 SPARED = 0.05
-"""Of serial's time: what may be lost at most by a wrong prediction where the host's time decides, since the device's does not."""
+"""The largest share of serial's time that a wrong prediction may lose when device times are equal and host time decides."""
 
 ALIKE, ALIKE_US = 0.03, 3.0
-"""Predictions that differ by less, in parts or in microseconds, are one to the planner: of these it takes a schedule in which
-the host need not wait for sizes, of those one that stages nothing, then the one with the fewest GEMMs, then with the fewest steps,
-and then the one in which copies leave the compute units alone."""
+"""Predictions that differ by less, as a share or in microseconds, count as equal. Among equal schedules the planner prefers, in
+this order: no host wait for sizes, no staging, fewest GEMMs, fewest steps, and copies that use no compute units."""
 
 _KEPT = 256
-"""Choices that are remembered: more than the shapes of a model, fewer than those of a service with every length. Each keeps
-its model, which may be one of its own (`weft.plan.gemms`)."""
+"""Capacity of the cache of choices: more than the shapes of a model, fewer than those of a service with every length. Each choice
+keeps its model alive, which may be its own (`weft.plan.gemms`)."""
 
 
 class NoOverlapWarning(UserWarning):
@@ -73,16 +70,16 @@ def choose(
     among: frozenset[str] | None = None,
     near: bool = False,
 ) -> Choice:
-    """How to do `problem` on `model`; remembered for this very model.
+    """Choose a schedule for `problem` on `model`. The choice is cached for this model object.
 
-    pinned: take the candidate of this name; by default the one that `weft.plan.use` names. "heuristic" names what FiCCO's
-        heuristic picks for the model's machine, if that can do this; "autotune" names none.
-    measured: microseconds by candidate, serial among them: then the choice is between these.
-    among: names of the candidates that are looked at; by default all.
-    near: the choice is made for sizes around this one, which the warning says.
+    pinned: the name of the candidate to take; by default the one that `weft.plan.use` names. "heuristic" takes the pick of
+        FiCCO's heuristic for the model's machine, if that can do `problem`. "autotune" pins none.
+    measured: microseconds by candidate, including serial: the choice is then between these.
+    among: names of the candidates to consider; by default all.
+    near: the choice is made for sizes around this one; the warning says so.
 
-    Warns (`NoOverlapWarning`), once in a process, when serial is taken though there are others. `ValueError` for a mode or
-    name that is not known; `NotApplicableError`, which is one too, if the pinned one cannot do this.
+    Warn (`NoOverlapWarning`), once in a process, if serial is taken though there are others. `ValueError` for an unknown mode or
+    name; `NotApplicableError`, a `ValueError` too, if the pinned candidate cannot do `problem`.
     """
     pinned = pinned or pin.pinned()
     if pinned == pin.HEURISTIC:
@@ -114,7 +111,7 @@ def decide(
     among: frozenset[str] | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Choice:
-    """As `choose`, without memory, warning, or a look at `weft.plan.use`."""
+    """Choose like `choose`, without cache or warning, and regardless of `weft.plan.use`."""
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not known; use one of {', '.join(MODES)}")
     measured = measured or {}
@@ -151,7 +148,7 @@ def _pinned_choice(
 
 
 def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
-    """The row to take, and the reason in a sentence."""
+    """Return the row to take, and the reason in a sentence."""
     timed = [
         row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
     ]
@@ -202,7 +199,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
-    """Why there is nothing to compare serial with."""
+    """Explain why there is no candidate to compare serial with."""
     if measured:
         return "no other was measured"
     reasons = {
@@ -216,7 +213,7 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
 
 
 def _held_up(rows: list[Row], chosen: Row, serial: Row | None) -> str:
-    """What is said of the fastest one that is left out because it would hold up the host, where it is faster than what is taken."""
+    """Return a note on the fastest candidate that was rejected for its host time, if it is faster than the choice; else ""."""
     if serial is None or chosen.us is None:
         return ""
     faster = [
@@ -229,15 +226,19 @@ def _held_up(rows: list[Row], chosen: Row, serial: Row | None) -> str:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """Whether issuing a call takes the host longer than the device needs for it, and than serial takes on either: a loop of such
-    calls would be slower than one of serial's, however fast the device is when the host is ahead."""
+    """True if issuing a call takes the host longer than the device needs for it, and longer than serial takes on either.
+
+    A loop of such calls would be slower than a loop of serial calls, since the host would never get ahead of the device.
+    """
     longest_us = max(serial.us or 0.0, serial.host_us, row.us or 0.0)
     return row is not serial and not row.reads_on_host and row.host_us > longest_us
 
 
 def _spares_host(row: Row, serial: Row) -> bool:
-    """Whether it is predicted to be no slower than serial, and to keep the host busy for clearly less. Not where a prediction that
-    is wrong by `CLEARLY_US` would make it slower after all by more than `SPARED`."""
+    """True if `row` is predicted to be no slower than serial, and to take clearly less host time.
+
+    False if a prediction that is wrong by `CLEARLY_US` could make it slower than serial by more than `SPARED`.
+    """
     assert row.us is not None
     assert serial.us is not None
     sure = SPARED * serial.us >= CLEARLY_US
@@ -245,7 +246,7 @@ def _spares_host(row: Row, serial: Row) -> bool:
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
-    """Of those that a prediction cannot tell from the fastest one, and what it is among them."""
+    """Return the simplest row whose prediction equals the fastest within the margin, and a phrase that says so."""
     if measured:
         return fastest, "is the fastest"
     least_us = fastest.us or 0.0
@@ -286,8 +287,11 @@ _warned = False
 
 
 def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = False) -> None:
-    """`NoOverlapWarning`, once in a process: `problem` is done by the serial schedule though there are others. mode: None where
-    all calls are alike. reason: why, with times. near: so are sizes around it, and it may never have been called itself."""
+    """Warn (`NoOverlapWarning`), once in a process, that `problem` takes the serial schedule though there are others.
+
+    mode: None if all calls are alike. reason: why, with times. near: sizes around `problem` take it too, and `problem` itself may
+    never have been called.
+    """
     global _warned
     if _warned or env.quiet() or not problem.has_work:
         return

@@ -1,8 +1,8 @@
-"""Why a schedule was chosen, to be read: candidates, predicted and measured times, what each loses, the choice, the reason.
+"""Readable explanations of a choice: candidates, predicted and measured times, losses, the choice and its reason.
 
-Losses are factors of a queued run, 1 being none (`weft.sim.losses`): `DIL` from cutting an operation up, `CIL` from what
-runs beside it; `exposed` is the time in which a rank has nothing to compute. The terms are those of "Design Space Exploration
-of DMA based Finer-Grain Compute Communication Overlap", IV.
+Losses (`weft.sim.losses`) are factors of a queued run; 1 is no loss. `DIL` is the loss from cutting an operation up, `CIL` the
+loss from concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms are those of "Design Space
+Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class Explanation:
     choice: Choice
     machine: Machine
     notes: tuple[str, ...]
-    """What the numbers rest on."""
+    """The sources of the numbers."""
     heuristic: str | None
-    """The candidate that FiCCO's static heuristic picks; None: it says nothing of this operator."""
+    """The candidate that FiCCO's static heuristic picks; None if it does not cover this operator."""
     measured_here: frozenset[MatmulShape] = frozenset()
     """GEMMs that this process has measured on that machine."""
 
     @property
     def only_asked_for(self) -> bool:
-        """Whether the choice is not what a call on GPUs takes that pins nothing."""
+        """True if a call on GPUs takes the choice only if it is pinned, or with "autotune"."""
         return not self.choice.problem.tried_on_gpus and self.choice.candidate.name != "serial"
 
     @property
     def header(self) -> tuple[str, ...]:
-        """The table's columns: none of losses where there are no GEMMs."""
+        """The table's columns, without losses if there are no GEMMs."""
         return HEADER if self._has_losses else tuple(HEADER[i] for i in _WITHOUT_LOSSES)
 
     @property
@@ -71,7 +71,10 @@ class Explanation:
         return self.choice.row(self.choice.candidate.name).losses is not None
 
     def cells(self, shown: int | None = _SHOWN) -> list[tuple[str, ...]]:
-        """The table's rows: the `shown` fastest candidates, serial and the heuristic's; None: all that have a time."""
+        """Return the table's rows: the `shown` fastest candidates, serial, the choice and the heuristic's pick.
+
+        shown: None for all candidates with a time.
+        """
         timed = [row for row in self.choice.rows if row.us is not None]
         kept = timed if shown is None else timed[:shown]
         also = [row for row in timed if row.candidate.name in ("serial", self.heuristic, self.choice.candidate.name)]
@@ -86,13 +89,13 @@ class Explanation:
         return row.predicted_us is not None and bool(row.matmuls) and row.matmuls <= self.measured_here
 
     def legend(self) -> list[str]:
-        """What the table's words mean, a line each."""
+        """Return explanations of the table's terms, a line each."""
         of_calls = self.choice.mode == "graph" and any(row.measured_us is not None for row in self.choice.rows)
         here = any(map(self._is_here, self.choice.rows))
         return [*([LEGEND] if self._has_losses else []), *([HERE] if here else []), *([IN_A_ROW] if of_calls else [])]
 
     def left_out(self, shown: int | None = _SHOWN) -> list[str]:
-        """Sentences about candidates that are not in the table."""
+        """Return sentences about candidates that are not in the table."""
         timed = sum(row.us is not None for row in self.choice.rows) - len(self.cells(shown))
         lines = [f"{timed} slower ones are not shown"] if timed else []
         by_reason: dict[str, list[Row]] = {}
@@ -107,7 +110,7 @@ class Explanation:
         return lines
 
     def facts(self) -> list[tuple[str, str]]:
-        """(what, text) above the table."""
+        """Return the lines above the table as (label, text)."""
         p, choice = self.choice.problem, self.choice
         rows = {row.candidate.name: row for row in choice.rows}
         lines = [
@@ -137,14 +140,14 @@ class Explanation:
         row = rows.get(self.heuristic or "")
         if row is None:
             return "not simulated"
-        same = rows.get(row.why_not.removeprefix(SAME_AS))  # under its other name it was simulated
+        same = rows.get(row.why_not.removeprefix(SAME_AS))  # an equal schedule was simulated under another name
         said, row = (f"{row.why_not}, ", same) if same is not None else ("", row)
         if row.us is None:
             return said + row.why_not
         return f"{said}{row.us:.1f} us" + (f", {row.why_not}" if row.why_not else ", the choice")
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in microseconds."""
+        """Return everything as JSON values, with times in microseconds."""
         rows = [
             {"candidate": row.candidate.name, "predicted_us": row.predicted_us, "measured_us": row.measured_us,
              "measured_here": self._is_here(row),
@@ -184,16 +187,16 @@ def explain(
     mode: Mode = "queued",
     **options: Any,
 ) -> str:
-    """What would be chosen for `op`, what else there is, and why; as text.
+    """Return text on the choice for `op`, the other candidates, and the reasons.
 
-    op, M, N, K, options: an operator, its sizes, and what its problem's `sized` takes beside them (`weft.schedule.Problem`);
-    `weft plan OP --help` says what these are.
+    op, M, N, K, options: an operator, its sizes, and the other arguments of its problem's `sized` (`weft.schedule.Problem`).
+    `weft plan OP --help` lists them.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
-    topology: how its GPUs are linked, a topology file's name or path; by default as the machine file says.
+    topology: the links of its GPUs, as a topology file's name or path; by default the machine file's.
 
-    `ValueError` for an operator, machine, topology, dtype or mode that is not known, an M or `experts` that `ranks` do not
-    divide, an option that the operator does not have, a size below 1, or mode "graph" for experts that are not bounded, which no
-    graph can capture.
+    `ValueError` for an unknown operator, machine, topology, dtype or mode, an M or `experts` that `ranks` do not divide, an
+    option that the operator does not have, or a size below 1. Also for mode "graph" with unbounded experts, which no graph can
+    capture.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 
@@ -212,7 +215,7 @@ def explanation(
     progress: Progress = lambda what, share: None,
     **options: Any,
 ) -> Explanation:
-    """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
+    """Return the parts of `explain`. progress: see `weft.plan.predict.Progress`."""
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
@@ -230,8 +233,10 @@ def explanation(
 def machine_and_model(
     hw: str | Path | None, ranks: int, topology: str | Path | None = None
 ) -> tuple[Machine, Model, tuple[str, ...]]:
-    """Return the machine, its model by the best source (`weft.plan.source`) with the GEMMs that this process has measured on such
-    a machine, and notes on what they rest on."""
+    """Return the machine, its model, and notes on the sources of its numbers.
+
+    The model is by the best source (`weft.plan.source`), with the GEMMs that this process has measured on such a machine.
+    """
     notes = []
     machine = machine_here() if hw is None else load_machine(hw)
     if machine is None:
@@ -243,7 +248,7 @@ def machine_and_model(
         model, note, *_ = calibrated(machine, ranks)
         if topology is not None:
             model = replace(model, wiring=load_topology(topology, machine))
-            model.wiring.of(ranks)  # which it may not be made for
+            model.wiring.of(ranks)  # raises if the topology does not support `ranks`
             notes.append(f"topology {topology} in place of {machine.topology}")
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error

@@ -1,18 +1,17 @@
-"""GEMMs that were measured in this process: which ones a choice rests on, for how long each is timed, what is known of them.
+"""GEMMs measured in this process: which ones a choice needs, how long each is timed, and the known times.
 
-The model's time of a GEMM that was not measured is a formula's, corrected by its neighbours on a grid, and between the grid's
-points up to 30% off. So the first call with weights of a shape on GPUs times their GEMMs, of the call's rows, of half of them, of a
-quarter ... (`ladder`, `measure`). All ranks agree on the slowest rank's times (`learn`), and the choices for all sizes with such
-weights are made by a model that knows them (`informed`).
+Without measurements, the model's time of a GEMM is a formula, corrected by its neighbours on a grid. Between grid points it is up
+to 30% off. So the first call with weights of a shape on GPUs times their GEMMs with the call's rows, half of them, a quarter ...
+(`ladder`, `measure`). All ranks agree on the slowest rank's times (`learn`). A model with these times (`informed`) makes the
+choices for all sizes with such weights.
 
-On demand ("autotune") the pieces of the schedules that are predicted to be fast are timed too (`wanted`). What was measured may
-make others the fast ones, by times that only were predicted: so there is a second round.
+On demand ("autotune") the pieces of schedules with fast predictions are timed too (`wanted`). Measured times may make other
+schedules the fastest ones, whose pieces are only predicted: so there is a second round.
 
-What a time means: a GPU that has rested runs at a higher clock until its power limit ends that, some 10 to 20 ms later, and
-schedules are chosen for sustained work. So if any of the GEMMs is a long one, the first that is timed, the longest, runs for
-15 ms before its clock starts; the others follow within a millisecond, and are timed as warm as it left the device. That is
-still short of long work: a long GEMM is taken to be slower than it was measured by what the machine's model says
-(`Model.sustained`).
+The clock matters. An idle GPU starts at a higher clock, until its power limit lowers it some 10 to 20 ms later, and schedules are
+chosen for sustained work. So if any GEMM is long, the first one timed, the longest, runs for 15 ms before its timing starts. The
+others follow within a millisecond, while the device is still warm. Sustained work is slower still: a long GEMM is assumed to take
+longer than measured, by the factor `Model.sustained`.
 """
 
 from __future__ import annotations
@@ -26,28 +25,30 @@ from weft.sim import Model
 from weft.sim.model import MatmulShape
 
 Timer = Callable[[MatmulShape, int, int], float]
-"""(shape, calls to warm up, calls to time) -> microseconds of a call, queued behind others, with its launch."""
+"""(shape, warm-up calls, timed calls) -> microseconds per call, queued back to back, with its launch."""
 
 BUDGET_US = 60_000.0
-"""Of device time for one shape: no GEMM is begun that is predicted to go beyond."""
+"""Device time for one shape. GEMMs that are predicted to exceed it are skipped."""
 _ENOUGH_US = 3000.0  # of calls of one GEMM
-_LONG_US = 200.0  # from here on the clock matters, below the power limit is not reached
+_LONG_US = 200.0  # GEMMs below do not reach the power limit
 _WARM_US = 15_000.0
-_SUSTAINED_US = 300.0  # of GEMMs: shorter ones by less
+_SUSTAINED_US = 300.0  # GEMMs from here on are slowed by `Model.sustained`, shorter ones in proportion
 _MOST_CALLS = 50
-_SCHEDULES = 6  # whose GEMMs are measured: the fastest by prediction that have GEMMs of their own
-_WITHIN = 1.5  # of the fastest prediction: what is slower will not win by what GEMMs are mispredicted
+_SCHEDULES = 6  # number of schedules whose GEMMs are measured: the fastest predictions that add GEMMs
+_WITHIN = 1.5  # times the fastest prediction: errors of predicted GEMMs do not make a slower schedule win
 _MOST = 12
-_LEAST_ROWS = 32  # of a ladder: below, a GEMM reads its weights and does little else
+_LEAST_ROWS = 32  # of a ladder: with fewer rows, a GEMM mostly reads its weights
 
 _times: dict[str, dict[MatmulShape, float]] = {}
 _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model]] = {}
-"""Of a machine and its ranks, the last model, what was known of GEMMs, and the model with that."""
+"""By machine and number of ranks: the last model, the GEMM times that were known, and the model with these times."""
 
 
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
-    """The whole GEMMs of `problem`, and the same of half the rows, a quarter ...: what the times of all sizes of its family rest
-    on. None where kernels of our own do the work."""
+    """Return the whole GEMMs of `problem`, and the same GEMMs with half the rows, a quarter ...
+
+    The times of all sizes of its family derive from them. Empty if weft's own kernels do the work.
+    """
     found: dict[MatmulShape, None] = {}
     for m, n, k, dtype in library_gemms(problem):
         while m >= _LEAST_ROWS or not found:
@@ -57,8 +58,10 @@ def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
-    """The GEMMs to measure for `problem`: the whole ones, then those of the schedules that may win, the best first. None where
-    kernels of our own do the work."""
+    """Return the GEMMs to measure for `problem`: the whole ones, then those of the schedules that may win, the best first.
+
+    Empty if weft's own kernels do the work.
+    """
     whole = library_gemms(problem)
     if not whole:
         return ()
@@ -69,7 +72,7 @@ def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
     for row in rows:
         if schedules == _SCHEDULES or (row.us or 0.0) > _WITHIN * (rows[0].us or 0.0):
             break
-        # Operands are parts of the whole ones (a builder of one's own may stack them).
+        # Keep GEMMs whose operands are parts of the whole ones: an external builder may stack operands.
         new = {(m, n, k, d) for m, n, k, d in row.matmuls if m <= most_m and n <= most_n and k <= most_k} - found.keys()
         if new and len(found) + len(new) <= _MOST:
             schedules += 1
@@ -80,8 +83,11 @@ def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
 def measure(
     shapes: Sequence[MatmulShape], model: Model, time_us: Timer, budget_us: float = BUDGET_US
 ) -> tuple[dict[MatmulShape, float], float]:
-    """(times of those that fit into the budget, what is left of it): of each one call to warm up, and then as many as take 3
-    ms, at least 3 (2 of those that take more than 3 ms each)."""
+    """Return (times of the GEMMs that fit into the budget, the remaining budget).
+
+    Each GEMM has a warm-up call, and then as many calls as take 3 ms: at least 3, or 2 if one takes more than 3 ms, at most 50.
+    If any of the GEMMs is long, the first one warms up for 15 ms.
+    """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0
     found: dict[MatmulShape, float] = {}
@@ -97,7 +103,7 @@ def measure(
 
 
 def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None:
-    """Keep what all ranks have measured: the slowest rank's time is everybody's."""
+    """Keep the GEMMs that all ranks have measured, with the slowest rank's time for all."""
     common = set(of_ranks[0]).intersection(*of_ranks[1:])
     slowest = {shape: max(times[shape] for times in of_ranks) for shape in common}
     if changed := slowest.items() - measured_here(machine).items():
@@ -105,12 +111,15 @@ def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None
 
 
 def measured_here(machine: str) -> Mapping[MatmulShape, float]:
-    """Microseconds of the GEMMs that this process has measured on GPUs of that name."""
+    """Return microseconds of the GEMMs that this process has measured on GPUs of this name."""
     return _times.get(machine, {})
 
 
 def informed(model: Model, machine: str) -> Model:
-    """`model`, which may be calibrated, with what was measured here: the same object, if nothing was in the meantime."""
+    """Return `model`, which may be calibrated, with the times measured here.
+
+    The result is the same object until new times are measured.
+    """
     here = measured_here(machine)
     if not here:
         return model

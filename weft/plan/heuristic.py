@@ -1,18 +1,20 @@
-"""Which schedule FiCCO's static heuristic picks: from the shape and the machine's peak rate, with no model of what anything costs.
+"""FiCCO's static heuristic: a pick from the shape and the machine's peak rate, without a cost model.
 
     M <= K                  uniform-fused-2D
     2MNK < threshold        uniform-fused-1D
     2MNK > 5 threshold      hetero-unfused-1D
     between                 hetero-fused-1D
 
-2MNK is the combined metric of the paper, op-to-byte ratio times memory traffic. Its threshold is the machine's: op-to-byte
-ratio times memory bandwidth, the peak rate. One is FLOP and the other FLOP/s, and the time between them is not given: here
-it is `heuristic.threshold` in the machine file, so that the question is how long the GEMM takes at the peak rate.
+2MNK is the combined metric of the paper, op-to-byte ratio times memory traffic. The paper's threshold is the machine's op-to-byte
+ratio times memory bandwidth: the peak rate. The metric is in FLOP and the threshold in FLOP/s, and the paper does not give the
+time that relates them. Here it is `heuristic.threshold` in the machine file. So the heuristic asks how long the GEMM takes at the
+peak rate.
 
-`schedule="heuristic"` runs the pick (`pick_here`). Where there is none, or it cannot do the problem, the choice is the usual one.
+`schedule="heuristic"` runs the pick (`pick_here`). If there is no pick, or it cannot do the problem, the choice is the usual one.
 
-M is the gathered rows; before experts the tokens of all ranks, each once for each of its experts, of which every rank is taken to
-get as many. N is what the caller gives, the columns that one GPU computes: of a weight sharded over W of them, N / W.
+M is the number of gathered rows. Before experts it is the tokens of all ranks, each counted once per selected expert; ranks are
+assumed to receive equal shares. N is the number of columns that one GPU computes, as the caller gives it: N / W for a weight
+sharded over W GPUs.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C and figure 12(a).
 """
@@ -25,15 +27,18 @@ from weft.hw import Machine, load_machine, machine_of
 from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Problem, named
 
 _ABOVE = 5.0
-"""Times the threshold: where hetero-unfused-1D begins."""
+"""Multiple of the threshold above which the pick is hetero-unfused-1D."""
 
 _PAPERS = "mi300x"
-"""The paper's machine, whose threshold holds for machines of which nothing is known, as CPUs."""
+"""The paper's machine. Its threshold is used for unknown machines, such as CPUs."""
 
 
 def static_pick(problem: Problem, machine: Machine) -> str | None:
-    """The candidate's name, with as many steps as ranks and copies by the copy engine, as the paper has them; by a kernel where the
-    host may not know sizes. None: it says nothing of this operator. It may be one that cannot do the problem (`pick_here`)."""
+    """Return the name of the pick; None if the heuristic does not cover this operator.
+
+    As in the paper, the pick has as many steps as ranks, and copies by the copy engine. Copies are by kernel if the host may not
+    know sizes. The pick may be unable to do the problem (`pick_here`).
+    """
     if isinstance(problem, AllGatherMatmul):
         m, flops = problem.m, problem.flops
     elif isinstance(problem, AllToAllMatmul):
@@ -50,10 +55,10 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
 
 
 def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
-    """(the pick for the machine of this name, "") if it can do `problem`; else (None, why there is none)."""
+    """Return (the pick for the machine of this name, "") if it can do `problem`; else (None, the reason)."""
     try:
         pick = static_pick(problem, _machine(machine_name))
-    except KeyError as error:  # machine files have no rate of fp64, which CPU processes multiply
+    except KeyError as error:  # fp64, as on CPU, has no rate in machine files
         return None, f"it goes by the machine's rates, and {error.args[0].partition(';')[0]}"
     if pick is None:
         return None, f"it says nothing of {problem.title}"
@@ -70,7 +75,7 @@ def _machine(name: str) -> Machine:
 
 
 def peak_flops(machine: Machine, dtype: str) -> float:
-    """FLOP/s by the datasheet; where that is not in the file, bf16's in proportion to what matmuls reach."""
+    """Return FLOP/s by the datasheet. If the file lacks it, scale bf16's by the ratio of the measured matmul rates."""
     if f"compute.{dtype}_dense" in machine.quantities:
         return machine[f"compute.{dtype}_dense"].si
     size = "best" if f"compute.{dtype}_matmul_best" in machine.quantities else "8192"

@@ -1,4 +1,4 @@
-"""Which machine this is, and what versions run on it: what measured numbers are good for. Without torch."""
+"""The identity of this machine and its versions, for which measured numbers hold. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def machine_name(driver: Path = _NVIDIA) -> str:
 
 
 def machine_here(driver: Path = _NVIDIA) -> Machine | None:
-    """Return the machine that this process runs on, by its file or derived; None if nothing is known of it, as of CPUs."""
+    """Return the machine that this process runs on, by its file or derived; None for unknown machines, such as CPUs."""
     return machine_of(machine_name(driver))
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Of what decides how fast things are: packages, and the GPU's driver."""
+    """Return the versions that affect performance: of packages, and of the GPU's driver."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,8 +1,8 @@
-"""Choices for any size at once: a new M of known weights costs a look into a table, or a few simulations, and no measurement.
+"""Choices that nearby sizes share: a new M of known weights costs a table lookup, or a few simulations, and no measurement.
 
-Sizes of a family of problems (`Problem.family`) are taken together by half octaves, and the choice is made for the middle one of
-each, whatever the size that is called first. The first of a family is planned among all candidates; the others among the few that
-were the fastest there, and those that are worth a try anywhere (`Problem.worth_running`).
+Sizes of a family of problems (`Problem.family`) are grouped by half octaves. The choice is made for the middle size of each group,
+regardless of the size that is called first. The first group of a family is planned among all candidates. The others are planned
+among the few that were the fastest there, and those that are worth a try at any size (`Problem.worth_running`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.schedule import Problem, builders_of, candidates
 from weft.sim import Model
 
 CONTENDERS = 2
-"""The fastest at one size, in each mode, that may be the fastest at another one."""
+"""Number of fastest schedules at one size, in each mode, that are candidates at other sizes."""
 LONG_US = 300.0
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256
@@ -28,7 +28,7 @@ class _Family:
     base: Model  # holding it keeps its id from being given to another
     contenders: frozenset[str]
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """By half octave, of each mode."""
+    """The schedule of each mode, by half octave."""
 
 
 _families: dict[Hashable, _Family] = {}
@@ -37,7 +37,10 @@ _families: dict[Hashable, _Family] = {}
 def _choices(
     problem: Problem, model: Model, modes: tuple[Mode, ...], among: frozenset[str] | None, near: bool
 ) -> list[Choice]:
-    """Of each mode. What takes long and is clearly the fastest is planned once: modes differ by microseconds at a run's ends."""
+    """Return the choice for each mode.
+
+    A long schedule that is clearly the fastest is planned once: modes differ by microseconds at a run's ends.
+    """
     found: list[Choice] = []
     for mode in modes:
         if found and _is_clear(found[0]):
@@ -57,26 +60,28 @@ def _is_clear(choice: Choice) -> bool:
 
 
 def octave(problem: Problem) -> int:
-    """The half octave of its size in its family."""
+    """Return the half octave of the problem's size in its family."""
     return octave_of(problem.family[1])
 
 
 def octave_of(size: float) -> int:
-    """The half octave of a size."""
+    """Return the half octave of a size."""
     return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
 
 
 def typical(problem: Problem) -> Problem:
-    """The one for which the choice is made, for all of its half octave."""
+    """Return the problem at the middle of this half octave, for which the choice is made."""
     return problem.resized(2 ** (octave(problem) / _PER_OCTAVE))
 
 
 def names_near(
     problem: Problem, model: Model, modes: tuple[Mode, ...], base: Model | None = None, *, itself: bool = False
 ) -> tuple[str, ...]:
-    """The schedule to take for `problem` in each of these modes. base: what `model` was before it knew GEMMs that this process has
-    timed: choices that were made stay when it gets to know others. itself: for just this size, where what goes for those around it
-    does not."""
+    """Return the schedule to take for `problem` in each of these modes.
+
+    base: the model without the GEMMs that this process has timed. Choices stay when further GEMMs are timed.
+    itself: choose for exactly this size, since the choice for sizes around it does not apply.
+    """
     family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))
     here = octave(problem)

@@ -1,13 +1,13 @@
-"""What each candidate takes on the model of a machine: every schedule is built, and simulated unless it is hopeless.
+"""Predictions: the time of each candidate on the model of a machine. Every schedule is built, and simulated unless hopeless.
 
-A prediction is the time of a run that follows another one ("queued"; "graph", where collectives and the run's end take
-longer), or of a run that begins on idle devices, with the host's time for each step ("single"). Where the host reads sizes in
-every run, a run takes at least as long as it needs to issue one.
+A prediction is the time of a run that follows another one ("queued", or "graph", in which collectives and the run's end take
+longer), or of a run on idle devices, with the host's time for each step ("single"). If the host reads sizes in every run, a run
+takes at least the host's time to issue one.
 
-A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
-So schedules are simulated by rising bounds, and those not at all of which the bound is `HOPELESS` times the best so far: what
-comes near is shown with its time. Equal schedules under two names are simulated once. Those of the last problem are kept, as a
-problem is often decided several times: for calls and for graphs, before and after its GEMMs were measured.
+Bounds save simulations. A run is no shorter than the steps of any lane, each alone; a single run is no shorter than the host's
+time to issue its steps. Schedules are simulated by rising bounds. A schedule whose bound is over `HOPELESS` times the best so far
+is not simulated. Equal schedules under two names are simulated once. The schedules of the last problem are cached, since a problem
+is often decided several times: for calls and for graphs, before and after its GEMMs are measured.
 """
 
 from __future__ import annotations
@@ -50,48 +50,49 @@ Mode: TypeAlias = Literal["queued", "graph", "single"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 AT_LEAST = "takes at least"
-"""How `Row.why_not` begins for a candidate that was not simulated, because it cannot be the fastest."""
+"""Prefix of `Row.why_not` of a candidate that was not simulated, because it cannot be the fastest."""
 
 SAME_AS = "the same schedule as "
-"""How it begins for one that was simulated under another name."""
+"""Prefix of `Row.why_not` of a candidate that was simulated under another name."""
 
 HOPELESS = 2.5
-"""Times the fastest prediction: what takes longer for certain is not simulated."""
+"""Multiple of the fastest prediction: schedules with a higher lower bound are not simulated."""
 
 Progress: TypeAlias = Callable[[str, float], None]
-"""Told what is done next, and which part of everything was done before."""
+"""Called before each piece of work, with its name and the share of all work that was done since the last call."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one candidate. Without a predicted time it has no schedule, or cannot be the fastest: `why_not`."""
+    """The results for one candidate. Without a predicted time, `why_not` says why: it has no schedule, or cannot be the fastest."""
 
     candidate: Candidate
     predicted_us: float | None = None
     measured_us: float | None = None
     why_not: str = ""
-    """Empty for the one that is taken."""
+    """Empty for the chosen candidate."""
     gemms: int = 0
     steps: int = 0
-    """Of a rank, all lanes together."""
+    """Steps of a rank, in all lanes."""
     collectives: int = 0
-    """Of the library, likewise."""
+    """Library collectives of a rank, in all lanes."""
     lanes: int = 1
     copies_by_kernel: int = 0
-    """On lanes beside the computing ones."""
+    """Copies by kernel on copy lanes."""
     reads_on_host: bool = False
-    """Whether no CUDA graph can capture it, as the host takes sizes from the device in between."""
+    """True if no CUDA graph can capture it, since the host reads sizes from the device during the run."""
     stops_host: bool = False
-    """Whether the host waits for them before it issues the rest, and what is queued runs out."""
+    """True if the host waits for these sizes before it issues the rest, so that the queue runs empty."""
     late: int = 0
-    """Copies, GEMMs and collectives whose sizes only the run knows."""
+    """Number of copies, tiles and collectives with dynamic sizes."""
     rough: bool = False
-    """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM (unless that is the problem's way anyway): it is
-    taken only if it is pinned."""
+    """True if it reduces in 16 bits or fewer, and so errs more than one GEMM. It is then taken only if pinned. False if the
+    problem rounds partial sums anyway."""
     stages: bool = False
-    """Whether kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Of that models know least."""
+    """True if kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Models are least accurate
+    for these."""
     matmuls: frozenset[MatmulShape] = frozenset()
-    """The different GEMMs of a rank that are the library's."""
+    """The distinct library GEMMs of a rank."""
     problem: Problem | None = field(default=None, repr=False)
     model: Model | None = field(default=None, repr=False)
 
@@ -101,9 +102,11 @@ class Row:
 
     @property
     def host_us(self) -> float:
-        """Return about what the host needs to issue a run. In GEMMs, a collective takes half as long again and a signal or a copy a
-        tenth; those of a single lane are one launch with its kernels. Steps whose sizes only the run knows are launched from
-        Python."""
+        """Return the approximate host time to issue a run.
+
+        A collective costs 1.5 GEMMs. Any step of a schedule with several lanes, such as a signal or a copy, costs another 0.1
+        GEMM. Steps with dynamic sizes are launched from Python.
+        """
         if self.model is None:
             return 0.0
         calls = self.gemms + 1.5 * self.collectives + (0.1 * self.steps if self.lanes > 1 else 0.0)
@@ -113,7 +116,7 @@ class Row:
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
-        """Of a queued run: what decomposition and contention cost, and how much communication nothing hides. None without GEMMs."""
+        """Decomposition and contention losses and exposed communication of a queued run; None without GEMMs."""
         if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
             return None
         if not gemms_us(self.problem, self.model):
@@ -123,7 +126,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A step of a rank, without its place: what its cost depends on."""
+    """A step of a rank without its location: everything that its cost depends on."""
 
     step: Step
     operands: tuple[Operand, ...]
@@ -131,8 +134,10 @@ class _Priced:
 
 @dataclass(frozen=True)
 class _Built:
-    """A candidate with its schedule, or in `row.why_not` why it has none; and of each lane of a rank how often it has which
-    step."""
+    """A candidate with its schedule, or with the reason in `row.why_not`.
+
+    lanes: for each lane of a rank, the count of each distinct step.
+    """
 
     row: Row
     schedule: Schedule | None = None
@@ -140,7 +145,7 @@ class _Built:
 
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0) -> float:
-    """Microseconds of one run, and no less than that many."""
+    """Return the microseconds of one run, but at least `at_least_us`."""
     if mode == "single":
         us = simulate(schedule, model, mode=mode).end_us
     else:
@@ -153,13 +158,15 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 
 
 def _reading_host_us(schedule: Schedule, model: Model) -> float:
-    """What the host needs to issue a run in which it reads sizes. As it waits in every run it is never far ahead of the device,
-    which would hide this."""
+    """Return the host time to issue a run in which it reads sizes.
+
+    The host waits in every run, so that it is never far enough ahead of the device to hide this time.
+    """
     return _late(schedule) * model.host_late_us + len(list(_steps(schedule))) * model.host_step_us
 
 
 def _late(schedule: Schedule) -> int:
-    """Return how many copies, GEMMs and collectives have sizes that only the run knows."""
+    """Return the number of copies, tiles and collectives with dynamic sizes."""
     held = {contents.buffer for contents in schedule.contents}
     if not held:
         return 0
@@ -168,7 +175,7 @@ def _late(schedule: Schedule) -> int:
 
 
 def _signals_of_tiles(schedule: Schedule) -> int:
-    """That tiles set, on the rank whose tiles set the most."""
+    """Return the number of signals that tiles set, on the rank whose tiles set the most."""
     tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
     sets = [(step.extent, count) for step in tiles if (count := sum(isinstance(one, Set) for one in step.body))]
     if not sets:
@@ -177,13 +184,15 @@ def _signals_of_tiles(schedule: Schedule) -> int:
 
 
 def least_us(problem: Problem, model: Model) -> float:
-    """No schedule is faster than the GEMMs whole: pieces that are predicted to be, by measured times of small GEMMs at a
-    higher clock, are not."""
+    """Return a lower bound for all schedules: the time of the whole GEMMs.
+
+    Pieces may be predicted to be faster, from small GEMMs measured at a higher clock, but they are not.
+    """
     return gemms_us(problem, model, launches=False)
 
 
 def library_gemms(problem: Problem) -> tuple[MatmulShape, ...]:
-    """The whole GEMMs of a rank that are the library's, the largest first: those of the serial schedule."""
+    """Return the library GEMMs of a rank in the serial schedule, the largest first."""
     (serial,) = candidates(problem, ("serial",))
     return tuple(sorted(_examined(serial, serial.build()).row.matmuls, reverse=True))
 
@@ -196,8 +205,10 @@ def predicted_rows(
     progress: Progress,
     among: frozenset[str] | None = None,
 ) -> tuple[list[Row], dict[str, Schedule]]:
-    """A row for each candidate, of all or of those `among` which it is, and the schedules by name. needed: those that are
-    simulated in any case."""
+    """Return a row for each candidate, and the schedules by name.
+
+    among: names of the candidates to consider; by default all. needed: names of those that are always simulated.
+    """
     built = _built(problem, progress, needed, among)
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
     if not problem.has_work:
@@ -218,8 +229,10 @@ _kept: dict[tuple, list[_Built]] = {}
 def _built(
     problem: Problem, progress: Progress, needed: frozenset[str] = frozenset(), among: frozenset[str] | None = None
 ) -> list[_Built]:
-    """All candidates that calls take, or those `among` which they are, and `needed` others; those with the same schedule after
-    the first one without it."""
+    """Build all candidates that calls take, or those in `among`, and also those in `needed`.
+
+    Of candidates with equal schedules only the first keeps it.
+    """
     known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
     wanted = needed | (among or frozenset())
     known += [named(problem, name) for name in sorted(wanted - {candidate.name for candidate in known})]
@@ -227,7 +240,7 @@ def _built(
     if (kept := _kept.get(key)) is not None:
         return kept
     found: list[_Built] = []
-    first: dict[tuple, list[tuple[Schedule, str]]] = {}  # by what is quickly compared
+    first: dict[tuple, list[tuple[Schedule, str]]] = {}  # by `_looks`
     for number, candidate in enumerate(known, 1):
         progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
@@ -247,7 +260,7 @@ def _built(
 
 
 def _looks(schedule: Schedule) -> tuple:
-    """Equal for schedules that are, and mostly for no others. The hash of a large schedule takes as long as building it."""
+    """Return a key that equal schedules share, and rarely others. Hashing a large schedule takes as long as building it."""
     ends = tuple(
         (lane.name, lane.resource, len(lane.steps), lane.steps[:3], lane.steps[-3:]) for lane in schedule.lanes
     )
@@ -261,7 +274,7 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
-    # Of rank 0, as others differ in empty steps at most. What a tile does is left out: it takes long to write in numbers.
+    # Rank 0 is enough: others differ in empty steps at most. The steps of tiles are left out, since evaluating them takes long.
     counts = _Counts(schedule)
     lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
     each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
@@ -304,7 +317,7 @@ def _multiplies(step: Step) -> bool:
 
 
 def _steps(schedule: Schedule) -> Iterator[Step]:
-    """Once each, however often loops turn, and loops too."""
+    """Yield each step once, regardless of loop counts, and the loops too."""
     left = [step for lane in schedule.lanes for step in lane.steps]
     while left:
         step = left.pop()
@@ -313,22 +326,24 @@ def _steps(schedule: Schedule) -> Iterator[Step]:
 
 
 class _Counts:
-    """What the lanes of rank 0 do, how often; empty steps are left out. Most steps have the same few sizes, which are put in
-    numbers once."""
+    """Counts of the distinct steps in the lanes of rank 0, without empty steps.
+
+    Most steps have the same few sizes, which are evaluated once.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.steps = 0
-        self.grouped = 0  # of tiles that multiply, each time that there are some
+        self.grouped = 0  # executions of tiles with matmuls
         self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
         self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
         self._operands: dict[tuple, Operand] = {}
-        self._known: dict[tuple, _Priced | None] = {}  # by what is quickly compared
-        self._first: dict[tuple, _Priced] = {}  # by what it is in numbers
+        self._known: dict[tuple, _Priced | None] = {}  # by `key_of`
+        self._first: dict[tuple, _Priced] = {}  # by kind, settings and operands
 
     def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
-        times: Counter[int] = Counter()  # by identity: a step's hash goes through all that it has
+        times: Counter[int] = Counter()  # by identity: hashing a step visits all its fields
         for step, turn in self._written_out(steps, {}):
-            # Most are copies and GEMMs, whose accesses need not be put together to know that there are some.
+            # Copies and GEMMs, most steps, always have accesses: do not compute them.
             if isinstance(step, (Copy, Compute)) or (not isinstance(step, (Read, Set, Wait)) and step.accesses()):
                 if (priced := self._priced(step, turn)) is None:
                     continue
@@ -341,7 +356,7 @@ class _Counts:
         return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
 
     def _priced(self, step: Step, turn: dict[str, int]) -> _Priced | None:
-        """The step without its place; None if it is empty."""
+        """Return the step without its location; None if it is empty."""
         if turn:
             return self._in_numbers(step, turn)
         key = key_of(step)
@@ -392,8 +407,10 @@ def _timed(row: Row, time: float | str | None) -> Row:
 def _times(
     problem: Problem, built: list[_Built], model: Model, mode: Mode, needed: frozenset[str], progress: Progress
 ) -> dict[str, float | str]:
-    """Microseconds of runs, or why there is no need to know: compared with those of candidates that graphs can capture, too,
-    where it is one."""
+    """Return microseconds of each candidate, or the reason for not simulating it.
+
+    A capturable candidate is compared with the best capturable one, any other with the best of all.
+    """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
     bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
@@ -412,13 +429,16 @@ def _times(
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
-    """A run is no shorter: the longest lane's steps, each alone, and for a single one the host's time for all."""
+    """Return a lower bound: the longest lane's steps, each alone, and in a single run the host's time for all steps."""
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
     return max(host_us, _lanes_us(built, model))
 
 
 def _lanes_us(built: _Built, model: Model) -> float:
-    """Of the longest lane. Latencies of copies by kernel are not counted, since one kernel may do several of them."""
+    """Return the time of the longest lane's steps, each alone.
+
+    Latencies of copies by kernel do not count, since one kernel may do several copies.
+    """
     assert built.schedule is not None
     longest = 0.0
     for lane in built.lanes:

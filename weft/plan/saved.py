@@ -11,7 +11,7 @@ from weft.plan.machine import versions
 from weft.words import counted
 
 Check = Callable[[Any], bool]
-"""True if a field can have this value, as JSON has it."""
+"""A function that returns True if a field can have this JSON value."""
 _MOST_WHOLE = 1 << 50
 
 
@@ -23,10 +23,11 @@ S = TypeVar("S", bound=_Saved)
 
 
 def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mapping[str, Check], fix: str) -> S | None:
-    """Return the `kind` in the file of that machine and number of ranks; None without a file. what: "calibration", in the file's
-    name and in messages.
+    """Return the `kind` in the file of this machine and number of ranks; None without a file.
 
-    `UnreadableError` for a broken file, or another machine's. `ValueError` for other versions than are installed here.
+    what: "calibration", for example: part of the file's name and of messages.
+
+    `UnreadableError` for a broken file, or another machine's. `ValueError` if the file is of other versions than installed here.
     """
     path = store.path_of(what, machine, world_size)
     content = store.read(path)
@@ -77,7 +78,7 @@ def none_or(check: Check) -> Check:
 
 
 def rows_of(*cells: Check) -> Check:
-    """Return a check of a list of lists, each with as many cells."""
+    """Return a check for a list of rows, each a list with a cell for each of `cells`."""
 
     def check(found: Any) -> bool:
         return isinstance(found, list) and all(

@@ -2,8 +2,8 @@
 
     a number is used if        derived / 2 <= measured <= 2 derived
 
-Derived numbers (`weft.hw.derived`) say what the hardware can do. A busy machine can be measured to be many times slower, and the
-numbers are kept for good: so a number that is farther away is dropped, and said. `weft plan calibrate` drops nothing.
+Derived numbers (`weft.hw.derived`) say what the hardware can do. A busy machine may measure many times slower, and saved numbers
+are kept for good. So a number outside this range is dropped and reported. `weft plan calibrate` drops nothing.
 
 `weft.operator.self_calibrate` measures, at a group's first choice of a schedule.
 """
@@ -34,7 +34,7 @@ _AGAIN = "a group's first call measures again"
 
 
 class Sizes(NamedTuple):
-    """What is measured: bytes of a copy, and GEMMs."""
+    """The sizes to measure: bytes of a copy, and GEMMs."""
 
     copy_bytes: int
     gemms: tuple[MatmulShape, ...]
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 class Applied(NamedTuple):
     model: Model
     used: tuple[str, ...]
-    """Names of the numbers that the model has from measurements."""
+    """Names of the measured numbers in the model."""
     dropped: tuple[str, ...]
     """A sentence for each number that stays derived."""
 
@@ -54,12 +54,12 @@ class _Number(NamedTuple):
     measured: float | None
     derived: float
     into: Callable[[Model], Model]
-    """Gives a model the measured number."""
+    """A function that returns a model with the measured number."""
 
 
 @dataclass(frozen=True)
 class SelfCalibration:
-    """What was measured; None for a number that there was no time for. `apply` makes a model of it."""
+    """The raw measurements; None for a number that there was no time for. `apply` puts them into a model."""
 
     machine: str
     world_size: int
@@ -75,7 +75,7 @@ class SelfCalibration:
     host_step_us: float | None = None
 
     def apply(self, base: Model) -> Applied:
-        """Return `base`, of derived numbers, with those of these numbers that are near them."""
+        """Return `base`, a model of derived numbers, with the measured numbers that are near the derived ones."""
         model, used, dropped = base, list[str](), list[str]()
         for number in self._numbers(base):
             text = f"{number.name} stays at the derived {number.derived:.3g} {number.unit}"
@@ -126,7 +126,7 @@ def _measuring(shape: MatmulShape, us: float | None) -> Callable[[Model], Model]
 
 
 def sizes_for(base: Model) -> Sizes:
-    """Return what takes up to 3 ms a copy and 2 ms a GEMM, by derived numbers."""
+    """Return sizes that take up to 3 ms for a copy and 2 ms for a GEMM, by derived numbers."""
     rate = min(base.copy_bytes_per_us, *(rates[-1][1] for rates in (base.put_bytes_per_us, base.get_bytes_per_us)))
     count = next((count for count in _COPIES if count <= _COPY_US * rate), _COPIES[-1])
     cube = next((c for c in _CUBES if base.matmul_us(c, c, c, _DTYPE) <= _GEMM_US), _CUBES[-1])
@@ -134,7 +134,7 @@ def sizes_for(base: Model) -> Sizes:
 
 
 def measure(measure: Measure, sizes: Sizes, budget_s: float = BUDGET_S) -> SelfCalibration:
-    """Measure the most important numbers first, and begin none after `budget_s`. Collective."""
+    """Measure the most important numbers first, and begin no measurement after `budget_s`. Collective."""
     count = sizes.copy_bytes
     gemms = {shape: partial(measure.gemm_us, *shape) for shape in sizes.gemms}
     asked: dict[Any, Callable[[], float]] = {
@@ -159,11 +159,11 @@ def measure(measure: Measure, sizes: Sizes, budget_s: float = BUDGET_S) -> SelfC
 
 
 _known: dict[tuple[str, int], SelfCalibration] = {}
-"""By machine and number of ranks, what this process has measured or was told by the first rank."""
+"""Numbers that this process has measured or received from the first rank, by machine and number of ranks."""
 
 
 def adopt(found: SelfCalibration) -> None:
-    """Plan by these numbers in this process from now on."""
+    """Use these numbers for planning in this process from now on."""
     _known[found.machine, found.world_size] = found
 
 
@@ -173,7 +173,7 @@ def save(found: SelfCalibration) -> None:
 
 
 def find(machine: str, world_size: int) -> SelfCalibration | None:
-    """Return what was measured with so many ranks, by this process or another; None if nothing was.
+    """Return the numbers measured with `world_size` ranks, by this process or another; None if there are none.
 
     `ValueError` if other versions were installed then; `UnreadableError` if the file is broken or another machine's.
     """
@@ -196,4 +196,4 @@ _HOLDS: dict[str, saved.Check] = {
     "signal_local_us": _TIME,
     "host_step_us": _TIME,
 }
-"""Checks of the fields as JSON has them."""
+"""Checks of the fields in JSON."""

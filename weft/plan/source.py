@@ -1,9 +1,9 @@
-"""What the model of a machine rests on: the first of these that there is, and that can be used.
+"""Sources of a machine's model, best first: the first one that exists and is usable.
 
 calibration         `weft plan calibrate`, for this machine, number of ranks, and the versions that are installed
 machine file        `weft/hw/*.toml`
-self-calibration    what GPUs without either measured at a group's first call, the rest derived
-derived             from what the driver says, and the ratios of a measured machine
+self-calibration    for GPUs without either: measured at a group's first call, the rest derived
+derived             from the driver's data, and the ratios of a measured machine
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ Source: TypeAlias = Literal["calibration", "machine file", "self-calibration", "
 class Calibrated(NamedTuple):
     model: Model
     note: str
-    """What its numbers rest on."""
+    """The source of its numbers."""
     refused: bool
-    """True if there is a calibration that is not used: the note says why, and what to do."""
+    """True if there is a calibration that is not used: the note says why, and the fix."""
     source: Source
 
 
 def calibrated(machine: Machine, ranks: int) -> Calibrated:
-    """Return the model of `ranks` of these GPUs by the best source that there is. `KeyError` names a number that the machine file
-    lacks."""
+    """Return the model of `ranks` of these GPUs by the best source. `KeyError` names a number that the machine file lacks."""
     base = model_of(machine, ranks)
     refused = True
     try:

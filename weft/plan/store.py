@@ -1,4 +1,4 @@
-"""Measured numbers on disk: JSON files under `weft.env.cache_dir()`, each written whole, so that a reader never sees half."""
+"""Measured numbers on disk: JSON files under `weft.env.cache_dir()`, replaced atomically, so that no reader sees half a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _stem(*names: object) -> str:
 
 
 def ranks_of(what: str, machine: str) -> list[int]:
-    """Return the numbers of ranks for which there is a file `path_of(what, machine, ranks)`."""
+    """Return the numbers of ranks with a file `path_of(what, machine, ranks)`."""
     name = re.compile(rf"{_stem(what, machine)}-([1-9]\d{{0,5}})\.json")
     try:
         with os.scandir(env.cache_dir()) as files:
@@ -39,7 +39,7 @@ def ranks_of(what: str, machine: str) -> list[int]:
 
 
 def any_of(what: str) -> bool:
-    """True if there is a file that `path_of(what, ...)` names. Asked at every first call of a shape."""
+    """True if there is a file `path_of(what, ...)`. Called at every first call of a shape."""
     try:
         folder = os.fspath(env.cache_dir())
         return what in _kinds_in(folder, os.stat(folder).st_mtime_ns)
@@ -49,13 +49,13 @@ def any_of(what: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
-    """The first words of the names of the files in a folder that was changed then."""
+    """Return the first words of the file names in `folder`. changed_ns: its modification time, a part of the cache key."""
     with os.scandir(folder) as files:
         return frozenset(file.name.partition("-")[0] for file in files)
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
-    """`write` if possible; warn once if not."""
+    """Write `content` like `write`; warn once if that is impossible."""
     try:
         write(path, content)
     except OSError as error:
@@ -68,12 +68,12 @@ def keep(path: Path, content: dict[str, Any]) -> None:
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
-        path.unlink(missing_ok=True)  # to write to a pipe would be to wait for its reader
+        path.unlink(missing_ok=True)  # writing to a pipe would wait for its reader
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return what was written, or None without a file. `UnreadableError` if the file is none of ours."""
+    """Return the file's content; None without a file. `UnreadableError` if weft did not write it."""
     try:
         content = reading.read_json(path, fix=FIX)
     except (FileNotFoundError, NotADirectoryError):
@@ -89,6 +89,6 @@ def is_time(found: object) -> bool:
 
 
 def differences(then: dict[str, str], now: dict[str, str]) -> str:
-    """Which versions are not the same, as "torch 2.11.0, now 2.13.0"; empty if none."""
+    """Return the versions that differ, such as "torch 2.11.0, now 2.13.0"; empty if none differ."""
     names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
     return ", ".join(f"{name} {then.get(name, 'missing')}, now {now.get(name, 'missing')}" for name in names)
