@@ -1,6 +1,6 @@
-"""A rank's side of a call on CPU processes.
+"""The executor for CPU processes: one rank's side of a call.
 
-`schedule` runs any schedule: `checked` refuses what cannot run here, `program` has its steps ready, `steps` says what each kind of
-them does and `places` where, `sizes` puts in numbers what only a run knows, `run` is what the lanes of one run share.
-`embedding` is embedding_all_to_all.
+`schedule` runs any schedule. `checked` refuses schedules that cannot run here. `program` prepares the steps, `steps` implements
+each kind of step, and `places` locates buffers and counters. `sizes` evaluates dynamic sizes. `run` is the state that the lanes
+share in a run. `embedding` is embedding_all_to_all.
 """

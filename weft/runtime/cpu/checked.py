@@ -1,7 +1,7 @@
-"""Whether a schedule fits the ranks that are here, the memory of this one, and what the CPU executor can do.
+"""Checks that a schedule fits the group's ranks, this rank's memory, and the CPU executor.
 
-All of a rank's steps are written out in numbers and looked at before anything is allocated, so that a schedule which cannot run is
-refused with the step that is wrong.
+All of a rank's steps are evaluated and checked before anything is allocated. So a schedule that cannot run is refused, and the
+error names the wrong step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from weft.words import counted
 
 
 class Checked:
-    """A schedule in numbers as `rank` needs it. `ScheduleError` if a step of this rank does not fit its memory.
+    """A schedule evaluated for `rank`. `ScheduleError` if a step of this rank does not fit its memory.
 
-    lanes: of this rank, those that do something, the first for the caller's thread. setters: by counter of this rank, the
-    ranks that set it in a run, one for each set. rows: by this rank's collectives in order, the rows of all ranks. shared: buffers
-    to which peers may add, or several lanes do. known: its steps are known to fit.
+    lanes: this rank's lanes with steps; the first one runs on the caller's thread. setters: for each counter of this rank, the
+    ranks that set it in a run, one entry per set. rows: for each collective of this rank, in order, the rows of all ranks. shared:
+    buffers to which peers or several lanes may add. known: True if the steps are known to fit.
     """
 
     def __init__(self, schedule: Schedule, rank: int, world_size: int, known: bool = False) -> None:
@@ -71,7 +71,7 @@ class Checked:
 
 
 def _meetings(schedule: Schedule) -> Schedule:
-    """What others must know of a rank: its sets and collectives. To write out all steps of all ranks takes a while."""
+    """Return `schedule` with only its sets and collectives, which peers need. Evaluating all steps of all ranks is slow."""
 
     def kept(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         steps = tuple(replace(step, body=kept(step.body)) if isinstance(step, For | Tiles) else step for step in steps)
@@ -88,7 +88,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
     if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
         faults.append("collectives are on several lanes, and their library takes them from one thread: put them on one")
     sets, where = sets_per_run(ranks), declared(schedule, buffers)[rank]
-    open_ = bool(schedule.contents)  # otherwise `of_rank` has put in all that steps name
+    open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
     for lane in ranks[rank]:
         for step in lane.steps:
             fixed = not isinstance(step, Tiles) and not (open_ and variables_of(step))

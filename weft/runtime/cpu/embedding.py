@@ -1,7 +1,7 @@
 """embedding_all_to_all on CPU processes: a rank's side of every call.
 
-A call is: agree (free output slot, same plan and batch sizes, nobody refuses: `weft.runtime.agreement`), pool with stores
-into the peers' memory, tell the peers, wait for them.
+A call has four phases: agree (`weft.runtime.agreement`: a free output slot, equal plans and batch sizes, no refusal), pool with
+stores into the peers' memory, notify the peers, wait for them.
 
 Order. `direct`: all stores of the native kernel are fenced before it returns; then done[rank] = epoch at every peer,
 with release; the reader acquires it. `put`: every slice has its flag (see csrc/embedding_all_to_all.hpp). A buffer is
@@ -30,15 +30,15 @@ from weft.words import counted
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _TRANSPORT_CODE = {"direct": 0, "put": 1}
-_BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # fatal has looked at all indices before the call begins
-_LOOK_S = 1.0  # how long a wait for flags goes on before it looks at the state of the group
+_BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # "fatal" checks all indices before the call begins
+_LOOK_S = 1.0  # interval at which a wait for flags checks the state of the group
 _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 
 
 def slot_table(
     sharding: EmbeddingSharding, rank: int, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]
 ) -> np.ndarray:
-    """int64 [slots, 6] as the native kernel reads it: address, rows, dim, key, column, whether pooling is a mean."""
+    """Return the native kernel's table, int64 [slots, 6]: address, rows, dim, key, column, 1 if pooling is a mean."""
     weight_of_table = dict(zip(sharding.local_tables(rank), weights, strict=True))
     table = np.zeros((len(key_of_slot), 6), dtype=np.int64)
     for row, slot, key in zip(table, sharding.local_slots(rank), key_of_slot, strict=True):
@@ -59,7 +59,7 @@ def run_native(
     epoch: int,
     timeline: np.ndarray | None = None,
 ) -> tuple[int, ...]:
-    """One call of the native kernel on torch's number of threads; its counts as `_core.embedding_all_to_all` gives them."""
+    """Call the native kernel with torch's number of threads. Return the counts of `_core.embedding_all_to_all`."""
     starts = np.zeros(len(batch_sizes) + 1, dtype=np.int64)
     np.cumsum(batch_sizes, out=starts[1:])
     return _core.embedding_all_to_all(
@@ -95,7 +95,7 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
 
 
 class EmbeddingAllToAllCpu:
-    """One plan on one domain of CPU processes. Making it is collective; `__call__` is too."""
+    """One plan on one domain of CPU processes. The constructor and `__call__` are collective."""
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
         self.plan, self.domain = plan, domain
@@ -118,7 +118,7 @@ class EmbeddingAllToAllCpu:
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
     ) -> torch.Tensor:
-        """One call; the output [batch_sizes[rank], total_dim], complete."""
+        """Run one call. Return the complete output [batch_sizes[rank], total_dim]."""
         plan, domain, rank = self.plan, self.domain, self.domain.rank
         deadline_s = deadline_s or env.deadline_s()
         sharding = plan.sharding
@@ -133,7 +133,7 @@ class EmbeddingAllToAllCpu:
             largest = max(checked.batch_sizes, default=0)
             slot_bytes = largest * sharding.total_dim * sharding.dtype.itemsize
             if self.outputs.reserve(slot_bytes, lambda: None, deadline_s):
-                # All ranks grow at the same call, to buffers of which none is lent yet.
+                # All ranks grow at the same call. No slot of the new buffers is lent yet.
                 slot = self.outputs.acquire()
                 slots = [slot] * domain.world_size
             bases = self.outputs.base_addresses()
@@ -151,7 +151,7 @@ class EmbeddingAllToAllCpu:
                 self._fill(timeline, events[: counts[7]], waiting_since)
         except BaseException as error:
             self.outputs.give_back(slot)
-            if not isinstance(error, WeftError):  # those befall all ranks; of any other the peers would not know
+            if not isinstance(error, WeftError):  # all ranks raise a WeftError; peers do not learn of other errors
                 domain.poison(f"embedding_all_to_all failed in the middle of a call: {error!r}")
             raise
         shape = (checked.batch_sizes[rank], sharding.total_dim)
@@ -160,17 +160,17 @@ class EmbeddingAllToAllCpu:
         return output
 
     def close(self) -> None:
-        """Give the memory back, on every rank between the same calls."""
+        """Release the memory. Every rank closes between the same calls."""
         self.outputs.close()
         self._done.give_back()
         self._flags.give_back()
 
     def check(self) -> None:
-        """Raise what befell the domain since the last call."""
+        """Raise the domain's error, if it has failed."""
         self.domain.check()
 
     def synchronize(self) -> None:
-        """Calls on CPU processes are complete when they return."""
+        """Check the domain. Calls on CPU processes are complete when they return."""
         self.domain.check()
 
     def _table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> np.ndarray:
@@ -183,13 +183,16 @@ class EmbeddingAllToAllCpu:
         return table
 
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
-        """Where my flags are at each rank: source by source, `batch_sizes[rank] * slices_per_sample` each."""
+        """Return the address of this rank's flags at each rank.
+
+        Flags are ordered by source, with `batch_sizes[rank] * slices_per_sample` flags each.
+        """
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)
         if wanted > self._flag_count:
             count = max(wanted, 2 * self._flag_count)
             self._flags = self.domain.allocate(8 * count, deadline_s=deadline_s)
-            self._flag_count = count  # only now: where there was no room, the group lives on with the old ones
+            self._flag_count = count  # only now: if the allocation fails, the group goes on with the old flags
         before = sum(per_sample[: self.domain.rank])
         return [self._flags.address(rank) + 8 * size * before for rank, size in enumerate(batch_sizes)]
 
@@ -209,7 +212,7 @@ class EmbeddingAllToAllCpu:
         count = batch_sizes[domain.rank] * sum(self.plan.slices_per_sample)
         flags, until = self._flags.address(domain.rank), time.monotonic() + deadline_s
         while True:
-            # Read before the flags are: a process that was stopped past its deadline may find them raised.
+            # Read the clock before the flags: a process that was stopped past its deadline may still find them raised.
             remaining = until - time.monotonic()
             patience_s = max(0.0, min(_LOOK_S, remaining))
             status, index, found = _core.wait_flags(flags, count, self._epoch, patience_s, domain.failed_address)
@@ -225,7 +228,7 @@ class EmbeddingAllToAllCpu:
                 raise DeadlineError(text)
 
     def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
-        """The rank that raises this rank's flag number `flag` (see `_flag_blocks`)."""
+        """Return the rank that raises this rank's flag number `flag` (see `_flag_blocks`)."""
         ends = batch_sizes[self.domain.rank] * np.cumsum(self.plan.slices_per_sample)
         return int(np.searchsorted(ends, flag, side="right"))
 

@@ -1,25 +1,25 @@
-"""Shared by all executors of a group on CPU ranks: memory between processes, counters, scratch memory, and threads for lanes.
+"""Resources that all executors of a group on CPU ranks share: shared memory, counters, scratch memory, and threads for lanes.
 
-A group makes one call at a time, so its schedules work in the same memory, as large as the largest of them needs. Mappings and
-threads do not grow with the number of shapes. They stay until the domain closes.
+A group makes one call at a time. So its schedules use the same memory, which is as large as the largest of them needs. Mappings
+and threads do not grow with the number of shapes. They stay until the domain closes.
 
-Order of runs. Ranks meet before each run (`weft.runtime.meeting`), and a rank meets the others only when all of its lanes have
-ended the run before:
+Order of runs. Ranks meet before each run (`weft.runtime.meeting`). A rank meets the others only after all of its lanes have ended
+the last run:
 
     a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
     the calling thread, that rank    publishes that it begins run e (release)
     the calling thread, this rank    reads what every rank has published (acquire), then queues jobs for its lanes
     a lane in run e, this rank       takes its job from the queue
 
-So all accesses in a run happen before all accesses in the next run, whichever executors make them, for any number of ranks. No
-schedule reads what a run before it has left, and a wait for a set of the run before (`Wait.previous`) is over when a run begins.
+So all accesses in a run happen before all accesses in the next run, for any executors and any number of ranks. No schedule reads
+values that an earlier run left. A wait for a set of the last run (`Wait.previous`) is satisfied when a run begins.
 
-Counters only grow, and all schedules use the same ones from the first on. `Mapped.sets` says how many sets each counter of this
-rank has had when the present run ends. All sets of earlier runs have been made when a run begins. So a counter that is n above its
-value at the end of the run before has had n sets of the present run.
+Counters only grow, and all schedules use the same counters, from the first one. `Mapped.sets` is the number of sets that each
+counter of this rank has had when the current run ends. All sets of earlier runs are done when a run begins. So a counter that is
+n above its value at the end of the last run has had n sets of the current run.
 
-Growth is collective: ranks make executors in one order, and what these need decides. Other executors are bound to the new memory at
-their next run (`Program.map`).
+Growth is collective: ranks make executors in the same order, and the needs of these decide the size. Other executors are bound to
+the new memory at their next run (`Program.map`).
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ from weft.runtime.meeting import drop_closed
 from weft.runtime.schedule_memory import ALIGNMENT, Layout
 from weft.symm import Domain
 
-_SLACK = 1.25  # times what was there, at least, when memory grows: growth is rare, and a quarter is wasted at most
-_COUNTERS = 256  # at first
+_SLACK = 1.25  # least growth factor: growth is rare, and at most a quarter is wasted
+_COUNTERS = 256  # initial number
 BOUND = 64
-"""Programs of a group that stay bound to memory, those that ran last; the others are bound anew when they run. Steps that are bound
-keep views of tensors. Thousands of these, made while the large tensors of calls come and go, would leave holes of their size in the
-heap."""
+"""Number of programs of a group that stay bound to memory: those that ran last. Others are bound again when they run. Bound steps
+keep views of tensors. Thousands of views, made while the large tensors of calls come and go, would fragment the heap."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped:
-    """Memory as it is until it grows. Programs keep addresses in it; a run keeps it mapped.
+    """One version of the group's memory, which growth replaces. Programs keep addresses in it; a run keeps it mapped.
 
-    version: from 1. owners: of the mappings. addresses: by rank, of the first counter; buffers begin `buffers_at` bytes behind it.
-    sets: by counter of this rank, how many sets it has had when the present run ends. scratch: of this rank alone.
+    version: from 1. owners: of the mappings. addresses: of each rank's first counter; buffers begin `buffers_at` bytes after it.
+    sets: for each counter of this rank, its number of sets when the current run ends. scratch: this rank's private memory.
     """
 
     version: int
@@ -64,29 +63,29 @@ class Mapped:
 
 
 class Program(Protocol):
-    """What uses memory of the group."""
+    """A user of the group's memory."""
 
     def map(self, mapped: Mapped) -> None:
-        """Point the steps to `mapped`, unless they are."""
+        """Bind the steps to `mapped`, unless they are bound to it."""
 
     def unbind(self) -> None:
-        """Keep no view of memory until `map`."""
+        """Drop all views of memory until the next `map`."""
 
 
 class Memory:
-    """What executors on `domain`, which is on CPU, share."""
+    """The resources that executors on `domain`, a CPU domain, share."""
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
         self.mapped: Mapped | None = None
         self.workers: list[Worker] = []
         self.kinds: set[Hashable] = set()
-        """Names for schedules that differ in sizes only. Ranks have compared and checked the first schedule of each."""
-        self._bound: dict[Program, None] = {}  # the one that ran last at the end
+        """Kinds of schedules that differ only in sizes. Ranks have compared and checked the first schedule of each kind."""
+        self._bound: dict[Program, None] = {}  # least recently run first
         domain._holders.add(self)
 
     def reserve(self, layout: Layout, scratch_bytes: int, n_workers: int, what: str) -> Mapped:
-        """Make room for one more executor. Collective if memory between ranks has to grow. `OutOfSharedMemoryError`."""
+        """Make room for one more executor. Collective if shared memory has to grow. May raise `OutOfSharedMemoryError`."""
         now = self.mapped
         if now is None or layout.buffer_bytes > now.nbytes or layout.n_counters > len(now.sets):
             now = self._grown(layout, now, what)
@@ -110,7 +109,7 @@ class Memory:
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
     def bind(self, program: Program, mapped: Mapped) -> None:
-        """Point the steps of `program`, which runs next, to `mapped`."""
+        """Bind the steps of `program`, which runs next, to `mapped`."""
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:
             oldest = next(iter(self._bound))
@@ -120,7 +119,7 @@ class Memory:
         program.map(mapped)
 
     def close(self) -> None:
-        """Let go of all, as the domain ends. A run that is under way keeps what it uses mapped."""
+        """Release everything when the domain ends. A run in progress keeps its memory mapped."""
         _memories.pop(self.domain, None)
         self.mapped = None
         self._bound.clear()
@@ -145,7 +144,7 @@ def memory_of(domain: Domain) -> Memory:
 
 
 class Worker(threading.Thread):
-    """A thread that does one job at a time, of any executor."""
+    """A thread that does one job at a time, for any executor."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -157,12 +156,15 @@ class Worker(threading.Thread):
         with self._ending:
             if self._ended:
                 raise ValueError("this group was closed during a run")
-            self._done.acquire(blocking=False)  # whatever an interrupted wait has left
+            self._done.acquire(blocking=False)  # an interrupted wait may have left it released
             self._busy = True
             self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
-        """Until the job is done, come what may: it uses the caller's tensors. An interrupt may strike when it has the lock."""
+        """Wait until the job is done, despite interrupts: it uses the caller's tensors.
+
+        An interrupt may arrive after the lock is taken.
+        """
         while self._busy:
             try:
                 self._done.acquire()
@@ -170,7 +172,7 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """After what was begun. Whoever calls may be this very thread, if collecting garbage closes the domain there."""
+        """End the thread after its queued jobs. The caller may be this thread, if garbage collection closes the domain in it."""
         with self._ending:
             self._ended = True
             self._jobs.put(None)
@@ -181,7 +183,7 @@ class Worker(threading.Thread):
         threads = 0
         while (item := self._jobs.get()) is not None:
             job, wanted = item
-            if threads != wanted:  # each thread has its own number, at first as many as there are cores
+            if threads != wanted:  # torch's number of threads is per thread, initially the number of cores
                 threads = wanted
                 torch.set_num_threads(threads)
             job()

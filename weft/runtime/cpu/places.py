@@ -1,9 +1,8 @@
-"""Where the buffers and counters lie that the steps of a rank touch: its own and its peers', in memory that CPU processes share,
-and the caller's tensors.
+"""Addresses of the buffers and counters that a rank's steps use: its own and its peers' shared memory, and the caller's tensors.
 
-Buffers of the schedule have their place until memory grows (`weft.runtime.cpu.memory`). A tensor of the caller's has one until the
-next run that brings another. Views know an address and own nothing: no tensor is kept from run to run, and torch's autograd and
-inference mode have no say in what lanes do on threads of their own.
+Buffers of the schedule keep their addresses until memory grows (`weft.runtime.cpu.memory`). A caller's tensor keeps its address
+until a run brings another tensor. Views hold an address and own nothing. So no tensor is kept from run to run, and autograd and
+inference mode do not affect lanes on their own threads.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def size(region: Region) -> tuple[int, int]:
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """A buffer of one rank as this process addresses it: all of it in one dimension, and strides in elements."""
+    """A buffer of one rank in this process's address space: a flat view of all of it, and strides in elements."""
 
     flat: torch.Tensor
     row_stride: int
@@ -51,17 +50,18 @@ class Place:
 
 
 def at_address(address: int, dtype: torch.dtype, rows: int, cols: int, row_stride: int, col_stride: int) -> Place:
-    """A matrix that others own."""
+    """Return the `Place` of a matrix that others own."""
     items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
     flat = lent(address, [items * dtype.itemsize], torch.uint8, _CPU, ())
     return Place(flat.view(dtype), row_stride, col_stride, rows, cols)
 
 
 class Places:
-    """Of `schedule` on this rank.
+    """The places of the buffers and counters of `schedule` on this rank.
 
-    setters: by counter of this rank, the ranks that set it in a run, one for each set. shared: buffers to which several may add at
-    the same time. known: by buffer and rank. scratch_bytes: of this rank's own memory, that the schedule needs.
+    setters: for each counter of this rank, the ranks that set it in a run, one entry per set. shared: buffers to which several
+    ranks or lanes may add at the same time. known: places by buffer and rank. scratch_bytes: private memory that the schedule
+    needs.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Places:
                 self._own.append((buffer, self.scratch_bytes))
                 nbytes = value(buffer.rows) * buffer.cols * TORCH_DTYPE[buffer.dtype].itemsize
                 self.scratch_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._counters: tuple[int, ...] = ()  # by rank, the address of the first
+        self._counters: tuple[int, ...] = ()  # address of each rank's first counter
 
     def map(self, mapped: Mapped) -> None:
-        """Have the schedule's own buffers and its counters there from now on."""
+        """Place the schedule's own buffers and its counters in `mapped`."""
         self._counters = mapped.addresses
         for buffer, offset in self._own:
             begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses)}
@@ -93,7 +93,7 @@ class Places:
                 self.known[buffer.name, rank] = at_address(begin + offset, dtype, rows, cols, cols, 1)
 
     def put(self, buffer: str, place: Place) -> None:
-        """Where this rank's is from now on."""
+        """Set the place of this rank's buffer of this name."""
         self.known[buffer, self.rank] = place
 
     def place(self, region: Region) -> Place:
@@ -107,21 +107,21 @@ class Places:
         return found.rows, found.cols
 
     def counter(self, signal: str, index: Index, rank: int) -> int:
-        """Its address."""
+        """Return the address of a counter."""
         return self._counters[rank] + _core.COUNTER_BYTES * self.number(signal, index)
 
     def number(self, signal: str, index: Index) -> int:
-        """Of a counter, among all of a rank."""
+        """Return the number of a counter among all counters of a rank."""
         return self.layout.counters[signal] + value(index)
 
     def sets(self) -> list[tuple[int, int]]:
-        """The numbers of this rank's counters, and how often each is set in a run."""
+        """Return (number, sets per run) of each of this rank's counters that are set."""
         return [(self.number(*counter), len(ranks)) for counter, ranks in self._setters.items() if ranks]
 
     def setters(self, wait: Wait) -> list[int]:
-        """The ranks that set the counter which `wait` waits for, one for each set."""
+        """Return the ranks that set the counter of `wait`, one entry per set."""
         return self._setters[wait.signal, value(wait.index)]
 
     def is_updated_elsewhere(self, region: Region) -> bool:
-        """Whether others may add to it at the same time: peers, or other lanes of this rank."""
+        """True if peers or other lanes of this rank may add to the buffer of `region` at the same time."""
         return region.buffer in self._shared

@@ -1,7 +1,7 @@
-"""The steps of one rank, ready to run. They are bound to memory once, and anew when that has grown; steps on a tensor of the
-caller's also when it lies elsewhere than at the run before.
+"""The steps of one rank, ready to run.
 
-Steps whose sizes a lane reads from a buffer, and tiles, are done in the numbers of each run.
+Steps are bound to memory once, and again when memory has grown. Steps on a caller's tensor are also bound again if its address
+has changed since the last run. Steps with dynamic sizes, and tiles, are evaluated in each run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.schedule.steps import put_in, variables_of
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A step, and what does it. rows: of a collective, how many each rank has. late: only the run knows its numbers."""
+    """A step, and the function that does it. rows: each rank's rows in a collective. late: True if only the run knows its sizes."""
 
     step: Step
     name: str
@@ -44,22 +44,22 @@ Lanes: TypeAlias = list[tuple[str, list[Bound]]]
 
 
 class Program:
-    """The lanes of this rank by name, ready to run once they have been mapped and bound."""
+    """The lanes of this rank, ready to run once they are mapped and bound."""
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
         self.run, self._rank = run, run.domain.rank
         self.places = Places(schedule, run, checked.buffers, checked.setters, checked.shared)
         self.sets = self.places.sets()
-        self._version = 0  # of the memory that steps are bound to
+        self._version = 0  # of the memory to which steps are bound
         self._dtypes = {buffer.name: TORCH_DTYPE[buffer.dtype] for buffer in schedule.buffers}
         given = {b.name: b for b in checked.buffers if b.role in ("input", "output")}
         users: dict[str, list[Bound]] = {name: [] for name in given}
         rows = iter(checked.rows)
         self.lanes: Lanes = []
-        open_ = bool(schedule.contents)  # otherwise `of_rank` has put in all that steps name
+        open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
         for lane in checked.lanes:
             steps = []
-            known: dict[str, Held] = {}  # what the lane has read
+            known: dict[str, Held] = {}  # contents that the lane has read, by buffer
             for step in lane.steps:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
                 late = isinstance(step, Tiles | Read) or (open_ and bool(variables_of(step)))
@@ -73,12 +73,12 @@ class Program:
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
         self._given = [_Given(buffer, users[name]) for name, buffer in given.items()]
-        self._made: dict[str, torch.Tensor] = {}  # in this run, outputs whose rows became known in it
+        self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that this run has made
         self._making = threading.Lock()
 
     def close(self) -> None:
-        """Forget what steps do, which refers to this program as it does to them: memory is given up now, and not whenever
-        garbage is collected."""
+        """Drop the steps' functions, which form reference cycles with this program. So memory is released now, without waiting
+        for garbage collection."""
         for _, steps in self.lanes:
             for bound in steps:
                 bound.call = _not_bound
@@ -86,7 +86,7 @@ class Program:
         self._given.clear()
 
     def map(self, mapped: Mapped) -> None:
-        """Point the steps to the group's memory, unless they are. `bind` does so for those on a tensor of the caller's."""
+        """Bind the steps to the group's memory, unless they are bound to it. `bind` does so for steps on a caller's tensor."""
         if self._version == mapped.version:
             return
         self.places.map(mapped)
@@ -100,7 +100,7 @@ class Program:
         self._version = mapped.version
 
     def unbind(self) -> None:
-        """Keep no view of memory until `map`."""
+        """Drop all views of memory until the next `map`."""
         self._version = 0
         self.places.known.clear()
         for _, steps in self.lanes:
@@ -109,8 +109,10 @@ class Program:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
-        """Point the steps to these tensors. If they will not do: why, and nothing is changed. Where something strikes in between
-        (Ctrl-C, no memory), the next run points all steps anew that a new tensor of this one was for."""
+        """Bind the steps to these tensors. Return "", or a refusal if a tensor does not fit; then nothing has changed.
+
+        If an exception interrupts it (Ctrl-C, no memory), the next run binds again all steps on the tensors that were new here.
+        """
         try:
             if len(tensors) != len(self._given) or any(given.name not in tensors for given in self._given):
                 raise ValueError(f"tensors are {list(tensors)}: pass {[given.name for given in self._given]}")
@@ -131,7 +133,7 @@ class Program:
         return ""
 
     def _run_late(self, bound: Bound, known: dict[str, Held]) -> None:
-        """A step in the numbers of this run."""
+        """Run a step with the sizes of this run."""
         step = bound.step
         if isinstance(step, Read):
             known[step.region.buffer] = Held(self.places.view(step.region).flatten().tolist())
@@ -146,7 +148,7 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _make_outputs(self, known: dict[str, Held]) -> None:
-        """Outputs that the caller gave as a function from their number of rows, once that is known."""
+        """Make the outputs that the caller gave as functions of their number of rows, once that number is known."""
         for given in self._given:
             make = self.run.tensors.get(given.name)
             if given.rows is None or not variables_of(given.rows) <= known.keys() or not callable(make):
@@ -158,7 +160,7 @@ class Program:
                     self._made[given.name] = tensor
 
     def made(self) -> Tensors:
-        """In the last run, outputs that were given as functions."""
+        """Return the outputs of the last run that were given as functions."""
         made, self._made = self._made, {}
         return made
 
@@ -166,7 +168,7 @@ class Program:
         return bind(bound.step, self.places, bound.rows)
 
     def _sent_bytes(self, step: Step) -> int:
-        """What crosses between ranks for this step: leaves this rank, or is fetched from another."""
+        """Return the bytes that this step moves between ranks: sent by this rank, or fetched from a peer."""
         regions = [access.region for access in step.accesses()]
         if step.meets:
             crossing = regions[:1] * (self.run.domain.world_size - 1)
@@ -178,11 +180,11 @@ class Program:
 
 
 class _Given:
-    """An input or output buffer: what the caller's tensor must be like, and where it was at the last run."""
+    """An input or output buffer: the requirements on the caller's tensor, and its address in the last run."""
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:
         self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
-        self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # what becomes known in a run
+        self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # dynamic rows
         self.shape = (-1 if self.rows is not None else value(buffer.rows), buffer.cols)
         users = [s for b in steps for s in b.step.inner or (b.step,) if s.accesses()]
         read_only = buffer.role == "input"
@@ -190,10 +192,10 @@ class _Given:
             isinstance(s, Compute) and (s.op in MATMULS if read_only else s.op == "matmul" and not s.accumulate)
             for s in users
         )
-        self.key: tuple[int, int, int, int] | None = None  # of the tensor that all steps point to
+        self.key: tuple[int, int, int, int] | None = None  # of the tensor to which all steps are bound
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Its address, strides and rows; `ValueError` if it will not do. None: it will be made in the run."""
+        """Return the tensor's address, strides and rows; None if the run makes it. `ValueError` if it does not fit."""
         if self.rows is not None and callable(tensor):
             return None
         wanted = self.shape if self.rows is None else (tensor.shape[0], self.shape[1])
@@ -207,7 +209,7 @@ class _Given:
         if tensor.is_neg():
             raise ValueError(f"{self.name} is a view whose memory holds its negative: pass {self.name}.resolve_neg()")
         (rows, cols), (row_stride, col_stride) = wanted, tensor.stride()
-        # The stride of a dimension of size one means nothing.
+        # The stride of a dimension of size one is arbitrary.
         row_major = (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1)
         by_columns = self.transposable and (row_stride == 1 or rows <= 1) and (col_stride >= rows or cols <= 1)
         if row_major:

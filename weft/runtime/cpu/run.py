@@ -1,6 +1,6 @@
-"""One run of a schedule on CPU processes, as the lanes of a rank share it: which one it is, how they wait, what went wrong.
+"""The state that the lanes of a rank share in a run on CPU processes: waits, collectives, and errors.
 
-Ranks meet before a run (`weft.runtime.meeting`): all run the same schedule, and if a rank refuses its tensors no rank begins.
+Ranks meet before a run (`weft.runtime.meeting`): all run the same schedule. If a rank refuses its tensors, no rank begins.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ _OWN_LANE_S = 5.0
 
 
 class Run:
-    """What the lanes of this rank share: what is waited for in the run, its deadline, their errors. Used again for every run."""
+    """The counters to wait for, the deadline, and the errors of this rank's lanes. One object serves every run of a schedule."""
 
     def __init__(self, name: str, what: str, domain: Domain) -> None:
-        """what: the schedule is for, in messages."""
+        """what: the purpose of the schedule, in messages."""
         self.name, self.domain, self.meeting = name, domain, meeting_of(domain)
-        self.meeting.schedules += 1  # which ranks make in one order: two of a name are told apart
+        self.meeting.schedules += 1  # ranks make schedules in one order, so the number distinguishes equal names
         self._topic = Topic(
             f"schedule {name!r} of {what or f'number {self.meeting.schedules}'}", str(self.meeting.schedules)
         )
         self.errors: list[BaseException] = []
-        self._sets: list[int] = []  # by counter of this rank, how many it has had when this run ends
+        self._sets: list[int] = []  # for each counter of this rank, its number of sets when this run ends
         self._deadline_s = 0.0
         self.tensors: Tensors = {}
 
     def begin(self, tensors: Tensors, sets: list[int], of_run: list[tuple[int, int]], deadline_s: float) -> None:
-        """Return when every rank begins this run. sets: by counter of this rank, how many it has had in all runs before; it is
-        brought up to date. of_run: numbers of counters, and how many sets each has in this run."""
+        """Return when every rank begins this run.
+
+        sets: the sets of each counter of this rank in all earlier runs; updated here. of_run: (number of a counter, its sets in
+        this run).
+        """
         try:
             self.meeting.meet(self._topic, deadline_s=deadline_s)
             self.tensors, self._deadline_s, self.errors, self._sets = tensors, deadline_s, [], sets
             for number, times in of_run:
                 sets[number] += times
-        except WeftError:  # which all ranks raise, or which has ended the group
+        except WeftError:  # all ranks raise it, or it has ended the group
             raise
-        except BaseException as error:  # Ctrl-C: peers believe that this rank takes part
+        except BaseException as error:  # Ctrl-C: peers assume that this rank takes part
             self.domain.poison(f"schedule {self.name}: {error!r}")
             raise
 
@@ -61,30 +64,32 @@ class Run:
 
     def fail(self, error: BaseException, where: str) -> None:
         self.errors.append(error)
-        self.domain.poison(f"schedule {self.name}, {where}: {error!r}")  # without effect if the group has failed before
+        self.domain.poison(f"schedule {self.name}, {where}: {error!r}")  # no effect if the group has already failed
 
     def end(self) -> None:
-        """Raise what went wrong here."""
+        """Raise the error of this rank's lanes, if there is one."""
         errors, self.errors, self.tensors = self.errors, [], {}
         if errors:
-            # Lanes that heard of a failure may have been quicker to say so than the one that met it.
+            # A lane that saw the poisoned group may have reported before the lane that failed.
             causes = [error for error in errors if not isinstance(error, PoisonedGroupError)]
             raise (causes or errors)[0]
 
     def wait(self, address: int, number: int, offset: int, name: str, peer: int | None) -> None:
-        """Return when a counter of this rank, of this number, is `-offset` below what it is when this run ends. peer: the rank that
-        raises it, if it is one."""
+        """Return when this rank's counter `number` is at most `-offset` below its value at the end of this run.
+
+        peer: the rank that raises it, if a single rank does.
+        """
         wanted = self._sets[number] + offset
         if _core.signal_read(address) >= wanted:
             return
-        # Who waits for another lane of its own rank leaves it to that lane to say what is missing.
+        # A wait for another lane of this rank lasts longer, so that the other lane reports first what is missing.
         deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.domain.rank else 0.0)
         self.domain.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """dst [sum(rows), cols] = src [rows[rank], cols] of all ranks, by the library. One thread at a time.
+        """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], by gloo. One thread at a time.
 
-        If a rank fails inside, the others raise as from any wait.
+        If a rank fails inside, the others raise as in any wait.
         """
         if not dst.numel():
             return
@@ -93,7 +98,7 @@ class Run:
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         if len(set(rows)) == 1:
             works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
-        else:  # which the library's all-gather does not know on CPU
+        else:  # gloo's all-gather does not support unequal rows
             parts = whole.split(rows)
             parts[self.domain.rank].copy_(src)
             sources = [rank for rank in ranks if rows[rank]]
@@ -104,7 +109,7 @@ class Run:
             dst.copy_(whole)
 
     def exchange(self, sent: list[int], received: list[int], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Rows of src, so many to each rank, into dst, so many from each, by the library. One thread at a time."""
+        """Send sent[r] rows of src to each rank r, and receive received[r] rows from it in dst, by gloo. One thread at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
         work = all_to_all_single(whole, source, received, sent, group=self.domain.group, async_op=True)
@@ -113,7 +118,7 @@ class Run:
             dst.copy_(whole)
 
     def all_reduce(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """dst = the sum of all ranks' src, by the library. One thread at a time."""
+        """Sum all ranks' src into dst, by gloo. One thread at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
         work = all_reduce_single(whole, group=self.domain.group, async_op=True)
@@ -122,13 +127,13 @@ class Run:
             dst.copy_(whole)
 
     def reduce_scatter(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """dst [rows[rank], cols] = this rank's rows of the sum of all ranks' src [sum(rows), cols], by the library. One thread
-        at a time."""
+        """Sum all ranks' src [sum(rows), cols], and put this rank's rows into dst [rows[rank], cols], by gloo. One thread at a
+        time."""
         source = src.contiguous()
         if len(set(rows)) == 1:
             whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
             work = reduce_scatter_single(whole, source, group=self.domain.group, async_op=True)
-        else:  # which the library's reduce-scatter does not know
+        else:  # gloo's reduce-scatter does not support unequal rows
             source = source.clone() if source is src else source
             work = all_reduce_single(source, group=self.domain.group, async_op=True)
             whole = source.split(rows)[self.domain.rank]

@@ -1,12 +1,13 @@
-"""A schedule on CPU processes: memory that they share, a thread for each lane, torch's kernels.
+"""The executor of schedules on CPU processes: shared memory, a thread per lane, torch's kernels.
 
-Lanes. The first compute lane runs on the thread that calls `run`, each other lane on a thread that all schedules of the group
-share. Copies, matmuls and waits let go of the interpreter while they last, so that lanes overlap.
+Lanes. The first compute lane runs on the thread that calls `run`. Each other lane runs on a thread that all schedules of the group
+share. Copies, matmuls and waits release the GIL, so that lanes overlap.
 
-Order in a run. A copy ends with a release fence, a set adds with release order, a wait reads with acquire order (csrc/signal.hpp):
-who has waited sees all that the setter's lane did before. Order of runs, of whichever schedules: `weft.runtime.cpu.memory`.
+Order in a run. A copy ends with a release fence, a set adds with release order, a wait reads with acquire order (csrc/signal.hpp).
+So a lane that has waited sees everything that the setter's lane did before. Order of runs, of any schedules:
+`weft.runtime.cpu.memory`.
 
-Before a run ranks meet, and one may refuse it: `weft.runtime.meeting`.
+Before a run ranks meet, and each may refuse it: `weft.runtime.meeting`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from weft.timeline import Span, Timeline
 
 
 class CpuSchedule(Executor):
-    """`schedule` on this rank of `domain`. Making it is collective: the ranks compare schedules, and memory of the group grows.
+    """The executor of `schedule` on this rank of `domain`. It ends with `close()` or with the domain.
 
-    Raises `DisagreementError` if the ranks' schedules differ, `ScheduleError` if one does not fit its memory or these
-    ranks, `OutOfSharedMemoryError`; each on every rank. It ends with `close()` or with the domain.
+    The constructor is collective: ranks compare schedules, and the group's memory may grow. It raises on every rank:
+    `DisagreementError` if the schedules differ, `ScheduleError` if one does not fit its memory or these ranks, or
+    `OutOfSharedMemoryError`.
 
-    what: what it is for, which ranks that make different calls are told. kind: what schedules share that differ in sizes only, and
-    are known to be right for all sizes: the ranks compare and check the first of them.
+    what: the purpose of the schedule, for errors of ranks that make different calls. kind: a key of schedules that differ only in
+    sizes, and are known to be correct for all sizes. Ranks compare and check only the first of a kind.
     """
 
     def __init__(self, schedule: Schedule, domain: Domain, what: str = "", kind: Hashable = None) -> None:
@@ -63,21 +65,22 @@ class CpuSchedule(Executor):
         timeline: Timeline | None = None,
         like_before: bool = False,
     ) -> Tensors:
-        """One run; every rank calls it. When it returns this rank's outputs are complete; those that were given as functions of
-        their number of rows are returned by name.
+        """Run the schedule once. Every rank calls it. This rank's outputs are complete when it returns.
+
+        Return the outputs that were given as functions of their number of rows, by name.
 
         Args:
-            tensors: every input and output buffer by name, shaped as `schedule.buffers_of_rank(rank)` says, at any distance
-                between rows. What only matmuls read may also be the transpose of such a tensor. Nothing is copied.
-            deadline_s: how long each wait for another rank may last, in seconds (default `WEFT_DEADLINE_S`).
-            timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which is the same
-                for all processes. Sets are points.
+            tensors: every input and output buffer by name, of the shape in `schedule.buffers_of_rank(rank)`, with any row stride.
+                A tensor that only matmuls use may also be the transpose of such a tensor. Nothing is copied.
+            deadline_s: limit of each wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
+            timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which all processes
+                share. Sets are points.
 
-        Raises `RefusedError` on every rank if one has a tensor that will not do, before any rank does anything; the group stays
-        usable. What else it raises ends the group, and all ranks hear of it: `DeadlineError` (rank, signal, wanted, found),
+        Raises `RefusedError` on every rank if a rank has a tensor that does not fit, before any rank does anything. The group stays
+        usable. Any other error ends the group, and all ranks learn of it: `DeadlineError` (rank, signal, wanted, found),
         `PeerLostError`, `DisagreementError` (ranks make different calls), or the error of a step.
         """
-        # Held to the end: what lanes use is not unmapped under them, whoever closes what.
+        # References to the end: a concurrent close does not unmap memory that lanes use.
         program, mapped, workers = self._program, self._memory.mapped, self._memory.workers
         if program is None or mapped is None:
             self.domain.check()
@@ -86,7 +89,7 @@ class CpuSchedule(Executor):
         with run.meeting.lock:
             self.domain.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-            # Views of tensors stay, and may be of use in calls outside of inference mode.
+            # Views outlive the call, and calls outside of inference mode may use them.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 self._memory.bind(program, mapped)
                 refusal = program.bind(tensors)
@@ -116,9 +119,9 @@ class CpuSchedule(Executor):
         self.domain.check()
 
     def close(self) -> None:
-        """Forget the program. Memory and threads are the group's. Idempotent, not collective."""
+        """Drop the program. Memory and threads belong to the group. Idempotent, not collective."""
         program, self._program = self._program, None
-        # Not during a run, which may be what collects the garbage that brings us here.
+        # Not during a run: garbage collection within a run may call `close`.
         if program is not None and program.run.meeting.lock.acquire(blocking=False):
             program.close()
             program.run.meeting.lock.release()
@@ -143,7 +146,7 @@ def _agreed(schedule: Schedule, domain: Domain) -> Checked:
 
 
 def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:
-    """The steps of a lane in order, until one fails, here or on another lane of this rank."""
+    """Run the steps of a lane in order, until a step fails, here or on another lane of this rank."""
     errors = run.errors
     try:
         for bound in steps:

@@ -1,4 +1,4 @@
-"""Steps whose sizes only the run knows, in its numbers: all tiles of a step at once, since there may be thousands."""
+"""Evaluation of steps with dynamic sizes. All tiles of a step are evaluated at once, since there may be thousands."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Place = tuple[str, int]
 
 
 def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
-    """The steps that `step` is in these numbers, one after the other, without those on empty regions.
+    """Yield `step`, or the steps of its tiles in order, evaluated with `values`. Steps on empty regions are left out.
 
-    size_of: (rows, columns) of a buffer of a rank. `ValueError` for a region that is not inside.
+    size_of: returns (rows, columns) of a buffer of a rank. `ValueError` for a region outside its buffer.
     """
     if not isinstance(step, Tiles | Copy | Compute):
         yield put_in(step, values)
@@ -55,7 +55,7 @@ def _extent(step: Step, values: Values) -> int:
 
 
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
-    """[tiles, indices]"""
+    """Return the values of `indices` for each tile, as an array [tiles, indices]."""
     found = [n.over(values) if isinstance(n, Expr) else n for n in indices]
     return np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
 
@@ -63,7 +63,7 @@ def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarr
 def _table(
     region: Region, values: Mapping[str, Any], count: int, size_of: Callable[[Place], tuple[int, int]]
 ) -> list[Region]:
-    """The region of each tile."""
+    """Return the region of each tile."""
     rows = _numbers(count, values, region.row, region.rows, region.col, region.cols, region.at)
     for at in np.unique(rows[:, 4]).tolist():
         here = rows[rows[:, 4] == at]

@@ -1,7 +1,7 @@
-"""What each kind of step does on CPU processes: a call whose arguments are known.
+"""Implementations of each kind of step on CPU processes.
 
-`bind` makes it of a step in numbers. Steps whose sizes a lane reads from a buffer get their numbers when they run, from what the
-lane has read (`run_numbered`); tiles are taken one after the other, unless there is an entry for their kernel (`run_tiles`).
+`bind` turns an evaluated step into a call without arguments. Steps with dynamic sizes are evaluated when they run, with the
+contents that the lane has read (`run_numbered`). Tiles run one after another, unless their kernel is registered (`run_tiles`).
 """
 
 from __future__ import annotations
@@ -44,31 +44,32 @@ _ELEMENTWISE: dict[str, Any] = {
 
 @singledispatch
 def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
-    """What does a step in numbers, on memory at `places`. A kind of step is run here if it is registered (`bind.register`).
+    """Return a function that does an evaluated step, on memory at `places`. Register kinds of steps with `bind.register`.
 
-    rows: of a collective, how many each rank has.
+    rows: each rank's rows in a collective.
     """
     raise AssertionError(f"{step} was not refused")
 
 
 @singledispatch
 def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, Held]) -> None:
-    """Does the tiles of a step, on memory at `places`. A kernel that does them in another way than one after the other is
-    registered (`run_tiles.register`), and then nothing is asked of the tiles.
+    """Run the tiles of a step, on memory at `places`, one after another.
 
-    known: what the lane has read, by buffer; `kernel` has its numbers from there.
+    Register a kernel that runs them otherwise with `run_tiles.register`. The executor then does not check the tiles.
+
+    known: contents that the lane has read, by buffer. `kernel` is evaluated with them.
     """
     run_numbered(step, places, known)
 
 
 def run_numbered(step: Step, places: Places, known: Mapping[str, Held], rows: tuple[int, ...] = ()) -> None:
-    """What the step does in these numbers; of tiles, one after the other."""
+    """Run the step with these contents; tiles one after another."""
     for inner in numbered(step, known, places.size_of):
         bind(inner, places, rows)()
 
 
 def is_bound(step: Step) -> bool:
-    """Whether steps of this kind are."""
+    """True if this kind of step is registered with `bind`."""
     return bind.dispatch(type(step)) is not bind.dispatch(object)
 
 
@@ -185,8 +186,10 @@ def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _add_at_once(place: Place, region: Region, make: Callable[[torch.Tensor], Callable[[], object]]) -> None:
-    """Add what `make` computes, each element in one piece: peers and other lanes may add to the same ones. What it computes has
-    memory only during the run, since many executors are kept."""
+    """Add the result of `make` with atomic additions: peers and other lanes may add to the same elements.
+
+    The result has memory only during the run, since many executors are kept.
+    """
     rows, cols = size(region)
     made = torch.empty(rows, cols, dtype=place.flat.dtype)
     make(made)()
