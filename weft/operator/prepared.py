@@ -1,6 +1,6 @@
-"""The preparations of an operator for a shape: made at the first call, and kept.
+"""The preparations of an operator for a shape: made at the first call, and cached.
 
-First calls are collective: ranks compare their calls before any of them computes or allocates (`weft.operator.together`). Later
+First calls are collective: ranks compare their calls before any rank computes or allocates (`weft.operator.together`). Later
 calls of a known shape find the preparations by a key.
 """
 
@@ -34,19 +34,21 @@ from weft.symm import Domain
 from weft.symm.groups import NO_GROUP
 from weft.timeline import Timeline
 
-KEPT = 64  # shapes per operator and group that hold memory of their own, beside those that graphs have captured
-KEPT_LIGHT = 2048  # of all shapes: the others share memory with larger ones, or hold none
-_AT_ONCE = 128  # so many go when there are KEPT_LIGHT: to find them takes milliseconds
-KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
+KEPT = 64  # shapes per operator and group with memory of their own, not counting shapes that graphs have captured
+KEPT_LIGHT = (
+    2048  # shapes per operator and group, without captured ones; most share memory with larger ones, or hold none
+)
+_AT_ONCE = 128  # shapes to drop at KEPT_LIGHT: finding them takes milliseconds
+KEPT_BYTES = 4 << 30  # symmetric memory on a GPU, of shapes that were not called for WHILE
 _SIGNATURES = 8192  # of an operator's calls on a group
-PASSING = 16  # sizes of a family in a row of which none has come back: the next ones are run in turn, see `_OfGroup`
-PASSING_ON = ["cuda"]  # types of devices; on CPU ranks meet before every call, and preparing is the lesser part
-_SERVED = 1 << 16  # sizes that were run so, as far as they are known
-WHILE = 1000  # calls of the operator: a training step comes back to all of its shapes in fewer
+PASSING = 16  # new sizes of a family in a row without a repeated one, after which new sizes run unfused: see `_OfGroup`
+PASSING_ON = ["cuda"]  # device types; on CPU ranks meet before every call, and preparing costs less than that
+_SERVED = 1 << 16  # sizes to remember that ran unfused once
+WHILE = 1000  # calls of the operator: a training step repeats all its shapes in fewer
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """Return the process group that a caller passes, or names. Refuse None: ranks of another group would wait."""
+    """Return the process group that a caller passes, or names. Refuse None: the ranks of a default group would wait."""
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
@@ -72,7 +74,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 
 
 def rank_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return this rank's number in the group; also while a call is traced."""
+    """Return this rank's number in the group, also during tracing."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return _rank_by_name(group)
     return group_of(group).rank()
@@ -86,14 +88,14 @@ _rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `a
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return the group's world size; also while a call is traced, when torch finds no group by its name."""
+    """Return the group's world size, also during tracing, when torch finds no group by its name."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()
 
 
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
-    """Return the deadline. Raise `ValueError` for options that no call can have. Peers have not been notified of anything yet."""
+    """Return the deadline. Raise `ValueError` for invalid options, before peers are notified of the call."""
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ValueError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
     return checked_deadline(deadline_s)
@@ -101,11 +103,11 @@ def check_options(deadline_s: float | None, timeline: Timeline | None) -> float 
 
 @contextlib.contextmanager
 def _whole(domain: Domain, what: str) -> Iterator[None]:
-    """Guard set-up that takes several exchanges between ranks: an error that this rank meets alone (a broken file, no memory,
-    Ctrl-C) ends the group. Otherwise peers would wait for its part in the next exchange until their deadline."""
+    """Guard set-up with several exchanges between ranks: an error on this rank alone (a broken file, no memory, Ctrl-C) ends the
+    group. Otherwise peers would wait for its part in the next exchange until their deadline."""
     try:
         yield
-    except (WeftError, NotApplicableError):  # which all ranks raise alike, or which has ended the group
+    except (WeftError, NotApplicableError):  # all ranks raise it, or it has ended the group
         raise
     except BaseException as error:
         domain.poison(f"{what}: {error!r}")
@@ -126,29 +128,32 @@ class Prepared:
         said: str,
         shown: str,
     ) -> None:
-        """remembered: a rank has cached times of schedules for this very problem. said, shown: what ranks on CPU compare at every
-        call, in full and for people."""
+        """remembered: True if a rank has cached times of schedules for exactly this problem.
+        said, shown: the text that CPU ranks compare at every call, in full and for errors.
+        """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
-        self.agreed: set[tuple[str, tuple[bool, ...]]] = set()  # on what is `given`, and on which gradients are wanted
-        self._across: dict[str, AcrossRanks] = {}  # by what is given
+        self.agreed: set[tuple[str, tuple[bool, ...]]] = (
+            set()
+        )  # (given options, wanted gradients) that ranks have compared
+        self._across: dict[str, AcrossRanks] = {}  # by given options
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
-        self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
+        self._group = weakref.ref(group)  # preparations must not keep a group alive that the caller has dropped
         self.chosen: choosing.Chosen | None = None
-        self._executors: list[Executor] = []  # of what was chosen
+        self._executors: list[Executor] = []  # of `chosen`
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
             self._turns = Turns(f"{op.title}, {shown}", self.domain, said, op.arguments)
         self._serial = named(p, "serial").build()
         self.results = [b.name for b in self._serial.buffers if b.role == "output"]
-        self._steps: list[Unfused] = []  # one, when it is needed; shared with sizes that pass
-        self._checked = False  # what the spec says of a call's memory
-        self._ran: set[tuple[int, Hashable]] = set()  # executors, by identity, and layouts that they have run with
-        self._ready: set[tuple[int, Hashable]] = set()  # of those for captures, layouts that they can run with
-        self.called_at = 0  # by the operator's calls, when this was used last
+        self._steps: list[Unfused] = []  # at most one, made on demand; shared with passing sizes
+        self._checked = False  # True if the spec's inputs and outputs match the buffers
+        self._ran: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that have run
+        self._ready: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that are ready for captures
+        self.called_at = 0  # number of the operator's call that used this last
         self.family: Hashable = None  # of sizes that may pass
-        self.passes = False  # made for one call
-        self.came_back = False  # called more than once
+        self.passes = False  # True if made for a single call
+        self.came_back = False  # True if called more than once
 
     @opaque
     def __call__(
@@ -156,8 +161,7 @@ class Prepared:
     ) -> list[torch.Tensor]:
         """Run a call. Return its results in the order of the output buffers.
 
-        Autocast is off inside, since it would reach only some schedules. inputs: the input buffers by the spec, if they are
-        known.
+        Autocast is off inside, since it would affect only some schedules. inputs: the spec's input buffers, if they are known.
         """
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
@@ -223,8 +227,8 @@ class Prepared:
         if self.device.type == "cpu":
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         else:
-            # On GPUs, where a call may be over in tens of microseconds, tensors are looked at in the first call of each layout:
-            # of all that may differ between those of two calls, but for where they lie.
+            # A call on GPUs may take only tens of microseconds. So tensors are validated once per layout: later calls of the
+            # layout differ only in addresses.
             layout = (id(executor), tuple([t.stride() for t in inputs.values()]))
             known = layout in self._ran
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=known)
@@ -234,7 +238,7 @@ class Prepared:
         return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
-        """Warm up the schedule for captures with this layout. It may be another schedule than the one that has just run."""
+        """Warm up the schedule for captures with this layout. It may differ from the schedule that has just run."""
         chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
             return
@@ -244,14 +248,16 @@ class Prepared:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that does not fit the preparations. On GPUs hosts do not meet, and peers would wait for this rank until
-        their deadline."""
+        """Refuse a call that does not fit the preparations. On GPUs hosts do not meet: without a refusal, peers would wait for this
+        rank until their deadline."""
         if self.domain is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.domain, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
-        """Note that ranks have agreed on calls with these options and gradients. said, shown: what was compared, in full and for
-        people."""
+        """Note that ranks have agreed on calls with these options and gradients.
+
+        said, shown: the text that was compared, in full and for errors.
+        """
         self.agreed.add((given, wanted))
         if self.domain is not None and given not in self._across:
             self._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said)
@@ -259,12 +265,11 @@ class Prepared:
     def begin_backward(self) -> None:
         for across in itertools.islice(
             self._across.values(), 1
-        ):  # the first that ranks have agreed on, whatever was given
+        ):  # the first that ranks have agreed on, for any given options
             across.begin_backward()
 
     def for_one_call(self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> Prepared:
-        """Return the preparations for another size, `p`, which runs unfused and of which nothing is kept. rows: of the first
-        tensor."""
+        """Return preparations for one unfused call of another size, `p`. They are not kept. rows: of the first tensor."""
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, choosing.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
@@ -275,16 +280,16 @@ class Prepared:
         return made
 
     def across(self, call: Any) -> AcrossRanks:
-        """Return the comparisons of a call that ranks have agreed on."""
+        """Return the `AcrossRanks` of a call on which ranks have agreed."""
         return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
 
     def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
-        """True if the executor has run with inputs of these strides on a GPU, so that the next such run needs no checks of them."""
+        """True if `executor` has run with inputs of these strides on a GPU. The next such run does not check them again."""
         return (id(executor), layout) in self._ran
 
     @property
     def in_steps(self) -> bool:
-        """True if the serial schedule has been run by its steps, and not by the spec's `unfused`."""
+        """True if the serial schedule has run step by step, and not by the spec's `unfused`."""
         return bool(self._steps)
 
     def steps(self) -> Unfused:
@@ -314,7 +319,7 @@ class Prepared:
         return self.domain is not None and self.domain.closed
 
     def close(self) -> None:
-        """Release the executors. The next call of this shape makes them again."""
+        """Release the executors. The next call of this shape makes new ones."""
         chosen, self.chosen, self._executors = self.chosen, None, []
         self._ran.clear()
         self._ready.clear()
@@ -347,10 +352,10 @@ class Prepared:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if it is settled that calls run unfused. Raise the group's error, if it has one.
+        """True if calls are known to run unfused. Raise the group's error, if it has one.
 
-        Executors check the group themselves. Unfused calls would pair a call of a rank that failed with another call of its
-        peers.
+        Executors check the group themselves. Without the check here, an unfused call after a failed one would pair with a
+        different call of the peers.
         """
         if self.domain is None:
             return True
@@ -361,7 +366,7 @@ class Prepared:
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn | None:
-        """Return the turn that runs the collectives of an unfused call; None if nothing is to be added to them."""
+        """Return the `Turn` that runs the collectives of an unfused call; None if they run as they are."""
         if self._turns is None and timeline is None:
             return None
         return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, self.rank, self.device))
@@ -371,7 +376,7 @@ class Prepared:
     ) -> Executor | None:
         """Return the executor of this call; None if it runs unfused.
 
-        Collective at the first call, which chooses, and computes with a call's `tensors` for that.
+        Collective at the first call, which chooses a schedule and may run candidates on the call's `tensors`.
         """
         if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()
@@ -385,7 +390,7 @@ class Prepared:
                 typical = op.to_choose_with(p, domain.rank, call)
             if typical is not call:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
-            # Ranks compile and measure meanwhile, and not all for the same time.
+            # Ranks compile and measure here, for different times.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with _whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 self.chosen = choosing.choose(
@@ -399,8 +404,8 @@ class Prepared:
 class Known(NamedTuple):
     """Calls that differ from an earlier one only in the addresses of their tensors.
 
-    places: for each input buffer its field in a call, and its index if that is a list; None if a buffer is not itself a tensor of
-    the call. differentiated: gradients are wanted.
+    places: (buffer, its field in a call, its index if the field is a list) for each input buffer. None if a buffer is not itself a
+    tensor of the call. differentiated: True if gradients are wanted.
     """
 
     prepared: Prepared
@@ -414,7 +419,7 @@ class Known(NamedTuple):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return where in a call this very tensor is. None also if it is there twice: the next call may have two tensors there."""
+    """Return the place of this tensor object in a call. None also if it occurs twice: the next call may have two tensors there."""
     places: list[tuple[int, int | None]] = []
     for field, value in enumerate(call):
         places += [(field, None)] if value is tensor else []
@@ -425,27 +430,30 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 class _OfGroup:
     """The record of an operator's calls on one group.
 
-    Calls are counted by group, since ranks that share one may call others as well, and must drop the same preparations of it.
+    Calls are counted per group: ranks that share a group may also call on other groups, and must drop the same preparations of the
+    shared one.
 
-    Preparing a size takes as long as some calls, which is wasted on sizes that never come back, for example of sequences without
-    padding. So on GPUs, once `PASSING` sizes of a family in a row have not come back, a new size runs unfused: hosts do not meet,
-    and nothing is made, loaded or awaited except by NCCL and cuBLAS. The size is prepared when it comes back. As soon as any size
-    comes back, all new sizes are prepared again. Ranks see the same calls, and so count alike.
+    Preparing a size takes as long as several calls, which is wasted on sizes that never come back, such as sequences without
+    padding. So on GPUs, once `PASSING` new sizes of a family in a row have not come back, a new size runs unfused: hosts do not
+    meet, and nothing is made, loaded or awaited except by NCCL and cuBLAS. The size is prepared when it comes back. As soon as any
+    size comes back, all new sizes are prepared again. Ranks see the same calls, and so have equal counts.
     """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Prepared] = {}
         self.by_signature: dict[bytes, Known] = {}
         self.calls = 0
-        self._new: dict[Hashable, int] = {}  # by family, how many sizes in a row have not come back
-        self._served: dict[Hashable, None] = {}  # sizes that were run in turn, once
+        self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not come back
+        self._served: dict[Hashable, None] = {}  # sizes that ran unfused, once
         self._typical: dict[Hashable, Prepared] = {}  # by family
-        self._room = 0  # for so many more shapes, no limit on their number can be reached
-        self._nbytes = 0  # of shapes whose first call has been made
+        self._room = 0  # number of further shapes that cannot reach a limit
+        self._nbytes = 0  # symmetric memory of shapes whose first call is done
 
     def passes(self, family: Hashable, signature: bytes) -> bool:
-        """True if a call of a family whose sizes pass does so too. signature: of the call; if it is seen again, the size has come
-        back."""
+        """True if a call of a passing family passes too, so that it runs unfused.
+
+        signature: of the call. If it is seen again, the size has come back.
+        """
         if signature in self._served:
             del self._served[signature]
             self._new.pop(family, None)
@@ -467,7 +475,7 @@ class _OfGroup:
         return prepared
 
     def passing(self, key: Hashable, family: Hashable, capturing: bool) -> Prepared | None:
-        """Return the preparations that a call of a new size is derived from, if it runs unfused; else None."""
+        """Return the preparations from which a call of a new size is derived, if it runs unfused; else None."""
         if key in self._served:
             if not capturing:  # it comes back
                 del self._served[key]
@@ -485,14 +493,17 @@ class _OfGroup:
         return typical
 
     def prepared(self, family: Hashable, prepared: Prepared) -> None:
-        """Note what was prepared for a new size."""
+        """Note the preparations for a new size."""
         prepared.family = family
         self._new[family] = self._new.get(family, 0) + 1
         self._typical[family] = prepared
 
     def make_room(self, capturing: bool) -> None:
-        """Drop the sizes called longest ago if another one would be too many. All ranks make the same calls, so all drop the same.
-        capturing: drop nothing, since a release of memory would end the capture."""
+        """Drop the least recently called sizes if another size would exceed a limit.
+
+        All ranks make the same calls, so all drop the same sizes. capturing: drop nothing, since releasing memory would end the
+        capture.
+        """
         last = next(reversed(self.known.values()), None)
         self._nbytes += 0 if last is None else last.nbytes
         self._room -= 1
@@ -501,7 +512,7 @@ class _OfGroup:
 
     def _drop(self) -> None:
         known = self.known
-        # Captured ones do not count: many of them would leave no room for others.
+        # Captured shapes do not count: many of them would leave no room for others.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
         own = [key for key in free if not known[key].light]
         dropped = dict.fromkeys(own[: max(0, len(own) + 1 - KEPT)])
@@ -521,7 +532,7 @@ class _OfGroup:
             self.by_signature.clear()
         n_own = sum(key in known for key in own)
         n_free = sum(key in known for key in free)
-        self._room = min(KEPT - n_own, KEPT_LIGHT - n_free) - 1  # without the one that comes now
+        self._room = min(KEPT - n_own, KEPT_LIGHT - n_free) - 1  # without the shape that is being added
         self._nbytes = sum(one.nbytes for one in known.values())
 
 
@@ -529,7 +540,7 @@ class Table:
     """All preparations of an operator, by group and by key."""
 
     def __init__(self) -> None:
-        # By identity while the group lives: every call looks here, and a weak dictionary takes microseconds.
+        # By id while the group lives: every call looks here, and a weak dictionary takes microseconds.
         self._of_group: dict[int, _OfGroup] = {}
 
     def find(self, group: dist.ProcessGroup, key: Hashable) -> Prepared | None:
@@ -540,7 +551,7 @@ class Table:
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: bytes) -> Known | None:
-        """Return what is known of calls with this signature (`weft.runtime.layouts`)."""
+        """Return the `Known` of calls with this signature (`weft.runtime.layouts`), and count the call; None if there is none."""
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
         if here is None or known is None:
@@ -554,13 +565,13 @@ class Table:
     def remember(
         self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any, inputs: dict[str, Any] | None
     ) -> None:
-        """Remember that a call with this signature is one of `prepared`. inputs: its buffers; None if gradients are wanted."""
+        """Remember `prepared` for calls with this signature. inputs: the call's input buffers; None if gradients are wanted."""
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None
         ]
         places = [(name, *place) for name, place in found] if inputs and len(found) == len(inputs) else None
         here = self._of_group[id(group)]
-        if len(here.by_signature) >= _SIGNATURES:  # the half that was met first goes
+        if len(here.by_signature) >= _SIGNATURES:  # drop the older half
             for old in list(itertools.islice(here.by_signature, _SIGNATURES // 2)):
                 del here.by_signature[old]
         here.by_signature[signature] = Known(prepared, places, inputs is None)
@@ -590,14 +601,14 @@ _warned: set[tuple[str, tuple[int, ...]]] = set()
 
 
 def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
-    """Warn of a copy, once for each layout."""
+    """Warn of a copy, once per layout."""
     if (name, x.stride()) not in _warned:
         _warned.add((name, x.stride()))
         warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}")
 
 
 def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
-    if not x.numel():  # of nothing, any strides are contiguous to torch
+    if not x.numel():  # to torch, an empty tensor with any strides is contiguous
         return x.new_empty(x.shape)
     x = x.resolve_neg()  # a view of an imaginary part may have its negative in memory
     if x.is_contiguous():
@@ -607,7 +618,7 @@ def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def strided(w: torch.Tensor, name: str) -> torch.Tensor:
-    """Return matrices in layouts that GEMMs take."""
+    """Return `w` in a layout that GEMMs take; copy it if its layout is scattered."""
     w = w.resolve_neg()
     if w.is_contiguous():
         return w

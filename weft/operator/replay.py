@@ -1,13 +1,13 @@
-"""Replay of earlier calls: nothing of them is checked, normalised or looked up again.
+"""Replay of earlier calls: the fast path, which checks, normalises and looks up nothing again.
 
-A call repeats an earlier one if all of its arguments do, except for the addresses of tensors; one native call reads that
-(`weft.runtime.layouts`). Then the checks of the first call hold, its preparations are known, and so is which argument is which
-buffer, and which result the function returns. The rest is what every call has: it is counted and added to the digest that ranks
+A call repeats an earlier one if all its arguments are equal except for the addresses of tensors. One native call decides that
+(`weft.runtime.layouts`). Then the checks of the first call hold. Its preparations are known, as are the argument of each buffer
+and the result that the function returns. The rest is done in every call. The call is counted and added to the digest that ranks
 compare, errors are reported (`weft.operator.together`), results get new memory, and the schedule runs.
 
-Every other call goes the long way (`weft.operator.calls.made`), from which calls are also learnt: calls that fill a timeline,
-calls with a schedule pinned around them, compiled, traced or transformed calls, and calls whose tensors are copied on the way in
-or out.
+All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Never replayed are calls that
+fill a timeline, calls with a schedule pinned around them, compiled, traced or transformed calls, and calls whose tensors are copied
+on the way in or out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of the public function, by position and by name."""
 View: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
-KEPT = 8192  # calls of a function that are known; the half that was met first goes when there are more
+KEPT = 8192  # known calls of a function; when full, the older half is dropped
 _FAMILIES = 256
 _MISS = object()
 _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
@@ -50,12 +50,15 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
     getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None),
     plan.pinned_around,
 )
-"""Functions that return something true if a call may mean something else, or if Dynamo would compile what the call calls."""
+"""Functions with a true result if a call may mean something else here, or if Dynamo would compile the functions that it calls."""
 
 
 class Seen(NamedTuple):
-    """A call that went the long way. results: in the order of the output buffers. apply: of the autograd Function, if gradients
-    are wanted; inputs are None then."""
+    """A call that took the slow path.
+
+    results: in the order of the output buffers. apply: the autograd Function's `apply`, if gradients are wanted; `inputs` is then
+    None.
+    """
 
     op: Operator[Any]
     table: Table
@@ -77,13 +80,15 @@ def seen(*what: Any) -> None:
 
 
 class _Known:
-    """Calls of a function, by signature; None: such calls go the long way. families: calls of passing sizes, whatever
-    their rows."""
+    """The known calls of a function.
+
+    calls: by signature; None for calls that take the slow path. families: calls of passing sizes, with any number of rows.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[bytes, Replay | None] = {}
         self.families: dict[bytes, Passing] = {}
-        self._of_groups: dict[int, list[bytes]] = {}  # signatures, by identity of the group while it lives
+        self._of_groups: dict[int, list[bytes]] = {}  # signatures, by id of a live group
 
     def learn(self, signature: bytes, family: bytes | None, seen: Seen, arguments: Arguments, returned: Any) -> None:
         group = seen.prepared.group
@@ -103,7 +108,7 @@ class _Known:
         self._of_groups[id(group)].append(signature)
 
     def _forget(self, group: int) -> None:
-        """Forget a group that is gone: another group may come to lie at its address."""
+        """Forget a group that is gone: another group may get its id."""
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
@@ -116,7 +121,7 @@ def _bound(known: dict[bytes, Any], most: int) -> None:
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the public function of an operator, so that a call that repeats an earlier one takes the short way."""
+    """Decorate the public function of an operator, so that a call that repeats an earlier one takes the fast path."""
     if READER is None:
         return function
     known, read_call, read_family = _Known(), READER.call, READER.family
@@ -160,11 +165,11 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """A call cannot be repeated: it passes on, or returns, something that is more than a view of its arguments or results."""
+    """A call cannot be replayed: it uses or returns more than views of its arguments or results."""
 
 
 class _Short:
-    """The common part of the short ways of calls."""
+    """The common part of the fast paths."""
 
     def __init__(self, seen: Seen) -> None:
         op, prepared = seen.op, seen.prepared
@@ -187,10 +192,10 @@ class _Short:
 
 
 class Replay(_Short):
-    """A call, to be repeated with new arguments."""
+    """A recorded call, to be replayed with new arguments."""
 
     def __init__(self, seen: Seen, arguments: Arguments, returned: Any) -> None:
-        """Raise `_UnlikeError` for a call that cannot be repeated."""
+        """Raise `_UnlikeError` if the call cannot be replayed."""
         super().__init__(seen)
         op, prepared, chosen, inputs = seen.op, seen.prepared, self._chosen, seen.inputs or {}
         self._apply, self._across = seen.apply, prepared.across(seen.call)
@@ -198,7 +203,7 @@ class Replay(_Short):
         self._call = given.maker("{}(" + ", ".join([given.written(field) for field in seen.call]) + ")", op.form)
         self._inputs = given.maker("{{" + ", ".join([f"{n!r}: {given.written(t)}" for n, t in inputs.items()]) + "}}")
         if not given.all_used:
-            raise _UnlikeError  # numbers were read from a tensor
+            raise _UnlikeError  # the call depends on the contents of a tensor
         layout = tuple([t.stride() for t in inputs.values()])
         executors = (chosen.usual, chosen.captured)
         self._warm = {id(one) for one in executors if one is not None and prepared.has_run(one, layout)}
@@ -219,7 +224,7 @@ class Replay(_Short):
             return None
 
     def __call__(self, p: tuple[Any, ...], k: dict[str, Any]) -> Any:
-        """Return what the function returns; `_MISS` if the call has to go the long way."""
+        """Return the function's result; `_MISS` if the call must take the slow path."""
         prepared, here, domain, chosen = self.prepared, self._here, self._domain, self._chosen
         group = self._group()
         if (
@@ -266,7 +271,7 @@ class Replay(_Short):
     def _on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
         self._here.called(self.prepared)
         with together(self.op.title, group, lambda: self._device, self._deadline_s):
-            call = self.op.checked(self._call(p, k), group)  # which looks at values here, and so does `inputs`
+            call = self.op.checked(self._call(p, k), group)  # on CPU, this and `inputs` check values too
             results = self.prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
             self.op.note(call)
             return self._returned(results, {})
@@ -290,7 +295,7 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """A call with any number of rows, in a family whose sizes do not come back (`weft.operator.prepared`), which runs unfused."""
+    """An unfused call with any number of rows, in a family whose sizes do not come back (`weft.operator.prepared`)."""
 
     def __init__(self, seen: Seen, arguments: Arguments, returned: Any) -> None:
         super().__init__(seen)
@@ -340,14 +345,14 @@ class Passing(_Short):
         return self._returned([made[name] for name in self._names], {})
 
 
-# --- of what tensors and other values of a call are made ---
+# --- sources of a call's tensors and other values ---
 
 
 class _Given:
     """All tensors of a call with their places, as Python source: "p[0]", "p[1][0]" or "k['x']".
 
-    strided: True if a view may have any strides, which would make autograd slow. None: no views at all, but of tensors that do not
-    have `rows` rows.
+    strided: True if views may have any strides, which would make autograd slow. None if there may be no views, except of tensors
+    without a dimension of `rows`.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:
@@ -366,7 +371,7 @@ class _Given:
         return not self._unused
 
     def written(self, value: Any) -> str:
-        """Return the Python source that makes `value` from these tensors. A value without tensors is the same in every call."""
+        """Return Python source that makes `value` from these tensors. A value without tensors is the same in every call."""
         if isinstance(value, torch.Tensor):
             return self._source(value)
         if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
@@ -374,7 +379,7 @@ class _Given:
         return self._named(value)
 
     def returned(self, value: Any, *, views: bool) -> str:
-        """Return the Python source for a function's results. views: True if they have the same sizes in every call."""
+        """Return Python source for a function's results. views: True if results may be views, whose sizes are fixed."""
         if isinstance(value, torch.Tensor):
             source = self._source(value)
             if not views and "(" in source:
@@ -388,8 +393,10 @@ class _Given:
         return f"[{parts}]" if isinstance(value, list) else f"({parts})"
 
     def maker(self, expression: str, *named: Any) -> Callable[[Any, Any], Any]:
-        """Return a function of arguments by position and by name that runs this source. It is one function, whatever is in it: a
-        Python call costs the host more than the rest."""
+        """Return a function of arguments by position and by name that runs this source.
+
+        It is a single function for any expression: a Python call costs the host more than its work.
+        """
         text = expression.format(*map(self._named, named))
         return eval(f"lambda p, k: {text}", dict(self._names))  # type: ignore[no-any-return]
 

@@ -1,13 +1,13 @@
-"""Options of layers, which ranks compare beside the calls that layers make.
+"""Options of layers, which ranks compare in addition to the layers' calls.
 
-A layer applies options of its own around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do
-not see them. So a layer notes its options when its forward begins, and the next call of the group takes them along:
+A layer applies options around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do not see
+them. So a layer notes its options when its forward begins, and the group's next call carries them:
 
     on CPU    in the meeting of that call (`weft.runtime.meeting`)
-    on GPUs   where hosts meet at the first call of a shape, and in a digest beside that of calls (`weft.symm.calls`)
+    on GPUs   in the hosts' meeting at the first call of a shape, and in a digest beside that of calls (`weft.symm.calls`)
 
-There are two records, because one rank may call a layer whose forward is not collective, such as a norm, on its own. Compiled
-graphs note nothing. So a record that is empty on one rank is not compared.
+There are two records, since a single rank may call a layer whose forward is not collective, such as a norm. Compiled graphs note
+nothing. So a record that is empty on a rank is not compared.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import NamedTuple
 from weft.words import by_rank
 
 _FACTOR, _COUNT_BITS, _DIGEST_BITS = 0x9E3779B97F4A7C15, 16, 48
-_TOLD_AT_ONCE = 16  # texts in a message, of at most so many bytes each:
+_TOLD_AT_ONCE = 16  # texts in a message, each of at most _TEXT_BYTES
 _TEXT_BYTES = 1024
 
 
 class Noted(NamedTuple):
-    """What a call takes along. records: a fingerprint each, of layers whose forward is collective, and of others; 0 if empty."""
+    """The layer options that a call carries.
+
+    records: the fingerprint of layers whose forward is collective, and the fingerprint of other layers; 0 if empty.
+    """
 
     records: tuple[int, int]
     texts: tuple[str, ...]
@@ -34,18 +37,20 @@ NOTHING = Noted((0, 0), ())
 
 
 class Layers:
-    """The layers of a group that have begun on this rank since its last call."""
+    """The layers of a group whose forward began on this rank since its last call."""
 
     def __init__(self) -> None:
-        self._collective: dict[str, int] = {}  # fingerprints by text: a rank may call a layer more often than others
+        self._collective: dict[
+            str, int
+        ] = {}  # fingerprints by text: ranks may call a layer a different number of times
         self._others: dict[str, int] = {}
 
     def note(self, text: str, fingerprint: int, is_collective: bool) -> None:
-        """Add a layer; text: its options, for people; fingerprint: of the text, 64 bits."""
+        """Add a layer. text: its options, for errors. fingerprint: 64 bits of the text."""
         (self._collective if is_collective else self._others)[text] = fingerprint
 
     def take(self) -> Noted:
-        """Return what was noted since the last call."""
+        """Return the options noted since the last call, and clear them."""
         if not self._collective and not self._others:
             return NOTHING
         taken, self._collective, self._others = (self._collective, self._others), {}, {}
@@ -60,31 +65,34 @@ def _joined(noted: dict[str, int]) -> int:
 
 
 def differ(records: Sequence[tuple[int, ...]]) -> bool:
-    """Return True if two ranks have noted other options. records: of each rank."""
+    """Return True if two ranks have noted different options. records: the records of each rank."""
     return any(len({one for one in of_ranks if one}) > 1 for of_ranks in zip(*records, strict=True))
 
 
 def difference(texts: Sequence[Sequence[str]]) -> str:
-    """Return the options in which ranks differ. texts: what each has noted."""
+    """Return the options in which ranks differ. texts: the options that each rank has noted."""
     own = [[one for one in some if any(one not in others for others in texts if others)] for some in texts]
     return f"ranks call layers with different options: {by_rank((rank, '; '.join(some)) for rank, some in enumerate(own) if some)}"
 
 
 class MadeLayers:
-    """All layers that this rank has called, as a word for each record up to each call: 48 bits of a digest, and 16 that count the
-    calls which took something along. Words of equal counts are compared."""
+    """A digest of all layers that this rank has called, up to each of the last `kept` calls.
+
+    For each call and record there is a 64-bit word: 48 bits of the digest, and 16 bits that count the calls with options. Words
+    with equal counts are compared.
+    """
 
     def __init__(self, kept: int) -> None:
         self._words = [0, 0]
-        self._at = array("Q", bytes(8 * kept)), array("Q", bytes(8 * kept))  # by number of a call
+        self._at = array("Q", bytes(8 * kept)), array("Q", bytes(8 * kept))  # words, by number of a call modulo `kept`
         self._kept = kept
-        self._texts: list[str] = []  # each once
+        self._texts: list[str] = []  # distinct
         self._known: set[str] = set()
         self._told = 0
         self._of_peers: dict[int, list[str]] = {}
 
     def end(self, number: int, noted: Noted) -> None:
-        """Add what a call has taken along."""
+        """Add the options that call `number` carried."""
         if noted is not NOTHING:
             for nth, record in enumerate(noted.records):
                 if record:
@@ -98,26 +106,26 @@ class MadeLayers:
         self._at[0][number % self._kept], self._at[1][number % self._kept] = self._words
 
     def words(self, number: int) -> tuple[int, int]:
-        """Return the words up to a call, one for each record."""
+        """Return the words up to call `number`, one per record."""
         return self._at[0][number % self._kept], self._at[1][number % self._kept]
 
     def news(self) -> list[bytes]:
-        """Return texts that peers do not know yet."""
+        """Return the next texts that peers do not know yet."""
         texts = self._texts[self._told : self._told + _TOLD_AT_ONCE]
         self._told += len(texts)
         return [text.encode()[:_TEXT_BYTES] for text in texts]
 
     def heard(self, rank: int, texts: Sequence[bytes]) -> None:
-        """Keep what a peer has called."""
+        """Keep the layers that a peer has called."""
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
     def differ(self, number: int, theirs: Sequence[int]) -> bool:
-        """Return True if a peer, which has these words, has called layers with other options."""
+        """Return True if a peer with these words has called layers with different options."""
         mask = (1 << _COUNT_BITS) - 1
         return any(a != b and a & mask == b & mask for a, b in zip(self.words(number), theirs, strict=True))
 
     def difference(self, rank: int) -> str:
-        """Return which layers this rank has called and the other has not, and the other way round."""
+        """Return the layers that only this rank has called, and those that only `rank` has called."""
         here, there = list(self._texts), self._of_peers.get(rank, [])
         mine, theirs = ([one for one in some if one not in others] for some, others in ((here, there), (there, here)))
         if not mine and not theirs:

@@ -16,10 +16,10 @@ _BLOCK = 128
 
 
 class Agreeing:
-    """One launch for a `weft.schedule.steps.Agree` step.
+    """The launcher of one `weft.schedule.steps.Agree` step.
 
-    expected [W, counts] and sent [W * W, counts] lie in the schedule's own memory. differs_at: an address in pinned memory.
-    width, item_bytes: the size of received rows.
+    expected [W, counts] and sent [W * W, counts] are in the schedule's own memory. differs_at: an address in pinned memory.
+    width, item_bytes: items per received row, and bytes per item.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Agreeing:
         self._compiled = _compiled(expected.device, item_bytes)
 
     def launch(self, out: int, out_rows: int) -> None:
-        """Enqueue on the current stream. `out` is the address of the `out_rows` rows that arrived."""
+        """Enqueue the kernel on the current stream. out: address of the `out_rows` received rows."""
         self._compiled[self._ranks, 1, 1](*self._tables, out, out_rows, *self._numbers, *self._constants)
 
 

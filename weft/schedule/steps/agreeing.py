@@ -1,4 +1,4 @@
-"""The comparison of the sizes that both sides of one exchange expect."""
+"""The comparison of the sizes that both sides of an exchange expect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft.schedule.steps.base import Step, differing
 
 @dataclass(frozen=True, slots=True)
 class Agree(Step):
-    """Fill with NaN the rows from ranks that sent other sizes than this rank expects.
+    """A step that fills the rows from ranks whose sent sizes differ from the expected sizes with NaN.
 
-    expected [W, counts]: row r is what this rank expects from rank r. sent [W * W, counts]: W tables of W rows, one below the
-    other; row `row` of rank r's table is what rank r says that it sent here. out: the rows that came, by source rank, as many
-    from each as its expected counts add up to. If the two rows of a rank differ, its rows in `out` become NaN.
+    expected [W, counts]: row r holds the counts that this rank expects from rank r. sent [W * W, counts]: W stacked tables of W
+    rows; row `row` of rank r's table holds the counts that rank r sent to this rank. out: the received rows by source rank; the
+    sum of a source's expected counts is its number of rows. If the two rows of counts differ, that source's rows become NaN.
     """
 
     kind: ClassVar[str] = "agree"
