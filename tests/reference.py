@@ -1,12 +1,12 @@
-"""What the embedding operators compute, in float64, and the problems that tests pose them.
+"""A float64 reference of the embedding operators, and the problems of their tests.
 
-A `Problem` says which tables there are, who owns them, and the sparse input of the global batch; every process makes the
-same tensors of it from the seed, so none has to travel. `reference` is the sum of each bag in float64.
+A `Problem` describes the tables, their owners, and the sparse input of the global batch. Every process makes the same tensors
+from the seed, so that none is sent. `reference` is the sum of each bag in float64.
 
-How near is near enough. `assert_close` bounds every element: a bag of n ids needs at most n + 2 roundings to fp32 (n
-products, n - 1 additions, the mean's division), each off by at most 2**-24 of the sum of magnitudes, and one rounding to
-the tables' dtype. `assert_as_exact_as_torch` compares whole outputs: the error against float64 may be twice what torch's
-own embedding_bag makes in the same dtype, since both add in fp32 and only the order of additions may differ.
+Tolerances. `assert_close` bounds every element. A bag of n ids needs at most n + 2 roundings to fp32 (n products, n - 1
+additions, the mean's division), each off by at most 2**-24 of the sum of magnitudes, and one rounding to the tables' dtype.
+`assert_as_exact_as_torch` compares whole outputs. The error against float64 may be twice that of torch's embedding_bag in the
+same dtype: both add in fp32, and only the order of additions may differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Bags:
 
 @dataclass(frozen=True)
 class Problem:
-    """`batch_sizes[r]` samples for rank r; bags of 0 to `longest` ids (the first of a feature is empty, the last longest)."""
+    """Tables, their ranks, and an input with `batch_sizes[r]` samples for rank r.
+
+    Bags have 0 to `longest` ids. The first bag of a feature is empty, the last one has `longest`.
+    """
 
     tables: tuple[EmbeddingBagConfig, ...]
     rank_of_table: tuple[int, ...]
@@ -57,13 +60,13 @@ class Problem:
 
     @cached_property
     def weights(self) -> list[torch.Tensor]:
-        """Every table, [num_embeddings, embedding_dim]."""
+        """All tables, each [num_embeddings, embedding_dim]."""
         generator = torch.Generator().manual_seed(self.seed)
         return [torch.randn(t.num_embeddings, t.embedding_dim, generator=generator).to(t.dtype) for t in self.tables]
 
     @cached_property
     def bags(self) -> dict[str, Bags]:
-        """The input of every feature, ids within its smallest table, or any ids where they are hashed."""
+        """The input of every feature: ids within its smallest table, or any ids if they are hashed."""
         rows: dict[str, int] = {}
         for table in self.tables:
             for feature in table.feature_names:
@@ -85,12 +88,12 @@ class Problem:
         return [self.weights[table] for table in self.sharding.local_tables(rank)]
 
     def tupled(self, rank: int) -> tuple[torch.Tensor, ...]:
-        """`rank`'s input as (values, offsets[, per_sample_weights]), a block per local slot."""
+        """Return `rank`'s input as (values, offsets[, per_sample_weights]), a block per local slot."""
         values, offsets, weights = self._joined([self.bags[s.feature] for s in self.sharding.local_slots(rank)])
         return (values, offsets, weights) if self.weighted else (values, offsets)
 
     def keyed(self, rank: int, keys: Sequence[str] | None = None) -> KeyedJaggedTensor:
-        """`rank`'s input under `keys` (default: its own features)."""
+        """Return `rank`'s input with `keys` (default: its own features)."""
         if keys is None:
             keys = list(dict.fromkeys(slot.feature for slot in self.sharding.local_slots(rank)))
         values, offsets, weights = self._joined([self.bags[key] for key in keys])
@@ -98,7 +101,7 @@ class Problem:
         return KeyedJaggedTensor(keys, values, weights, offsets=offsets, stride=sum(self.batch_sizes))
 
     def whole(self) -> tuple[torch.Tensor, ...]:
-        """The input of all slots, for one process that owns every table."""
+        """Return the input of all slots, for one process that owns every table."""
         values, offsets, weights = self._joined([self.bags[slot.feature] for slot in self.sharding.slots])
         return (values, offsets, weights) if self.weighted else (values, offsets)
 
@@ -108,7 +111,7 @@ class Problem:
         return values.to(self.index_dtype), offsets_of(lengths).to(self.offset_dtype), weights
 
     def rows_of(self, rank: int) -> slice:
-        """The rows of the global batch that belong to `rank`."""
+        """Return the rows of the global batch that belong to `rank`."""
         begin = sum(self.batch_sizes[:rank])
         return slice(begin, begin + self.batch_sizes[rank])
 
@@ -120,7 +123,7 @@ def even(batch: int, world_size: int) -> tuple[int, ...]:
 def tables_of(
     dims: Sequence[int], rows: int = 30, dtype: torch.dtype = torch.float32
 ) -> tuple[EmbeddingBagConfig, ...]:
-    """A table with a feature of its own for each of `dims`; every other one is averaged."""
+    """Return a table with its own feature for each of `dims`. Every other table has mean pooling."""
     return tuple(
         EmbeddingBagConfig(rows + i, dim, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum", dtype)
         for i, dim in enumerate(dims)
@@ -128,13 +131,16 @@ def tables_of(
 
 
 def problem(world_size: int, dims: Sequence[int] = (8, 3, 16, 1, 70), batch: int = 13, **other: Any) -> Problem:
-    """Tables of `dims` dealt to the ranks in turn, and an even batch; `dtype` and `rows` are the tables', the rest `Problem`'s."""
+    """Return a problem with an even batch and tables of `dims`, dealt to the ranks round robin.
+
+    other: `dtype` and `rows` of the tables, and fields of `Problem`.
+    """
     tables = tables_of(dims, **{name: other.pop(name) for name in ("rows", "dtype") if name in other})
     return Problem(tables, tuple(i % world_size for i in range(len(dims))), even(batch, world_size), **other)
 
 
 def _pooled(p: Problem, weights: list[torch.Tensor], magnitudes: bool = False) -> torch.Tensor:
-    """[global batch, total_dim] by torch's embedding_bag in the dtype of `weights`; of absolute values, if asked."""
+    """Return [global batch, total_dim] by torch's embedding_bag in the dtype of `weights`. magnitudes: of absolute values."""
     columns = []
     for slot in p.sharding.slots:
         table, bags, weight = p.tables[slot.table], p.bags[slot.feature], weights[slot.table]
@@ -158,14 +164,14 @@ def _pooled(p: Problem, weights: list[torch.Tensor], magnitudes: bool = False) -
 
 
 def reference(p: Problem) -> torch.Tensor:
-    """float64 [global batch, total_dim]."""
+    """Return the exact output, float64 [global batch, total_dim]."""
     return _pooled(p, [weight.double() for weight in p.weights])
 
 
 def assert_close(output: torch.Tensor, p: Problem, rows: slice = slice(None), *, to_nearest: bool = True) -> None:
-    """Every element within the bound at the top of this file; `output` holds `rows` of the global batch.
+    """Check every element against the bound at the top of this file. `output` holds `rows` of the global batch.
 
-    `to_nearest=False`: the last rounding, to the tables' dtype, may cut off instead, and be off twice as much.
+    `to_nearest=False`: the last rounding, to the tables' dtype, may truncate, with twice the error.
     """
     wanted = reference(p)[rows]
     magnitude = _pooled(p, [weight.double() for weight in p.weights], magnitudes=True)[rows]
@@ -189,7 +195,7 @@ def assert_close(output: torch.Tensor, p: Problem, rows: slice = slice(None), *,
 
 
 def assert_as_exact_as_torch(output: torch.Tensor, p: Problem) -> None:
-    """The whole output's error (Euclidean, against float64) at most twice torch's own."""
+    """Check that the output's error (Euclidean, against float64) is at most twice torch's."""
     wanted = reference(p)
     error = float((output.double() - wanted).norm())
     torchs = float((_pooled(p, p.weights).double() - wanted).norm())

@@ -1,4 +1,4 @@
-"""Calls of many sizes in random order on CPU processes: what runs on the ranks."""
+"""Functions that run on the ranks: calls of many sizes in random order on CPU processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class Held(NamedTuple):
-    """What this process holds. maps: of memory between processes. lanes: threads of lanes."""
+    """The resources of this process. maps: mappings of shared memory. lanes: threads of lanes."""
 
     threads: int
     maps: int
@@ -53,7 +53,7 @@ class Held(NamedTuple):
 
 
 def poison(domain: symm.Domain) -> None:
-    """NaN into all memory of the group's schedules, when all ranks have ended their runs."""
+    """Fill all memory of the group's schedules with NaN, after all ranks have ended their runs."""
     domain.all_gather(None, what="runs have ended")
     mapped = memory_of(domain).mapped
     assert mapped is not None
@@ -65,7 +65,7 @@ def poison(domain: symm.Domain) -> None:
 
 @contextlib.contextmanager
 def late_lanes(rank: int, before: Callable[[], None]) -> Iterator[None]:
-    """Lanes of this rank begin late, and end late, now and then. before: called before each."""
+    """Delay the begin and the end of this rank's lanes at random. before: called before each lane."""
     native, late = cpu_schedule._play, random.Random(rank)
 
     def play(*given: Any) -> None:
@@ -89,7 +89,10 @@ def can_build(candidate: Candidate) -> bool:
 
 
 def _calls(group: dist.ProcessGroup) -> list[Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Functions of rows and a seed that make a call: result, exact, and by torch. Schedules differ in signals and memory."""
+    """Return functions of (rows, seed) that make a call and return (result, exact, torch's result).
+
+    Their schedules differ in signals and memory.
+    """
     world, rank = group.size(), group.rank()
 
     def data(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -122,7 +125,10 @@ def _calls(group: dist.ProcessGroup) -> list[Callable[[int, int], tuple[torch.Te
 
 
 def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[str, Any]:
-    """What this process holds after so many sizes; of sizes that come back now and then, and with lanes that are late."""
+    """Return the resources of this process before, after each of `counts` sizes, and after closing.
+
+    Some sizes come back, and lanes are late at random.
+    """
     own, same = own_group(group), random.Random(5)
     before, domain, ways = Held.now(), symm.domain(own, "cpu"), _calls(own)
     found, made = {"ways": len(ways), "before": before}, []
@@ -144,7 +150,7 @@ def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[s
 
 
 def killed(group: dist.ProcessGroup, at: int) -> list[str]:
-    """Rank 1 is killed in a lane of call `at`. What the others raise from then on."""
+    """Kill rank 1 in a lane of call `at`. Return the next two errors that the others raise."""
     ways, lanes, errors = _calls(group), [0], list[str]()
 
     def die() -> None:
@@ -164,7 +170,10 @@ def killed(group: dist.ProcessGroup, at: int) -> list[str]:
 
 
 def measured_sizes(group: dist.ProcessGroup, rows: list[int | list[int]]) -> list[tuple[str, ...]]:
-    """The schedules that are measured at a call of each of these sizes, one after the other; a list: of each rank."""
+    """Return the schedules that are measured at a call of each of these sizes, in order, and last the schedules taken.
+
+    rows: a list gives each rank's rows.
+    """
     own, rank, found = own_group(group), group.rank(), list[tuple[str, ...]]()
     native, w = choosing._measured, torch.randn(22, 14)
 

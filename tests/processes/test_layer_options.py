@@ -1,7 +1,7 @@
 """Layers to which ranks give different options: no rank gets a result.
 
-First every option of every layer, at shapes that are new and at shapes that all ranks have called both ways. Then what ranks may do
-each on its own: call a norm, compile a layer.
+First: every option of every layer, at new shapes and at shapes that all ranks have called with both options. Then: actions that a
+single rank may take, such as calling a norm or compiling a layer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.parallel.functions import AllGatherLinear, LinearReduceScatter
 HIDDEN, HEADS, LENGTH, WORLD = 16, 4, 4, 2
 X = torch.linspace(-1, 1, 2 * LENGTH * HIDDEN).view(2, LENGTH, HIDDEN)
 Call = Callable[[dist.ProcessGroup, bool], Any]
-"""Of a layer on `group`; True: with the other option."""
+"""A function that calls a layer on `group`. Its second argument is True for the other option."""
 
 
 def x_of(sequence_dim: int | None, of: torch.Tensor = X) -> torch.Tensor:
@@ -69,7 +69,7 @@ def followed(sequence_dim: int | None, norm: Callable[[bool], nn.Module | None],
 
 
 def biased(kind: type[nn.Module], sequence_dim: int | None) -> Call:
-    """Column-parallel layers whose x is whole have no collective in forward: their backward compares."""
+    """Column-parallel layers with a replicated x have no collective in forward: their backward compares options."""
 
     def call(group: dist.ProcessGroup, differs: bool) -> Any:
         layer = kind(HIDDEN, HIDDEN, not differs, group=group, sequence_dim=sequence_dim)
@@ -173,7 +173,7 @@ STYLED: dict[str, Call] = {
 
 
 def called_differently(group: dist.ProcessGroup, cases: list[str], known: bool) -> dict[str, tuple[str, str]]:
-    """Rank 1 gives another option."""
+    """Pass another option on rank 1."""
     found = {}
     for name in cases:
         own = dist.new_group([0, 1])
@@ -215,7 +215,7 @@ def test_ranks_that_divide_other_linears_get_no_result() -> None:
 
 
 def called_the_same(group: dist.ProcessGroup) -> None:
-    """Each rank makes its own layers and functions, as its own process does."""
+    """Make layers and functions per rank, as a separate process does."""
     for call in CASES.values():
         for differs in (False, True):
             call(group, differs)
@@ -228,7 +228,7 @@ def test_the_same_options_make_the_same_calls(pool: Pool) -> None:
 
 
 def on_its_own(group: dist.ProcessGroup) -> None:
-    """Rank 1 looks at a norm's result, whose forward is not collective; then all ranks go on."""
+    """Call a norm, whose forward is not collective, on rank 1 only; then go on with all ranks."""
     torch.manual_seed(0)
     norm, other = (weft.nn.RMSNorm(HIDDEN, eps=eps, group=group) for eps in (1e-5, 1e-3))
     layer = weft.nn.ParallelMLP(HIDDEN, 32, group=group)
@@ -257,7 +257,7 @@ def test_one_rank_may_compile_a_layer(pool: Pool) -> None:
 
 
 def refused_and_called_again(group: dist.ProcessGroup) -> None:
-    """What the layer before the refused one has noted is not of the call after it."""
+    """Check that options noted before a refused layer are not carried by the call after it."""
     norm, other = (weft.nn.RMSNorm(HIDDEN, eps=eps, group=group) for eps in (1e-5, 1e-3))
     layer = weft.nn.ParallelMLP(HIDDEN, 32, group=group)
     x = (other if group.rank() else norm)(x_of(1))
