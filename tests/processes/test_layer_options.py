@@ -38,7 +38,7 @@ def x_of(sequence_dim: int | None, of: torch.Tensor = X) -> torch.Tensor:
 
 
 def attention(sequence_dim: int | None, other: dict[str, Any] | None = None, **given: Any) -> Call:
-    """other: arguments of the layer; given: of its call."""
+    """Return calls of an attention layer. other: arguments of the layer with the other option. given: arguments of its call."""
 
     def call(group: dist.ProcessGroup, differs: bool) -> Any:
         options = (other or {}) if differs else {}
@@ -69,7 +69,7 @@ def followed(sequence_dim: int | None, norm: Callable[[bool], nn.Module | None],
 
 
 def biased(kind: type[nn.Module], sequence_dim: int | None) -> Call:
-    """Column-parallel layers with a replicated x have no collective in forward: their backward compares options."""
+    """Return a call with backward: column-parallel layers with a replicated x have no collective in forward to compare options."""
 
     def call(group: dist.ProcessGroup, differs: bool) -> Any:
         layer = kind(HIDDEN, HIDDEN, not differs, group=group, sequence_dim=sequence_dim)

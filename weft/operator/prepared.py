@@ -128,7 +128,9 @@ class Prepared:
         said: str,
         shown: str,
     ) -> None:
-        """remembered: True if a rank has cached times of schedules for exactly this problem.
+        """Prepare calls of `p`, without a schedule yet.
+
+        remembered: True if a rank has cached times of schedules for exactly this problem.
         said, shown: the text that CPU ranks compare at every call, in full and for errors.
         """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered

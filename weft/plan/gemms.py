@@ -41,7 +41,7 @@ _LEAST_ROWS = 32  # of a ladder: with fewer rows, a GEMM mostly reads its weight
 
 _times: dict[str, dict[MatmulShape, float]] = {}
 _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model]] = {}
-"""By machine and number of ranks: the last model, the GEMM times that were known, and the model with these times."""
+"""The last model, its known GEMM times, and the model with these times, by machine and number of ranks."""
 
 
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:

@@ -17,10 +17,10 @@ from contextvars import ContextVar
 from weft.words import kind
 
 AUTOTUNE = "autotune"
-"""In place of a schedule's name: measure at the first call of a shape (`weft.operator.choosing`), and cache the times."""
+"""A rule in place of a schedule's name: measure at the first call of a shape (`weft.operator.choosing`), and cache the times."""
 
 HEURISTIC = "heuristic"
-"""In place of a schedule's name: the pick of FiCCO's static heuristic for the shape (`weft.plan.heuristic`)."""
+"""A rule in place of a schedule's name: take the pick of FiCCO's static heuristic for the shape (`weft.plan.heuristic`)."""
 
 _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 

@@ -113,7 +113,7 @@ class SelfCalibration:
 
 
 def _bandwidth(name: str, rate: float | None, derived: float, into: Callable[[Model], Model]) -> _Number:
-    """rate, derived: bytes/us."""
+    """Return a number in GB/s. rate, derived: in bytes/us."""
     return _Number(name, "GB/s", None if rate is None else rate * 1e-3, derived * 1e-3, into)
 
 

@@ -31,7 +31,7 @@ class Run:
     """The counters to wait for, the deadline, and the errors of this rank's lanes. One object serves every run of a schedule."""
 
     def __init__(self, name: str, what: str, domain: Domain) -> None:
-        """what: the purpose of the schedule, in messages."""
+        """Prepare runs of the schedule `name`. what: its purpose, in messages."""
         self.name, self.domain, self.meeting = name, domain, meeting_of(domain)
         self.meeting.schedules += 1  # ranks make schedules in one order, so the number distinguishes equal names
         self._topic = Topic(
