@@ -252,7 +252,6 @@ def late_in(group, function, where, late_s, deadline_s, variables):
         (multiply, "Exchange"),
         slow(multiply, "schedules to run"),
         slow(multiply, "buffers of schedule"),
-        slow(multiply, "signals of schedule"),
         slow(embed, "Exchange"),
         (embed, "allocating 8 bytes"),  # the first flags
         (embed, "allocating 131072 bytes"),  # results
