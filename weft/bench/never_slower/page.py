@@ -199,9 +199,9 @@ def sentence(rows: Sequence[Record]) -> str:
     below = len({(row["seed"], row["op"], row["config"]) for row in verdict.below})
     baseline = "NCCL and cuBLAS" if rows[-1]["device"] == "cuda" else "gloo and torch.mm"
     operators = counted(len({row["op"] for row in judged}), "operator")
-    found = "No shape" if not below else f"{below} of them ({below / shapes:.1%})"
+    found = "No shape" if not below else f"{below} of the {shapes} shapes ({below / shapes:.1%})"
     return (
         f"On {rows[-1]['machine']}, {counted(len(seeds), 'seed')} drew {counted(shapes, 'shape')} of {operators}. The baseline is "
-        f"{baseline}, called one after the other; both sides run as {modes}. {found} ran below {NEVER_BELOW}x of its speed "
-        f"in one of these modes. The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst {times(speed(slowest))}."
+        f"{baseline}, called one after the other; both sides run as {modes}. {found} ran below {NEVER_BELOW}x of the baseline's "
+        f"speed in at least one mode. The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst {times(speed(slowest))}."
     )
