@@ -203,5 +203,6 @@ def sentence(rows: Sequence[Record]) -> str:
     return (
         f"On {rows[-1]['machine']}, {counted(len(seeds), 'seed')} drew {counted(shapes, 'shape')} of {operators}. The baseline is "
         f"{baseline}, called one after the other; both sides run as {modes}. {found} ran below {NEVER_BELOW}x of the baseline's "
-        f"speed in at least one mode. The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst {times(speed(slowest))}."
+        f"speed in at least one mode. The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst "
+        f"{times(speed(slowest))}."
     )
