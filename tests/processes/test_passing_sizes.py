@@ -111,6 +111,33 @@ def expected_of(operator: str, xs: list[torch.Tensor], w: torch.Tensor, rank: in
     return expected(operator, xs, w, torch.zeros(1, N), rank)
 
 
+def in_another_layout(group: dist.ProcessGroup) -> None:
+    """Sizes come back on both ranks, on rank 1 in other layouts and by other arguments: both ranks must prepare them."""
+    PASSING_ON.append("cpu")
+    try:
+        own, rank = dist.new_group([0, 1]), group.rank()
+        op, w = calls.OPERATORS["all_gather_matmul"], torch.randn(K, N)
+
+        def call(rows: int, other: bool) -> None:
+            x = torch.randn(K, rows).t() if other else torch.randn(rows, K)
+            given = {"group": own.group_name, "gather_dim": 0} if other else {"group": own, "gather_dim": 0}
+            weft.all_gather_matmul(x, [w], return_A=False, deadline_s=10.0, **given)
+
+        for rows in range(1, PASSING + 8):
+            call(rows, other=False)
+        assert len(calls.prepared_calls(op, own)) == PASSING
+        for rows in (PASSING + 1, PASSING + 4, PASSING + 6):
+            call(rows, other=rank == 1)
+        assert len(calls.prepared_calls(op, own)) == PASSING + 3
+        dist.destroy_process_group(own)
+    finally:
+        PASSING_ON.remove("cpu")
+
+
+def test_ranks_prepare_the_same_sizes_whatever_their_layouts(pool: Pool) -> None:
+    pool.run(in_another_layout, ranks=2, timeout_s=60)
+
+
 @pytest.mark.parametrize("wanted", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("operator", list(products(None)))  # type: ignore[arg-type]
 def test_sizes_that_do_not_come_back_are_run_in_turn(pool: Pool, operator: str, wanted: bool) -> None:

@@ -180,15 +180,15 @@ def _prepared_for(
     world, wanted = group.size(), op.wanted(call) if wanted is None else wanted
     family: Hashable = None
     if prepared is None and device.type in PASSING_ON and pinned is None and world > 1 and op.sizes_are_alike:
-        p = op.problem(call, world, 0)
-        if p.family[0] is not p and p.has_work:
-            family = p.family[0], given, wanted
+        p = _described(op, call, world)
+        if p is not None and p.family[0] is not p and p.has_work:
+            family, rows = (p.family[0], given, wanted), _rows_of(op, call)
             capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            typical = table.of_group(group).passing(key, family, capturing)
+            typical = table.of_group(group).passes(family, rows, capturing)
             if typical is not None:
                 said = op.said(call, world)
                 shown = joined(p.text if said == str(p) else said, given)
-                return typical.for_one_call(p, _rows_of(op, call), given, wanted, joined(said, given), shown)
+                return typical.for_one_call(p, rows, given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
         """Return what ranks compare, in the words of other messages, and the rank's number.
@@ -215,6 +215,14 @@ def _prepared_for(
             table.of_group(group).prepared(family, prepared)
     prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))
     return prepared
+
+
+def _described(op: Operator[Any], call: Any, world: int) -> Any:
+    """Return the problem of a call; None for bad input, which is refused where ranks agree on the call, for all of them to hear."""
+    try:
+        return op.problem(call, world, 0)
+    except Exception:
+        return None
 
 
 def _rows_of(op: Operator[Any], call: Any) -> int:

@@ -446,27 +446,32 @@ class _OfGroup:
         self.by_signature: dict[bytes, Known] = {}
         self.calls = 0
         self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not come back
-        self._served: dict[Hashable, None] = {}  # sizes that ran unfused, once
+        self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused, once
         self._typical: dict[Hashable, Prepared] = {}  # by family
         self._room = 0  # number of further shapes that cannot reach a limit
         self._nbytes = 0  # symmetric memory of shapes whose first call is done
 
-    def passes(self, family: Hashable, signature: bytes) -> bool:
-        """True if a call of a passing family passes too, so that it runs unfused.
+    def passes(self, family: Hashable, rows: int, capturing: bool = False) -> Prepared | None:
+        """Return the preparations of a typical size if a call of a new size runs unfused, else None: the size is to be prepared.
 
-        signature: of the call. If it is seen again, the size has come back.
+        A size is its family and the rows of its first tensor, never a layout: each rank may have another one, and all ranks must
+        prepare the same calls. capturing: a size that has run unfused is captured so.
         """
-        if signature in self._served:
-            del self._served[signature]
+        size = family, rows
+        if size in self._served:
+            if capturing:
+                return self._typical[family]
+            del self._served[size]  # it comes back
             self._new.pop(family, None)
-            return False
-        if self._new.get(family, 0) < PASSING:
-            return False
+            return None
+        typical = self._typical.get(family)
+        if capturing or typical is None or typical.stale or self._new.get(family, 0) < PASSING:
+            return None
         if len(self._served) >= _SERVED:
             for old in list(itertools.islice(self._served, _SERVED // 2)):
                 del self._served[old]
-        self._served[signature] = None
-        return True
+        self._served[size] = None
+        return typical
 
     def called(self, prepared: Prepared) -> Prepared:
         """Note a call of a known size."""
@@ -475,24 +480,6 @@ class _OfGroup:
             prepared.came_back = True
             self._new.pop(prepared.family, None)
         return prepared
-
-    def passing(self, key: Hashable, family: Hashable, capturing: bool) -> Prepared | None:
-        """Return the preparations from which a call of a new size is derived, if it runs unfused; else None."""
-        if key in self._served:
-            if not capturing:  # it comes back
-                del self._served[key]
-                self._new.pop(family, None)
-                return None
-        elif capturing or self._new.get(family, 0) < PASSING:
-            return None
-        typical = self._typical.get(family)
-        if typical is None or typical.stale:
-            return None
-        if len(self._served) >= _SERVED:
-            for old in list(itertools.islice(self._served, _SERVED // 2)):
-                del self._served[old]
-        self._served[key] = None
-        return typical
 
     def prepared(self, family: Hashable, prepared: Prepared) -> None:
         """Note the preparations for a new size."""

@@ -31,6 +31,7 @@ from weft.operator.prepared import PASSING_ON, Prepared, Table
 from weft.operator.spec import Operator
 from weft.operator.together import failed, together
 from weft.runtime.layouts import READER
+from weft.runtime.opaque import looks_at_frames
 from weft.runtime.unfused import Unfused
 from weft.symm.calls import calls_of
 
@@ -47,7 +48,7 @@ _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
 _UNUSUAL: tuple[Callable[[], object], ...] = (
     torch._C._len_torch_dispatch_stack,
     torch._C._functorch.peek_interpreter_stack,
-    getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None),
+    looks_at_frames,
     plan.pinned_around,
 )
 """Functions with a true result if a call may mean something else here, or if Dynamo would compile the functions that it calls."""
@@ -88,36 +89,43 @@ class _Known:
     def __init__(self) -> None:
         self.calls: dict[bytes, Replay | None] = {}
         self.families: dict[bytes, Passing] = {}
-        self._of_groups: dict[int, list[bytes]] = {}  # signatures, by id of a live group
+        self._of_groups: dict[int, set[bytes]] = {}  # signatures, by id of a live group
 
     def learn(self, signature: bytes, family: bytes | None, seen: Seen, arguments: Arguments, returned: Any) -> None:
         group = seen.prepared.group
         if not seen.prepared.passes:
-            _bound(self.calls, KEPT)
+            self._bound(self.calls, KEPT)
             self.calls[signature] = Replay.of(seen, arguments, returned)
             self._remember(group, signature)
         elif family is not None and (passing := Passing.of(seen, arguments, returned)) is not None:
-            _bound(self.families, _FAMILIES)
+            self._bound(self.families, _FAMILIES)
             self.families[family] = passing
             self._remember(group, family)
 
+    def never(self, signature: bytes) -> None:
+        """Note calls that cannot be repeated."""
+        self._bound(self.calls, KEPT)
+        self.calls[signature] = None
+
+    def _bound(self, known: dict[bytes, Any], most: int) -> None:
+        """Forget the first half of what is known if it reaches a limit."""
+        if len(known) >= most:
+            for old in list(itertools.islice(known, most // 2)):
+                del known[old]
+                for signatures in self._of_groups.values():
+                    signatures.discard(old)
+
     def _remember(self, group: dist.ProcessGroup, signature: bytes) -> None:
         if id(group) not in self._of_groups:
-            self._of_groups[id(group)] = []
+            self._of_groups[id(group)] = set()
             weakref.finalize(group, self._forget, id(group)).atexit = False
-        self._of_groups[id(group)].append(signature)
+        self._of_groups[id(group)].add(signature)
 
     def _forget(self, group: int) -> None:
         """Forget a group that is gone: another group may get its id."""
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
-
-
-def _bound(known: dict[bytes, Any], most: int) -> None:
-    if len(known) >= most:
-        for old in list(itertools.islice(known, most // 2)):
-            del known[old]
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
@@ -146,7 +154,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         elif (of_family := read_family(args, kwargs, gradients, _IDENTIFIED, _UNUSUAL)) is not None:
             passing = known.families.get(of_family[0])
             if passing is not None:
-                found = passing(args, kwargs, signature, of_family[1])
+                found = passing(args, kwargs, of_family[1])
                 if found is not _MISS:
                     return found  # type: ignore[no-any-return]
         watching: list[Seen] = []
@@ -158,7 +166,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         if len(watching) == 1:
             known.learn(signature, None if of_family is None else of_family[0], watching[0], (args, kwargs), returned)
         else:
-            known_calls[signature] = None
+            known.never(signature)
         return returned
 
     return call
@@ -322,17 +330,17 @@ class Passing(_Short):
         except _UnlikeError:
             return None
 
-    def __call__(self, p: tuple[Any, ...], k: dict[str, Any], signature: bytes, rows: int) -> Any:
+    def __call__(self, p: tuple[Any, ...], k: dict[str, Any], rows: int) -> Any:
         here, calls, group, domain = self._here, self._calls, self._group(), self._domain
         if (
             group is None or group not in _pg_map or not domain.is_well() or torch.is_autocast_enabled(self._kind)
             or (self._kind == "cuda" and torch._C._cuda_isCurrentStreamCapturing()) or not self.op.takes_rows(rows, self._world)
-            or not here.passes(self._family, signature)
             or calls.unanswered or calls.is_refused or not calls.running.acquire(blocking=False)
         ):  # fmt: skip
             return _MISS
         try:
-            here.calls += 1
+            if here.passes(self._family, rows) is None:
+                return _MISS
             calls.begun += 1
             self._made.note(passing_fingerprint(self.op.name, self._family, rows), self._what)
             made = self._steps.run(self._inputs(p, k), None, group)

@@ -119,11 +119,10 @@ def matmul_all_to_all(
     if rows is not None:
         return _combined(*given, rows)
     tokens = None if torch.compiler.is_compiling() or not isinstance(splits, torch.Tensor) else total_of(splits)
-    return (_combined if tokens is not None else _combined.__wrapped__)(*given, tokens)  # type: ignore[attr-defined, no-any-return]
+    return (_combine if tokens is None else _combined)(*given, tokens)
 
 
-@replayed
-def _combined(
+def _combine(
     h: torch.Tensor, w_experts: torch.Tensor, received: torch.Tensor, splits: torch.Tensor,
     group: dist.ProcessGroup | str | None, rows: int | None, capacity: int | None, schedule: str | None,
     deadline_s: float | None, timeline: Timeline | None, tokens: int | None,
@@ -140,6 +139,10 @@ def _combined(
 
     (y,) = made(OPERATOR, group, h, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return y
+
+
+_combined = replayed(_combine)
+"""`_combine` for a known number of tokens. Without it, calls with equal arguments may have different numbers."""
 
 
 class _Call(NamedTuple):

@@ -16,13 +16,13 @@ import torch.fx
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_looks_at_frames: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+looks_at_frames: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
 """Returns None if no compiled function runs on this thread. Keeping Dynamo out takes longer than a launch."""
 
 
 def frames_are_looked_at() -> bool:
     """True if Dynamo would compile the functions that this thread calls."""
-    return "torch._dynamo" in sys.modules and _looks_at_frames() is not None
+    return "torch._dynamo" in sys.modules and looks_at_frames() is not None
 
 
 def opaque(function: Callable[P, T]) -> Callable[P, T]:

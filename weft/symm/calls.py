@@ -61,8 +61,8 @@ class GroupCalls:
 
     @property
     def is_refused(self) -> bool:
-        """True if a peer has refused a call of this group."""
-        return bool(self._there)
+        """True if a peer has refused the next call."""
+        return self.begun + 1 in self._there
 
     def refused(self) -> str:
         """Return why a peer has refused the last call that was begun, or ''."""

@@ -126,7 +126,7 @@ class AllGatherMatmul(Problem):
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """Of the largest shard. Uneven shards are sent by other schedules than even ones."""
+        """The problem without M, and M of the largest shard. Uneven shards are measured apart: other schedules send them."""
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 
     def resized(self, size: float) -> AllGatherMatmul:

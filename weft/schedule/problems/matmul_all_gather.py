@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from weft.schedule.candidate import Candidate
+from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.problem import Problem, require_sizes
 from weft.schedule.regions import SUMMED
 from weft.words import counted
@@ -71,9 +72,8 @@ class MatmulAllGather(Problem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """Return False for tracked GEMMs with a short K: their stores at peers take longer than the products that should hide
-        them. (2 x H100, K 512: 127 us; 81 us are predicted, and NCCL + cuBLAS take 100 us.)"""
-        return candidate.builder != "tracked" or self.k >= 1024
+        """Refuse tracked GEMMs with a short K."""
+        return candidate.builder != "tracked" or self.k >= TrackedMatmul.least_k
 
     @property
     def has_work(self) -> bool:

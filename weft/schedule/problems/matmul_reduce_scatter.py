@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from weft.schedule.candidate import Candidate
+from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.problem import Problem, require_even
 from weft.schedule.regions import SUMMED
 from weft.words import counted
@@ -58,9 +59,9 @@ class MatmulReduceScatter(Problem):
         return self.m > 0 and self.n > 0 and self.k > 0
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse `pulled`: GEMMs that accumulate into a peer's partial sums have not been timed on GPUs. Refuse `tracked` with a
-        short K, whose tiles take longer to store at peers than to multiply. (2 x H100, K 512: 0.84 of serial's speed.)"""
-        return candidate.builder != "pulled" and (candidate.builder != "tracked" or self.k >= 1024)
+        """Refuse tracked GEMMs with a short K, and `pulled`: GEMMs that accumulate into a peer's sums have not been timed on GPUs."""
+        short = candidate.builder == "tracked" and self.k < TrackedMatmul.least_k
+        return candidate.builder != "pulled" and not short
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
