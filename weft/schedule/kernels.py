@@ -110,8 +110,9 @@ class TrackedMatmul(TileKernel):
     kind: ClassVar[str] = "tracked_matmul"
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
-    """The K from which a call may take it unpinned: with a shorter one, storing tiles at peers takes longer than multiplying them. (2 x
-    H100, K 512: all-gather behind the GEMM 0.79, reduce-scatter 0.84 of the speed of NCCL and cuBLAS.)"""
+    """The K from which a call may take it unpinned: with a shorter one, storing tiles at peers takes longer than
+    multiplying them. (2 x H100, K 512: all-gather behind the GEMM 0.79, reduce-scatter 0.84 of the speed of NCCL and
+    cuBLAS.)"""
     rows: int = 128
     cols: int = 256
 

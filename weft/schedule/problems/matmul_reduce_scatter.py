@@ -59,7 +59,7 @@ class MatmulReduceScatter(Problem):
         return self.m > 0 and self.n > 0 and self.k > 0
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse tracked GEMMs with a short K, and `pulled`: GEMMs that accumulate into a peer's sums have not been timed on GPUs."""
+        """Refuse tracked GEMMs with a short K, and `pulled`: it accumulates into a peer's sums and was not timed on GPUs."""
         short = candidate.builder == "tracked" and self.k < TrackedMatmul.least_k
         return candidate.builder != "pulled" and not short
 
