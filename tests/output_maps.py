@@ -14,7 +14,7 @@ from scatter_ranks import NAMES, Operands, late
 
 import weft
 from weft import symm
-from weft.operator.choosing import executor
+from weft.runtime.executors import executor
 from weft.schedule import (
     MatmulAllGather,
     MatmulInto,

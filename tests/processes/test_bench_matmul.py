@@ -33,7 +33,7 @@ from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
 from weft.bench.ops.matmul_reduce_scatter import ScatterVariants
 from weft.hw import load_machine
 from weft.launch import Pool
-from weft.operator import choosing
+from weft.operator import this_machine
 from weft.plan import choose
 from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described
 from weft.schedule.problem import PROBLEMS
@@ -231,12 +231,12 @@ def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Poo
 def _planned(group: dist.ProcessGroup) -> list[dict]:
     """Measure as on a machine with a model."""
     symm.domain(group, "cpu").close()  # and with it what other tests' calls of this shape chose
-    model, original = model_of(load_machine("h200"), group.size()), choosing.machine_model
-    choosing.machine_model = lambda device, world_size: model  # type: ignore[assignment]
+    model, original = model_of(load_machine("h200"), group.size()), this_machine.machine_model
+    this_machine.machine_model = lambda device, world_size: model  # type: ignore[assignment]
     try:
         return _measured(group, "fp32")
     finally:
-        choosing.machine_model = original
+        this_machine.machine_model = original
         symm.domain(group, "cpu").close()  # and with it what was chosen
 
 

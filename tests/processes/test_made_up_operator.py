@@ -20,7 +20,8 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.report import markdown
 from weft.launch import Pool
-from weft.operator.calls import made, registered
+from weft.operator.calls import made
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.plan import explain
 from weft.runtime.unfused import all_gather

@@ -22,7 +22,7 @@ from schedule_cpu_ranks import wait_for_failure
 import weft
 from weft import plan, symm
 from weft.launch import Pool
-from weft.operator import choosing
+from weft.operator import select
 from weft.schedule import AllGatherMatmul, Schedule
 
 BAD_RANK = 1
@@ -91,11 +91,11 @@ def fails_alone(group: dist.ProcessGroup, error: str) -> list[tuple[str, str]]:
         raise {"memory": MemoryError("on purpose"), "file": ValueError("no TOML file: on purpose")}[error]
 
     if group.rank() == BAD_RANK:
-        choosing.plan.autotune = fail
+        select.plan.autotune = fail
     try:
         return [error_of(lambda: call(own)) for _ in range(2)]
     finally:
-        choosing.plan.autotune = native
+        select.plan.autotune = native
 
 
 @pytest.mark.parametrize(("error", "kind"), [("memory", "MemoryError"), ("file", "ValueError")])

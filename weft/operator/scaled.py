@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from weft.operator.prepared import warn_of_copy
+from weft.operator.layout import warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Scaled
 from weft.schedule.problems.all_gather_matmul import SCALED_MULTIPLE

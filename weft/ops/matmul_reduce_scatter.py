@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
-from weft.operator.calls import made, registered, within
+from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
     check_even,
@@ -20,7 +20,8 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
@@ -28,6 +29,7 @@ from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
 from weft.schedule import MatmulReduceScatter
+from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined
 
