@@ -24,7 +24,7 @@ from weft.operator.calls import made
 from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.plan import explain
-from weft.runtime.unfused import all_gather
+from weft.runtime.unfused.collectives import all_gather
 from weft.schedule import RANK, Draft, Problem, Schedule, builder
 from weft.schedule.operands import peer
 from weft.schedule.verify import verify

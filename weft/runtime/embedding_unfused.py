@@ -8,7 +8,7 @@ It is the schedule `serial` of `weft.schedule.slices`, as a user would write it.
     result    [local batch, all columns], in the order of tables
 
 It uses no symmetric memory, so results are ordinary tensors. On CPU, ranks meet before they pool, as with other transports, and
-before they exchange, with this call's deadline (`weft.runtime.in_turn`). On GPUs, NCCL's timeout and errors apply to the
+before they exchange, with this call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout and errors apply to the
 exchange.
 """
 
@@ -27,7 +27,7 @@ from weft.embedding.tables import column_runs
 from weft.runtime.agreement import agree, refuse, topic_of
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding as cpu
-from weft.runtime.in_turn import Marks, Turn, Turns
+from weft.runtime.unfused.turn import Marks, Turn, Turns
 from weft.symm import Domain
 from weft.timeline import Timeline
 from weft.words import counted
