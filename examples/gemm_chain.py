@@ -19,9 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weft import symm
+import weft
 from weft.launch import run_ranks
-from weft.runtime.executors import executor as executor_of
 from weft.schedule import RANK, Draft, Schedule
 from weft.schedule.operands import peer
 from weft.schedule.verify import verify
@@ -79,7 +78,6 @@ def on_a_rank(rank: int, world: int, schedule: Schedule, device: str = "cpu") ->
     group = dist.group.WORLD
     assert group is not None
     here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    executor = executor_of(schedule, symm.domain(group, here))
     given = {b.name: (int(b.rows), b.cols) for b in schedule.buffers_of_rank(rank) if b.role in ("input", "output")}
     torch.manual_seed(rank)  # different weights and rows on every rank
     tensors = {name: torch.randn(size, device=here) / size[1] ** 0.5 for name, size in given.items()}
@@ -87,8 +85,7 @@ def on_a_rank(rank: int, world: int, schedule: Schedule, device: str = "cpu") ->
         tensors["y"].fill_(torch.nan)
         timeline = Timeline()
         dist.barrier()  # only for the picture: ranks may begin at any time
-        executor.run(tensors, timeline=timeline)
-    executor.close()
+        weft.run_schedule(schedule, tensors, group, timeline=timeline)
     shards = [torch.empty_like(tensors["x"]) for _ in range(world)]
     dist.all_gather(shards, tensors["x"])
 

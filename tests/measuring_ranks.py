@@ -224,7 +224,7 @@ def on_demand_and_captured(group: dist.ProcessGroup) -> str:
 def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:
     """Return what was timed, and how many schedules were verified in three calls."""
     verified: list[Schedule] = []
-    select._verify_once.cache_clear()
+    select.verify_once.cache_clear()
     with made_up.registered(), instead(select, verify=verified.append):
         for schedule in (None, None, "ring[by=dma]"):
             multiply(group, 19, schedule=schedule)

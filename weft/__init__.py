@@ -32,6 +32,7 @@ _HOME = {
     "matmul_reduce_scatter": "weft.ops.matmul_reduce_scatter",
     "on_failure": "weft.symm",
     "place_tables": "weft.embedding",
+    "run_schedule": "weft.operator.run_schedule",
     "scaled_matmul_reduce_scatter": "weft.ops.scaled_matmul_reduce_scatter",
 }
 _MODULES = ("embedding", "errors", "hw", "nn", "parallel", "plan", "schedule", "sim", "symm", "timeline", "trace")

@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
-
-from weft.operator.compiled_operator import CompiledOperator
 
 KEPT = 64  # shapes per operator and group with memory of their own, not counting shapes that graphs have captured
 KEPT_LIGHT = (
@@ -28,14 +26,47 @@ _SERVED = 1 << 16  # sizes to remember that ran unfused once
 WHILE = 1000  # calls of the operator: a training step repeats all its shapes in fewer
 
 
-class Known(NamedTuple):
+class Entry(Protocol):
+    """What the cache asks of a compiled operator."""
+
+    family: Hashable  # of sizes that may pass
+    came_back: bool  # True if called more than once
+    called_at: int  # number of the call that used it last
+
+    @property
+    def stale(self) -> bool:
+        """True if its communicator is closed."""
+
+    @property
+    def captured(self) -> bool:
+        """True if a CUDA graph that uses its memory may be replayed."""
+
+    @property
+    def light(self) -> bool:
+        """True if it holds no memory of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory on a GPU."""
+
+    def capturing(self) -> bool:
+        """Return True during the capture of a CUDA graph."""
+
+    def close(self) -> None:
+        """Release its memory."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Known(NamedTuple, Generic[E]):
     """Calls that differ from an earlier one only in the addresses of their tensors.
 
     places: (buffer, its field in a call, its index if the field is a list) for each input buffer. None if a buffer is not itself a
     tensor of the call. differentiated: True if gradients are wanted.
     """
 
-    prepared: CompiledOperator
+    prepared: E
     places: list[tuple[str, int, int | None]] | None
     differentiated: bool
 
@@ -54,7 +85,7 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
     return places[0] if len(places) == 1 else None
 
 
-class _OfGroup:
+class _OfGroup(Generic[E]):
     """The record of an operator's calls on one group.
 
     Calls are counted per group: ranks that share a group may also call on other groups, and must drop the same preparations of the
@@ -67,16 +98,16 @@ class _OfGroup:
     """
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, CompiledOperator] = {}
-        self.by_signature: dict[bytes, Known] = {}
+        self.known: dict[Hashable, E] = {}
+        self.by_signature: dict[bytes, Known[E]] = {}
         self.calls = 0
         self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not come back
         self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused, once
-        self._typical: dict[Hashable, CompiledOperator] = {}  # by family
+        self._typical: dict[Hashable, E] = {}  # by family
         self._room = 0  # number of further shapes that cannot reach a limit
         self._nbytes = 0  # symmetric memory of shapes whose first call is done
 
-    def passes(self, family: Hashable, rows: int, capturing: bool = False) -> CompiledOperator | None:
+    def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
         """Return the preparations of a typical size if a call of a new size runs unfused, else None: the size is to be prepared.
 
         A size is its family and the rows of its first tensor, never a layout: each rank may have another one, and all ranks must
@@ -98,7 +129,7 @@ class _OfGroup:
         self._served[size] = None
         return typical
 
-    def called(self, prepared: CompiledOperator) -> CompiledOperator:
+    def called(self, prepared: E) -> E:
         """Note a call of a known size."""
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
@@ -106,7 +137,7 @@ class _OfGroup:
             self._new.pop(prepared.family, None)
         return prepared
 
-    def prepared(self, family: Hashable, prepared: CompiledOperator) -> None:
+    def prepared(self, family: Hashable, prepared: E) -> None:
         """Note the preparations for a new size."""
         prepared.family = family
         self._new[family] = self._new.get(family, 0) + 1
@@ -150,21 +181,21 @@ class _OfGroup:
         self._nbytes = sum(one.nbytes for one in known.values())
 
 
-class Table:
-    """All preparations of an operator, by group and by key."""
+class Table(Generic[E]):
+    """All that is cached of an operator, by group and by key."""
 
     def __init__(self) -> None:
         # By id while the group lives: every call looks here, and a weak dictionary takes microseconds.
-        self._of_group: dict[int, _OfGroup] = {}
+        self._of_group: dict[int, _OfGroup[E]] = {}
 
-    def find(self, group: dist.ProcessGroup, key: Hashable) -> CompiledOperator | None:
+    def find(self, group: dist.ProcessGroup, key: Hashable) -> E | None:
         here = self._of_group.get(id(group))
         prepared = None if here is None else here.known.get(key)
         if here is None or prepared is None or prepared.stale:
             return None
         return here.called(prepared)
 
-    def again(self, group: dist.ProcessGroup, signature: bytes) -> Known | None:
+    def again(self, group: dist.ProcessGroup, signature: bytes) -> Known[E] | None:
         """Return the `Known` of calls with this signature (`weft.runtime.layouts`), and count the call; None if there is none."""
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
@@ -180,7 +211,7 @@ class Table:
         self,
         group: dist.ProcessGroup,
         signature: bytes,
-        prepared: CompiledOperator,
+        prepared: E,
         call: Any,
         inputs: dict[str, Any] | None,
     ) -> None:
@@ -195,19 +226,19 @@ class Table:
                 del here.by_signature[old]
         here.by_signature[signature] = Known(prepared, places, inputs is None)
 
-    def of_group(self, group: dist.ProcessGroup) -> _OfGroup:
+    def of_group(self, group: dist.ProcessGroup) -> _OfGroup[E]:
         here = self._of_group.get(id(group))
         if here is None:
             here = self._of_group[id(group)] = _OfGroup()
             weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
         return here
 
-    def known(self, group: dist.ProcessGroup) -> list[CompiledOperator]:
+    def known(self, group: dist.ProcessGroup) -> list[E]:
         """Return the preparations on `group`, the oldest first."""
         here = self._of_group.get(id(group))
         return [] if here is None else list(here.known.values())
 
-    def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: CompiledOperator) -> CompiledOperator:
+    def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: E) -> E:
         here = self.of_group(group)
         here.make_room(prepared.capturing())
         prepared.called_at = here.calls

@@ -40,7 +40,7 @@ from weft.words import joined, kind
 
 OPERATORS: dict[str, Operator[Any]] = {}
 """All operators that can be called, by name."""
-TABLES: dict[str, Table] = {}
+TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
 """The gradients that a call below a dispatch mode wants, where autograd has already been passed.
@@ -156,7 +156,8 @@ def _called(
 
 
 def _differentiated(
-    op: Operator[Any], table: Table, prepared: CompiledOperator, call: Any, deadline_s: float | None, timeline: Timeline | None
+    op: Operator[Any], table: Table[CompiledOperator], prepared: CompiledOperator, call: Any, deadline_s: float | None,
+    timeline: Timeline | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     results = list(_Function.apply(prepared, call, deadline_s, timeline, *op.tensors(call)))
     if timeline is None:

@@ -31,7 +31,7 @@ from weft.timeline import Timeline
 
 
 @contextlib.contextmanager
-def _whole(domain: Domain, what: str) -> Iterator[None]:
+def whole(domain: Domain, what: str) -> Iterator[None]:
     """Guard set-up with several exchanges between ranks: an error on this rank alone (a broken file, no memory, Ctrl-C) ends the
     group. Otherwise peers would wait for its part in the next exchange until their deadline."""
     try:
@@ -324,7 +324,7 @@ class CompiledOperator:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
             # Ranks compile and measure here, for different times.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
-            with _whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
+            with whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 self.chosen = select.choose(
                     p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
                     serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,

@@ -260,14 +260,14 @@ def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
     schedule = candidate.build()
     if plan.from_outside(p, candidate):
         try:
-            _verify_once(schedule, domain.device)
+            verify_once(schedule, domain.device)
         except ScheduleError as error:
             raise ScheduleError(f"builder {candidate.name}, for {p.title} of {p.text}: {error}") from error
     return schedule
 
 
 @lru_cache(maxsize=64)
-def _verify_once(schedule: Schedule, device: torch.device) -> None:
+def verify_once(schedule: Schedule, device: torch.device) -> None:
     if device.type == "cuda":
         verify(schedule, compute_units=torch.cuda.get_device_properties(device).multi_processor_count)
     else:

@@ -1,0 +1,295 @@
+"""weft.run_schedule, the public way to run a schedule of one's own.
+
+In this order: results and what they are made in; equal schedules share an executor, dynamic sizes; bad input is refused on every
+rank before anything is written, and the group lives on; what differs between ranks, faulty schedules.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from matmul_ranks import own_group, told
+
+import weft
+from weft.launch import Pool
+from weft.operator import cache
+from weft.operator import run_schedule as module
+from weft.schedule import RANK, Draft, Schedule, total
+from weft.symm.calls import calls_of
+from weft.timeline import Timeline
+
+ROWS, K, N = 6, 4, 3
+
+
+def shifted(world: int, *, chunks: int = 2, rows: int = ROWS, waits: bool = True) -> Schedule:
+    """y = the left neighbour's x @ w, in chunks. waits: False: without waiting for the readers of the run before."""
+    d = Draft("shifted", world)
+    x, w = d.buffer("x", rows, K, "fp32", "input"), d.buffer("w", K, N, "fp32", "input")
+    y, box = d.buffer("y", rows, N, "fp32", "output"), d.buffer("box", rows, K, "fp32", "symmetric")
+    arrived, free = d.signals("arrived", chunks), d.signals("free", 1)
+    send, compute, right = d.lane("to the right", "copy"), d.lane("compute"), (RANK + 1) % world
+    if waits:
+        send.wait(free, previous=True)
+    for c in range(chunks):
+        part = (c * (rows // chunks), rows // chunks)
+        send.copy(x.part(rows=part), box.part(rows=part, at=right)).set(arrived, c, at=right)
+        compute.wait(arrived, c).matmul(y.part(rows=part), box.part(rows=part), w.part())
+    compute.set(free, at=(RANK + world - 1) % world)
+    return d.schedule()
+
+
+def tensors_of(rank: int, seed: int = 0) -> dict[str, Any]:
+    """x of this rank, w and poisoned y."""
+    generator = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(8, ROWS, K, generator=generator)[rank], torch.randn(K, N, generator=generator)
+    return {"x": x, "w": w, "y": torch.full((ROWS, N), torch.nan)}
+
+
+def exact(rank: int, world: int, seed: int = 0) -> torch.Tensor:
+    left = tensors_of((rank - 1) % world, seed)
+    return left["x"].double() @ left["w"].double()
+
+
+def close(y: torch.Tensor, expected: torch.Tensor) -> None:
+    """A product over K = 4 in fp32: a few roundings."""
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def runs(group: dist.ProcessGroup) -> tuple[int, set[str], list[str]]:
+    """(executors made, lanes on the timeline, outputs returned), for calls with equal schedules."""
+    own, rank, world = own_group(group), group.rank(), group.size()
+    timeline = Timeline()
+    for seed in range(4):  # a new schedule each time, equal to the first
+        given = tensors_of(rank, seed)
+        given["w"] = given["w"].t().contiguous().t() if seed == 2 else given["w"]  # only a GEMM uses it
+        name = own.group_name if seed == 3 else own
+        with torch.inference_mode(seed == 1), torch.autocast("cpu", enabled=seed == 2):
+            found = weft.run_schedule(shifted(world), given, name, deadline_s=30, timeline=timeline)
+        assert found["y"] is given["y"]
+        close(found["y"], exact(rank, world, seed))
+    return len(module._table.known(own)), {span.lane for span in timeline if span.rank == rank}, list(found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_runs_on_processes_and_equal_schedules_share_an_executor(pool: Pool, ranks: int) -> None:
+    for made, lanes, outputs in pool.run(runs, ranks=ranks):
+        assert (made, lanes, outputs) == (1, {"to the right", "compute"}, ["y"])
+
+
+def other_schedules(group: dist.ProcessGroup) -> list[int]:
+    """Several schedules take turns in one memory; the cache has at most so many."""
+    own, rank, world, kept = own_group(group), group.rank(), group.size(), cache.KEPT_LIGHT
+    cache.KEPT_LIGHT = 2
+    try:
+        for call in range(8):
+            chunks = (1, 2, 3, 6)[call % 4]
+            given = tensors_of(rank, call)
+            weft.run_schedule(shifted(world, chunks=chunks), given, own)
+            close(given["y"], exact(rank, world, call))
+    finally:
+        cache.KEPT_LIGHT = kept
+    return [len(module._table.known(own)), calls_of(own).begun]
+
+
+def test_schedules_that_were_not_run_for_long_are_dropped(pool: Pool) -> None:
+    for known, calls in pool.run(other_schedules, ranks=2):
+        assert known <= 2
+        assert calls == 8
+
+
+def ragged(most: int) -> Schedule:
+    """y = the other rank's x, whose number of rows only the run knows."""
+    d, other = Draft("ragged", 2), (RANK + 1) % 2
+    x = d.buffer("x", total("counts", 0, 1), K, "fp32", "input")
+    n = d.buffer("n", 1, 1, "int64", "input")
+    y = d.buffer("y", total("counts", 1, 2), K, "fp32", "output")
+    counts, box = d.buffer("counts", 2, 1, "int64", "symmetric"), d.buffer("box", most, K, "fp32", "symmetric")
+    d.holds(counts, [[3, 5], [5, 3]])
+    told_, arrived, free = d.signals("told", 1), d.signals("arrived", 1), d.signals("free", 1)
+    lane = d.lane("compute").wait(free, previous=True)
+    lane.copy(n.part(), counts.part(rows=(1, 1), at=other), "kernel").set(told_, at=other)
+    lane.copy(n.part(), counts.part(rows=(0, 1)), "kernel").wait(told_).read(counts, by="host")
+    lane.copy(x.part(), box.part(rows=(0, total("counts", 0, 1)), at=other)).set(arrived, at=other)
+    lane.wait(arrived).copy(box.part(rows=(0, total("counts", 1, 2))), y.part(), "kernel").set(free, at=other)
+    return d.schedule()
+
+
+def of_dynamic_sizes(group: dist.ProcessGroup) -> None:
+    own, rank = own_group(group), group.rank()
+    for rows in ([3, 5], [0, 8], [2, 2]):
+        xs = [torch.full((count, K), float(count)) for count in rows]
+        given = {"x": xs[rank], "n": torch.tensor([[rows[rank]]]), "y": lambda count: torch.empty(count, K)}
+        assert torch.equal(weft.run_schedule(ragged(8), given, own)["y"], xs[1 - rank])
+
+
+def test_an_output_whose_rows_only_the_run_knows_is_made_in_it(pool: Pool) -> None:
+    pool.run(of_dynamic_sizes, ranks=2)
+
+
+def _changed(**changed: Any) -> dict[str, Any]:
+    given = tensors_of(1) | changed
+    return {name: t for name, t in given.items() if t is not None}
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "missing": (
+        lambda: _changed(w=None, y=None),
+        "tensors has none for w, y: pass one for each of x, w, y, of schedule shifted",
+    ),
+    "unknown": (
+        lambda: _changed(z=torch.ones(1, 1)),
+        "tensors has z, which is no input or output of schedule shifted: pass x, w, y",
+    ),
+    "symmetric": (
+        lambda: _changed(box=torch.ones(ROWS, K)),
+        "tensors has box, which is no input or output of schedule shifted; box: the run allocates it: pass x, w, y",
+    ),
+    "no dict": (lambda: [torch.ones(2)], "tensors is a list: pass a dict with a tensor for each of x, w, y"),
+    "rows": (
+        lambda: _changed(x=torch.ones(ROWS - 1, K)),
+        "x is (5, 4) torch.float32 on cpu: pass (6, 4) torch.float32 on cpu",
+    ),
+    "dimensions": (
+        lambda: _changed(w=torch.ones(1, K, N)),
+        "w is (1, 4, 3) torch.float32 on cpu: pass (4, 3) torch.float32 on cpu",
+    ),
+    "dtype": (
+        lambda: _changed(y=torch.ones(ROWS, N, dtype=torch.float64)),
+        "y is (6, 3) torch.float64 on cpu: pass (6, 3) torch.float32 on cpu",
+    ),
+    "device": (
+        lambda: _changed(w=torch.ones(K, N, device="meta")),
+        "w is (4, 3) torch.float32 on meta: pass (4, 3) torch.float32 on cpu",
+    ),
+    "meta alone": (
+        lambda: {name: t.to("meta") for name, t in tensors_of(1).items()},
+        "tensors are on meta: pass at least one tensor, on a GPU or on the CPU",
+    ),
+    "function": (
+        lambda: _changed(y=lambda rows: torch.empty(rows, N)),
+        "tensors['y'] is a function: pass a torch.Tensor",
+    ),
+    "numpy": (
+        lambda: _changed(x=torch.ones(ROWS, K).numpy()),
+        "tensors['x'] is a ndarray: pass torch.from_numpy(tensors['x'])",
+    ),
+    "layout": (
+        lambda: _changed(x=torch.ones(K, ROWS).t()),
+        "x has strides (1, 6): its rows must be in one piece each and not overlap; pass x.contiguous()",
+    ),
+    "one memory": (
+        lambda: (lambda one: _changed(x=one.view(-1)[: ROWS * K].view(ROWS, K), y=one[:, :N]))(torch.ones(ROWS, 8)),
+        "x and y are one piece of memory: pass an output of its own, torch.empty_like(y)",
+    ),
+    "gradient": (
+        lambda: _changed(w=torch.ones(K, N, requires_grad=True)),
+        "w needs a gradient, and a run computes none: call under torch.no_grad(), or pass w.detach()",
+    ),
+    "deadline": (None, "deadline_s=-1 must be positive, and at most"),
+    "timeline": (None, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
+    "ranks": (None, "schedule shifted is for 4 ranks, and the group has 2: build it for 2, or pass a group of 4"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": -1}, "timeline": {"timeline": 3}}
+SCHEDULES: dict[str, Any] = {"schedule": "shifted", "ranks": shifted(4)}
+
+
+def refused(group: dist.ProcessGroup, name: str) -> list[str]:
+    """Rank 1's input is bad, in a first call and in a later one: what each rank is told, and whether y was written meanwhile."""
+    own, rank, world, found = own_group(group), group.rank(), group.size(), []
+    for _ in range(2):
+        given = tensors_of(rank)
+        bad, _text = BAD[name]
+        schedule, options = shifted(world), {}
+        if rank == 1:
+            given = given if bad is None else bad()
+            schedule, options = SCHEDULES.get(name, schedule), OPTIONS.get(name, {})
+        found.append(told(lambda: weft.run_schedule(schedule, given, own, **options)))  # noqa: B023
+        if rank == 0:
+            assert given["y"].isnan().all(), "written"
+        given = tensors_of(rank)
+        close(weft.run_schedule(shifted(world), given, own)["y"], exact(rank, world))
+    return found
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_on_every_rank_and_the_group_lives_on(pool: Pool, name: str) -> None:
+    text = BAD[name][1]
+    for first, later in pool.run(refused, name, ranks=2):
+        for error in (first, later):
+            assert error.startswith("RefusedError: rank 1: "), error
+            assert text in error
+
+
+def refused_alone(group: dist.ProcessGroup) -> list[str]:
+    given = tensors_of(0)
+    del given["w"]
+    return [
+        told(lambda: weft.run_schedule(shifted(1), given, own_group(group))),
+        told(lambda: weft.run_schedule(shifted(1), tensors_of(0), None)),  # type: ignore[arg-type]
+    ]
+
+
+def test_one_rank_gets_a_value_error(pool: Pool) -> None:
+    ((missing, nowhere),) = pool.run(refused_alone, ranks=1)
+    assert missing == "ValueError: tensors has none for w: pass one for each of x, w, y, of schedule shifted"
+    assert nowhere.startswith("ValueError: group=None: pass dist.group.WORLD or your own group")
+
+
+def different(group: dist.ProcessGroup) -> str:
+    return told(
+        lambda: weft.run_schedule(shifted(2, chunks=1 + group.rank()), tensors_of(group.rank()), own_group(group))
+    )
+
+
+def test_different_schedules_are_named(pool: Pool) -> None:
+    for error in pool.run(different, ranks=2):
+        assert error.startswith("DisagreementError: ")
+        assert re.search(
+            r"rank 0: schedule shifted, fingerprint (\w{16}); rank 1: schedule shifted, fingerprint (?!\1)", error
+        )
+
+
+def faulty(group: dist.ProcessGroup) -> tuple[str, str]:
+    """A schedule with a race; and one with a step that no CPU process runs. The group lives on."""
+    own, rank = own_group(group), group.rank()
+    d = Draft("unknown here", 2)
+    x, y = d.buffer("x", 4, 2, "fp32", "input"), d.buffer("y", 4, 2, "fp32", "output")
+    d.lane("compute").all_to_all(x.part(), y.part())
+    given = {"x": torch.ones(4, 2), "y": torch.ones(4, 2)}
+    found = (
+        told(lambda: weft.run_schedule(shifted(2, waits=False), tensors_of(rank), own)),
+        told(lambda: weft.run_schedule(d.schedule(), given, own)),
+    )
+    close(weft.run_schedule(shifted(2), tensors_of(rank), own)["y"], exact(rank, 2))
+    return found
+
+
+def test_faulty_schedules_and_unknown_steps_are_refused_by_name(pool: Pool) -> None:
+    for race, unknown in pool.run(faulty, ranks=2):
+        assert race.startswith("ScheduleError: schedule shifted has ")
+        assert "race on box" in race
+        assert unknown.startswith("ScheduleError: schedule unknown here")
+        assert "all_to_all" in unknown
+
+
+def late(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Rank 1 does not come to the second call."""
+    own, rank = own_group(group), group.rank()
+    weft.run_schedule(shifted(2), tensors_of(rank), own)
+    if rank == 1:
+        return "", ""
+    given = tensors_of(rank)
+    first = told(lambda: weft.run_schedule(shifted(2), given, own, deadline_s=0.3))
+    assert given["y"].isnan().all()
+    return first, told(lambda: weft.run_schedule(shifted(2), given, own))
+
+
+def test_a_rank_that_does_not_come_is_missed_at_the_deadline(pool: Pool) -> None:
+    (first, again), _ = pool.run(late, ranks=2)
+    assert first.startswith("DeadlineError: rank 0 waited 0.3 s")
+    assert again.startswith("PoisonedGroupError: ")

@@ -1,0 +1,247 @@
+"""weft.run_schedule: a schedule of one's own on the ranks of a group, without an operator around it.
+
+Executors are made at the first call with a schedule and cached as those of operators are (`weft.operator.cache`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft import env, symm
+from weft.arguments import check_tensor
+from weft.operator.cache import Table
+from weft.operator.calls import check_options
+from weft.operator.compiled_operator import whole
+from weft.operator.select import verify_once
+from weft.operator.together import agree, together
+from weft.runtime.executor import Executor
+from weft.runtime.executors import executor as executor_of
+from weft.runtime.opaque import opaque
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import Buffer, Schedule
+from weft.schedule.text import fingerprint
+from weft.symm import Domain
+from weft.symm.calls import calls_of
+from weft.symm.groups import group_of
+from weft.timeline import Timeline
+from weft.words import counted, kind
+
+_NAME = "run_schedule"
+_fingerprints: dict[
+    int, str
+] = {}  # by id while the schedule lives: hashing it at every call takes longer than a small run
+
+
+@opaque
+def run_schedule(
+    schedule: Schedule,
+    tensors: Mapping[str, torch.Tensor | Callable[[int], torch.Tensor]],
+    group: dist.ProcessGroup | str,
+    *,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> dict[str, torch.Tensor]:
+    """Run a schedule of your own once, on the ranks of `group`: GPUs, or CPU processes. Forward only.
+
+        y = weft.run_schedule(schedule, {"x": x, "w": w, "y": torch.empty(64, 16)}, group)["y"]
+
+    schedule: the schedule of all ranks, as `weft.schedule.Draft` makes it: the same on every rank, for as many ranks as `group`
+        has.
+    tensors: by name, this rank's tensor for every input and output buffer: [rows, columns] and dtype of the buffer, all on one
+        device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor. Outputs are
+        overwritten. An output whose number of rows only the run knows is a function from that number to a tensor; on GPUs it may
+        be a tensor with at least as many rows.
+    group: the process group, or its name. Every rank makes the call.
+    deadline_s: how long a wait for another rank may take, in seconds (default `WEFT_DEADLINE_S`).
+    timeline: gets a span for every step of this rank; on GPUs the call then waits for the device.
+
+    Returns the outputs by name. On GPUs they are valid in stream order.
+
+    The first call with a schedule is collective: ranks compare their schedules, run `weft.schedule.verify` and allocate memory.
+    Later calls with an equal schedule reuse that. A CUDA graph can capture a call after the first one.
+
+    Memory: the schedule's symmetric and scratch buffers, kept for later calls until the group is destroyed. On CPU all schedules of
+    a group share the memory that the largest one needs. On GPUs each schedule has its own, and of more than 64 schedules the one
+    that was run the longest ago is dropped.
+
+    Raises `RefusedError` on every rank, before anything is written, if a rank's input is bad: a missing or an unknown buffer, a
+    wrong shape, dtype, device or layout, a tensor that needs a gradient, or a schedule for another number of ranks. On GPUs, in
+    later calls of a schedule, a peer that has begun its run ends the group instead. `ValueError` for bad input in a group of one
+    rank, and for a bad group. `DisagreementError` if ranks pass different schedules. `ScheduleError` if `verify` finds a fault, or
+    if the device cannot run a step. Other errors end the group, and all ranks learn of it: `DeadlineError`, `PeerLostError`,
+    `OutOfSharedMemoryError`, or the error of a step.
+    """
+    group = group_of(group)
+    like = (
+        next((t for t in tensors.values() if isinstance(t, torch.Tensor)), None)
+        if isinstance(tensors, Mapping)
+        else None
+    )
+    with together(_NAME, group, like, deadline_s):
+        deadline_s = check_options(deadline_s, timeline)
+        if not isinstance(schedule, Schedule):
+            raise ValueError(
+                f"schedule is {kind(schedule)}: pass a weft.schedule.Schedule, such as Draft.schedule() returns"
+            )
+        if schedule.world_size != group.size():
+            raise ValueError(
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and the group has {group.size()}: build "
+                f"it for {group.size()}, or pass a group of {schedule.world_size}"
+            )
+        device = _checked(schedule, tensors, group.rank())
+        compiled = _compiled(schedule, group, device, deadline_s)
+        if device.type == "cuda":
+            calls_of(group).made.note(compiled.number, compiled.what)
+        made = _run(compiled.executor, dict(tensors), deadline_s, timeline)
+        return {b.name: made.get(b.name, tensors[b.name]) for b in schedule.buffers if b.role == "output"}
+
+
+def _run(
+    executor: Executor, tensors: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
+) -> dict[str, Any]:
+    device = next(t.device.type for t in tensors.values() if isinstance(t, torch.Tensor))
+    if torch.is_autocast_enabled(device):  # it would change the arithmetic of one lane only
+        with torch.autocast(device, enabled=False):
+            return executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+    return executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+
+
+class _Compiled:
+    """The executor of a schedule on a group, as the cache keeps it."""
+
+    family, came_back, called_at = None, False, 0
+
+    def __init__(self, schedule: Schedule, domain: Domain, number: int, what: str) -> None:
+        self.domain, self.number, self.what = domain, number, what
+        self.executor: Executor = executor_of(schedule, domain, what=f"weft.{_NAME}")
+
+    @property
+    def stale(self) -> bool:
+        return self.domain.closed or self.executor.gone
+
+    @property
+    def captured(self) -> bool:
+        return self.executor.was_captured
+
+    @property
+    def light(self) -> bool:
+        return self.executor.shared
+
+    @property
+    def nbytes(self) -> int:
+        return self.executor.nbytes
+
+    def capturing(self) -> bool:
+        return _is_capturing(self.domain.device)
+
+    def close(self) -> None:
+        if not self.stale:
+            if self.domain.device.type == "cuda":
+                torch.cuda.synchronize(self.domain.device)
+            self.executor.close()
+
+
+_table: Table[_Compiled] = Table()
+
+
+def _compiled(
+    schedule: Schedule, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> _Compiled:
+    """Find or make the executor of an equal schedule. Making one is collective."""
+    digest, what = _fingerprint(schedule), f"schedule {schedule.name}"
+    key = digest, device
+    found = _table.find(group, key)
+    if found is not None:
+        return found
+
+    def check() -> tuple[str, str, int]:
+        if _is_capturing(device):
+            raise ValueError(f"run {what} once before capturing it in a CUDA graph")
+        return what, f"{what}, fingerprint {digest[:16]}", 0
+
+    agree(_NAME, group, device, check, deadline_s, "pass the same schedule on every rank")
+    verify_once(schedule, device)
+    with symm.set_up_within(env.deadline_s() if deadline_s is None else deadline_s):
+        domain = symm.domain(group, device)
+        with whole(domain, f"setting up {what}"):
+            made = _Compiled(schedule, domain, int(digest[:16], 16), what)
+    return _table.keep(group, key, made)
+
+
+def _fingerprint(schedule: Schedule) -> str:
+    found = _fingerprints.get(id(schedule))
+    if found is None:
+        found = _fingerprints[id(schedule)] = fingerprint(schedule)
+        weakref.finalize(schedule, _fingerprints.pop, id(schedule), None).atexit = False
+    return found
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _checked(schedule: Schedule, tensors: Any, rank: int) -> torch.device:
+    """Return the device of the tensors. Raise `ValueError` if they do not fit the schedule."""
+    given = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False) if b.role in ("input", "output")}
+    names = ", ".join(given)
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"tensors is {kind(tensors)}: pass a dict with a tensor for each of {names}")
+    if missing := [name for name in given if name not in tensors]:
+        raise ValueError(
+            f"tensors has none for {', '.join(missing)}: pass one for each of {names}, of schedule {schedule.name}"
+        )
+    if unknown := [str(name) for name in tensors if name not in given]:
+        own = [b.name for b in schedule.buffers if b.name in unknown]
+        why = f"; {', '.join(own)}: the run allocates it" if own else ""
+        raise ValueError(
+            f"tensors has {', '.join(unknown)}, which is no input or output of schedule {schedule.name}{why}: pass {names}"
+        )
+    plain = {name: t for name, t in tensors.items() if not _is_function(given[name], t)}
+    for name, t in plain.items():
+        check_tensor(f"tensors[{name!r}]", t)
+    device = next((t.device for t in plain.values()), None)
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"tensors are on {device}: pass at least one tensor, on a GPU or on the CPU")
+    begins: dict[int, str] = {}
+    for name, t in plain.items():
+        _check(given[name], t, device)
+        if t.numel():
+            other = begins.setdefault(t.data_ptr(), name)
+            if other != name and "output" in (given[name].role, given[other].role):
+                raise ValueError(
+                    f"{other} and {name} are one piece of memory: pass an output of its own, torch.empty_like({name})"
+                )
+    return device
+
+
+def _is_function(buffer: Buffer, t: Any) -> bool:
+    return (
+        buffer.role == "output" and not isinstance(buffer.rows, int) and callable(t) and not isinstance(t, torch.Tensor)
+    )
+
+
+def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
+    name, dtype = buffer.name, TORCH_DTYPE[buffer.dtype]
+    # Rows that only the run knows are checked in the run.
+    rows = buffer.rows if isinstance(buffer.rows, int) else t.shape[0] if t.dim() else 0
+    if tuple(t.shape) != (rows, buffer.cols) or t.dtype != dtype or t.device != device:
+        wanted = f"({buffer.rows}, {buffer.cols}) {dtype} on {device}"
+        raise ValueError(f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}: pass {wanted}")
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} needs a gradient, and a run computes none: call under torch.no_grad(), or pass {name}.detach()"
+        )
+    if isinstance(t, FakeTensor):
+        raise ValueError(f"{name} is a FakeTensor, which has no memory: pass a tensor with values")
+    if not t.numel():
+        return
+    if not t.untyped_storage().nbytes():
+        raise ValueError(f"{name} has no memory: its storage was freed; pass it where it has its values")
+    if t.is_neg():
+        raise ValueError(f"{name} is a view whose memory holds its negative: pass {name}.resolve_neg()")
