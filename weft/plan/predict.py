@@ -151,7 +151,8 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
     else:
         us = simulate(schedule, model, mode=mode, runs=2).per_run_us
     us += _signals_of_tiles(schedule) * model.tile_signal_us
-    us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
+    if len(schedule.lanes) > 1:
+        us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
     if schedule.reads_on_host:
         us = max(us, _reading_host_us(schedule, model))
     return max(at_least_us, us)

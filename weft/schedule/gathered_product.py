@@ -86,6 +86,7 @@ class _Sent(_Operands):
             lambda owner, c: self.place(owner, chunks[c]),
             by,
             counts,
+            apart=by == "dma",  # copying kernels would compete for compute units
         )
         return self.d.schedule()
 
