@@ -10,9 +10,9 @@ from dispatch import expected, inputs, random_splits
 from matmul_ranks import close
 
 from weft import symm
+from weft.builders import AllToAllMatmul
 from weft.hw import load_machine
 from weft.operator import choosing
-from weft.schedule import AllToAllMatmul
 from weft.sim import model_of
 
 

@@ -18,8 +18,8 @@ from expert_ranks import Traffic, dual_takes, poisoned_memory, traffic
 from matmul_ranks import close, device, own_group
 
 import weft
+from weft.builders import MatmulAllToAll, NotApplicableError, candidates
 from weft.runtime import exchanged
-from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
 
 _NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

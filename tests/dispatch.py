@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from weft.builders import AllToAllMatmul, Candidate
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import AllToAllMatmul, Candidate
 
 Splits = tuple[tuple[int, ...], ...]
 

@@ -18,9 +18,9 @@ from dispatch import Splits, expected, inputs, random_splits
 from matmul_ranks import close, device, own_group, told
 
 import weft
+from weft.builders import AllToAllMatmul
 from weft.operator import choosing
 from weft.runtime import exchanged
-from weft.schedule import AllToAllMatmul
 
 Traffic = Literal["uneven", "all to one", "one has nothing", "nothing"]
 _NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -17,10 +17,10 @@ from matmul_ranks import close, data, device, own_group, told
 from scatter_ranks import NAMES, each_called, every, poisoned_outputs
 
 import weft
+from weft.builders import MatmulAllGatherGradients
 from weft.operator import calls
 from weft.ops import matmul_all_gather as public
 from weft.ops.matmul_all_gather_gradients import OPERATOR
-from weft.schedule import MatmulAllGatherGradients
 
 
 class Operands:

@@ -16,8 +16,8 @@ from reduce_ranks import same_everywhere
 from scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
 
 import weft
+from weft.builders import MatmulAllGather
 from weft.ops.matmul_all_gather import OPERATOR
-from weft.schedule import MatmulAllGather
 
 
 class Operands:

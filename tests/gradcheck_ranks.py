@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 import weft
+from weft.builders import NotApplicableError, candidates
 from weft.operator.calls import operator_named, prepared_calls
-from weft.schedule import NotApplicableError, candidates
 
 Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from weft.schedule import RANK, AllGatherMatmul, Index, NotApplicableError, Schedule, Wait, builder, lookup, unregister
+from weft.builders import AllGatherMatmul, NotApplicableError, builder, unregister
+from weft.builders.operands import all_gather_matmul_operands, peer, starts
+from weft.schedule import RANK, Index, Schedule, Wait, lookup
 from weft.schedule.kernels import TileKernel
-from weft.schedule.operands import all_gather_matmul_operands, peer, starts
 
 
 @dataclass(frozen=True, slots=True)

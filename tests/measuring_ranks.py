@@ -24,13 +24,14 @@ from matmul_ranks import captured, close, data, device, shards_of, told
 
 import weft
 from weft import env, plan, symm
+from weft.builders import AllGatherMatmul
 from weft.hw import load_machine
 from weft.operator import choosing
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul import OPERATOR
 from weft.plan import store
 from weft.plan.machine import versions
-from weft.schedule import AllGatherMatmul, Schedule
+from weft.schedule import Schedule
 from weft.sim import model_of
 
 K, N = 24, 20

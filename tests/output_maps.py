@@ -14,18 +14,10 @@ from scatter_ranks import NAMES, Operands, late
 
 import weft
 from weft import symm
+from weft.builders import MatmulAllGather, MatmulInto, MatmulReduceScatter, OutputMap, builder, schedule_of, unregister
+from weft.builders.output_map import map as maps
 from weft.operator.choosing import executor
-from weft.schedule import (
-    MatmulAllGather,
-    MatmulInto,
-    MatmulReduceScatter,
-    OutputMap,
-    Schedule,
-    builder,
-    schedule_of,
-    unregister,
-)
-from weft.schedule import output_map as maps
+from weft.schedule import Schedule
 from weft.schedule.expr import RANK
 
 

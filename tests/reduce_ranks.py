@@ -16,8 +16,8 @@ from scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
 from torch.nn.functional import rms_norm
 
 import weft
+from weft.builders import MatmulAllReduce
 from weft.ops.matmul_all_reduce import OPERATOR
-from weft.schedule import MatmulAllReduce
 
 
 class Operands:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from matmul_ranks import close, data, device, told
 
 import weft
-from weft.schedule import AllGatherMatmul, NotApplicableError, Scaled, candidates
+from weft.builders import AllGatherMatmul, NotApplicableError, Scaled, candidates
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 NAMES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "fp8"}

@@ -17,8 +17,8 @@ from scaled_ranks import BF16, FP8, NAMES, scales
 from scatter_ranks import each_called, every, late, poisoned_outputs
 
 import weft
+from weft.builders import ScaledMatmulReduceScatter
 from weft.ops.scaled_matmul_reduce_scatter import OPERATOR
-from weft.schedule import ScaledMatmulReduceScatter
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from matmul_ranks import close, data, device, own_group, told
 
 import weft
+from weft.builders import Candidate, MatmulReduceScatter, NotApplicableError, Problem, candidates
 from weft.operator.spec import Operator
 from weft.ops.matmul_reduce_scatter import OPERATOR
-from weft.schedule import Candidate, MatmulReduceScatter, NotApplicableError, Problem, candidates
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 

@@ -20,13 +20,13 @@ from matmul_ranks import close
 
 import weft
 from weft import symm
+from weft.builders import AllGatherMatmul, Candidate, MatmulReduceScatter, NotApplicableError, candidates
 from weft.errors import WeftError
 from weft.operator import choosing
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul import OPERATOR
 from weft.runtime.cpu import schedule as cpu_schedule
 from weft.runtime.cpu.memory import memory_of
-from weft.schedule import AllGatherMatmul, Candidate, MatmulReduceScatter, NotApplicableError, candidates
 from weft.symm.memory import lent
 
 K, N, LEAST, MOST = 24, 16, 16, 300

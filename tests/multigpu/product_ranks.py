@@ -10,10 +10,10 @@ from matmul_ranks import close
 from scatter_ranks import late
 
 from weft import symm
+from weft.builders import Problem, named
 from weft.operator.calls import operator_named
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.unfused import Unfused
-from weft.schedule import Problem, named
 
 
 class Case:

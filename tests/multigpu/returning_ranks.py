@@ -11,8 +11,8 @@ from dispatch import random_splits
 from schedule_ranks import device
 
 from weft import symm
+from weft.builders import MatmulAllToAll, NotApplicableError, candidates
 from weft.runtime.cuda.schedule import CudaSchedule
-from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
 from weft.timeline import Timeline
 
 

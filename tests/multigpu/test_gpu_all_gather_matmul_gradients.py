@@ -10,10 +10,10 @@ import torch.distributed as dist
 from matmul_ranks import close
 
 import weft
+from weft.builders import AllGatherMatmulGradients
 from weft.launch import Pool
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul_gradients import OPERATOR
-from weft.schedule import AllGatherMatmulGradients
 
 pytestmark = gpu_ranks.MARKS
 SIZES = {"one weight": (2048, (512,), 256), "three weights": (1024, (384, 128, 128), 512), "odd": (602, (19, 7), 43)}

@@ -7,8 +7,8 @@ import expert_ranks
 import gpu_ranks
 import pytest
 
+from weft.builders import AllToAllMatmul
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul
 
 pytestmark = gpu_ranks.MARKS
 

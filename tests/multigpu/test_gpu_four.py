@@ -16,8 +16,8 @@ import scatter_ranks
 import schedule_ranks
 import torch
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul
 from weft.launch import Pool
-from weft.schedule import AllGatherMatmul, AllToAllMatmul
 
 pytestmark = gpu_ranks.MARKS
 

@@ -10,8 +10,8 @@ import product_ranks
 import pytest
 import torch
 
+from weft.builders import MatmulAllGather
 from weft.launch import Pool
-from weft.schedule import MatmulAllGather
 
 pytestmark = gpu_ranks.MARKS
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scatter_ranks import every
 
+from weft.builders import MatmulAllGatherGradients
 from weft.launch import Pool
-from weft.schedule import MatmulAllGatherGradients
 
 pytestmark = gpu_ranks.MARKS
 SIZES = {"whole": (2048, 1024, 256), "odd": (601, 1030, 43), "few columns": (301, 19, 7)}

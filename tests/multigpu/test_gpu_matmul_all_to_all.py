@@ -18,8 +18,8 @@ import torch.distributed as dist
 from expert_ranks import tokens_gradient_alone
 
 import weft
+from weft.builders import AllToAllMatmul, MatmulAllToAll
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul, MatmulAllToAll
 
 pytestmark = gpu_ranks.MARKS
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -10,8 +10,8 @@ import pytest
 import scatter_ranks as ranks
 import torch
 
+from weft.builders import MatmulReduceScatter
 from weft.launch import Pool
-from weft.schedule import MatmulReduceScatter
 
 pytestmark = gpu_ranks.MARKS
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,8 +8,8 @@ import pytest
 import reduce_ranks as ranks
 import torch
 
+from weft.builders import MatmulAllReduce
 from weft.launch import Pool
-from weft.schedule import MatmulAllReduce
 
 pytestmark = gpu_ranks.MARKS
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

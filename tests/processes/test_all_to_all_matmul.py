@@ -6,8 +6,8 @@ import expert_ranks as ranks
 import pytest
 import torch
 
+from weft.builders import AllToAllMatmul, NotApplicableError, candidates
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 EACH = "dispatch[by=kernel,rest=each]"

@@ -31,12 +31,12 @@ from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants
 from weft.bench.ops.gemms import Shape, cannot, roundings
 from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
 from weft.bench.ops.matmul_reduce_scatter import ScatterVariants
+from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described
+from weft.builders.problem import PROBLEMS
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import choosing
 from weft.plan import choose
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described
-from weft.schedule.problem import PROBLEMS
 from weft.sim import model_of
 
 SHAPE = Shape(24, 10, 16, ("by hand",))

@@ -17,10 +17,11 @@ from pool import error_of
 
 import weft
 from weft import symm
+from weft.builders import AllGatherMatmul
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.null import NullSchedule
-from weft.schedule import RANK, AllGatherMatmul, Draft, Reduce, Schedule, Set, Wait, lookup
+from weft.schedule import RANK, Draft, Reduce, Schedule, Set, Wait, lookup
 from weft.schedule.verify import verify
 from weft.timeline import Timeline
 

@@ -15,9 +15,9 @@ from slow import pairs
 
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
+from weft.builders import MatmulAllGatherGradients
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import MatmulAllGatherGradients
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"

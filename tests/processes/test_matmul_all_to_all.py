@@ -8,8 +8,8 @@ import pytest
 import torch
 from slow import slow
 
+from weft.builders import MatmulAllToAll
 from weft.launch import Pool
-from weft.schedule import MatmulAllToAll
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DMA, STORE = "combine[chunks=1,by=dma]", "combine[chunks=1,by=store]"

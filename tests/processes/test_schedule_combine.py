@@ -7,8 +7,8 @@ import pytest
 from schedule_cpu_ranks import applicable
 from slow import slow
 
+from weft.builders import MatmulAllToAll
 from weft.launch import Pool
-from weft.schedule import MatmulAllToAll
 
 
 def problem(world: int, experts: int, rows: tuple[int, ...], dtype: str = "fp32", exact: bool = True) -> MatmulAllToAll:

@@ -7,8 +7,8 @@ import pytest
 from schedule_cpu_ranks import applicable
 from slow import slow
 
+from weft.builders import AllToAllMatmul
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul
 
 
 def problem(

@@ -21,9 +21,10 @@ from schedule_cpu_ranks import wait_for_failure
 
 import weft
 from weft import plan, symm
+from weft.builders import AllGatherMatmul
 from weft.launch import Pool
 from weft.operator import choosing
-from weft.schedule import AllGatherMatmul, Schedule
+from weft.schedule import Schedule
 
 BAD_RANK = 1
 LONG_S = 50.0
@@ -110,7 +111,7 @@ def test_an_error_of_one_rank_between_exchanges(pool: Pool, error: str, kind: st
 
 def picky(p: AllGatherMatmul) -> Schedule:
     """It has no schedule for anything."""
-    raise weft.schedule.NotApplicableError("on principle")
+    raise weft.builders.NotApplicableError("on principle")
 
 
 def errors_of_all(group: dist.ProcessGroup) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from dispatch import assert_rows, expected, inputs, random_splits
 
-from weft.schedule import AllToAllMatmul
+from weft.builders import AllToAllMatmul
 
 P = AllToAllMatmul(2, 4, (300, 200), 64, 96, "bf16", 300)
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from interpreted import play_all, wrong_in
 
-from weft.schedule import AllToAllMatmul, Tiles, named
+from weft.builders import AllToAllMatmul, named
+from weft.schedule import Tiles
 
 NAN = float("nan")
 

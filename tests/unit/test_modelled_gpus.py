@@ -20,16 +20,10 @@ from played_gpus import Played
 from schedule_interpreter import interpret
 from slow import slow
 
-from weft.errors import ScheduleError
-from weft.runtime.cuda.context import Tensors
-from weft.runtime.cuda.runnable import require_runnable_on_gpus
-from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
-from weft.schedule import (
+from weft.builders import (
     AllGatherMatmul,
     AllGatherMatmulGradients,
     AllToAllMatmul,
-    Compute,
-    Draft,
     MatmulAllGather,
     MatmulAllGatherGradients,
     MatmulAllReduce,
@@ -39,11 +33,15 @@ from weft.schedule import (
     Problem,
     Scaled,
     ScaledMatmulReduceScatter,
-    Schedule,
     candidates,
     named,
 )
-from weft.schedule import problem as schedule_problem
+from weft.builders import problem as schedule_problem
+from weft.errors import ScheduleError
+from weft.runtime.cuda.context import Tensors
+from weft.runtime.cuda.runnable import require_runnable_on_gpus
+from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
+from weft.schedule import Compute, Draft, Schedule
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from weft.bench.table_1 import TABLE_1, Gemm
+from weft.builders import AllGatherMatmul, AllToAllMatmul, candidates, named
 from weft.hw import Machine, Quantity, load_machine
 from weft.plan import pick_here, static_pick
 from weft.plan.heuristic import peak_flops
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, candidates, named
 
 MI300X = load_machine("mi300x")
 PAPERS_RANKS = 8

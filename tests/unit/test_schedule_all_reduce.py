@@ -22,22 +22,10 @@ from sim_toys import gpu
 from slow import mostly
 
 from weft import plan
+from weft.builders import MatmulAllReduce, NotApplicableError, candidates, named
 from weft.errors import ScheduleError
 from weft.plan.gemms import ladder
-from weft.schedule import (
-    RANK,
-    Copy,
-    Draft,
-    MatmulAllReduce,
-    Norm,
-    NotApplicableError,
-    Reduce,
-    Schedule,
-    Tiles,
-    Wait,
-    candidates,
-    named,
-)
+from weft.schedule import RANK, Copy, Draft, Norm, Reduce, Schedule, Tiles, Wait
 from weft.schedule.printing import describe
 from weft.schedule.spans import span_name
 from weft.schedule.text import from_json, to_json

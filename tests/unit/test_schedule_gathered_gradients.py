@@ -17,23 +17,12 @@ from sim_toys import gpu
 from slow import mostly
 
 from weft import plan
+from weft.builders import AllGatherMatmulGradients, MatmulAllGatherGradients, NotApplicableError, candidates, named
 from weft.errors import ScheduleError
 from weft.operator.gpu_gemms import GemmTimer
 from weft.ops import all_gather_matmul_gradients, matmul_all_gather_gradients
 from weft.plan.gemms import ladder
-from weft.schedule import (
-    AllGatherMatmulGradients,
-    Compute,
-    Copy,
-    MatmulAllGatherGradients,
-    NotApplicableError,
-    Reduce,
-    Schedule,
-    Tiles,
-    Wait,
-    candidates,
-    named,
-)
+from weft.schedule import Compute, Copy, Reduce, Schedule, Tiles, Wait
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 

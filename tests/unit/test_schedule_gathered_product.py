@@ -20,18 +20,9 @@ from sim_toys import gpu
 from slow import mostly
 
 from weft import plan
+from weft.builders import MatmulAllGather, NotApplicableError, candidates, named
 from weft.plan.gemms import ladder
-from weft.schedule import (
-    Compute,
-    MatmulAllGather,
-    NotApplicableError,
-    Schedule,
-    Set,
-    Tiles,
-    Wait,
-    candidates,
-    named,
-)
+from weft.schedule import Compute, Schedule, Set, Tiles, Wait
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 

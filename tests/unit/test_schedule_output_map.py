@@ -24,19 +24,9 @@ from sim_toys import gpu
 from slow import mostly
 
 import weft
-from weft.schedule import (
-    RANK,
-    Draft,
-    MatmulInto,
-    MatmulReduceScatter,
-    NotApplicableError,
-    OutputMap,
-    Schedule,
-    Wait,
-    named,
-    schedule_of,
-)
-from weft.schedule import output_map as maps
+from weft.builders import MatmulInto, MatmulReduceScatter, NotApplicableError, OutputMap, named, schedule_of
+from weft.builders.output_map import map as maps
+from weft.schedule import RANK, Draft, Schedule, Wait
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate

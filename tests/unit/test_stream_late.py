@@ -16,23 +16,13 @@ pytest.importorskip("triton")
 from made_up import require_runnable_on_gpus
 from modelled_gpus import Recorded, SymmetricMemory, context_of
 
+from weft.builders import AllToAllMatmul, MatmulAllToAll, MatmulReduceScatter, NotApplicableError, candidates
 from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda.calls import Operation, void
 from weft.runtime.schedule_memory import layout_of
-from weft.schedule import (
-    AllToAllMatmul,
-    Compute,
-    Draft,
-    Expr,
-    MatmulAllToAll,
-    MatmulReduceScatter,
-    NotApplicableError,
-    Schedule,
-    Tiles,
-    candidates,
-)
+from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
+from weft.builders import Problem
 from weft.operator import choosing
 from weft.operator.derivatives import (
     once,
@@ -36,7 +37,6 @@ from weft.operator.together import agree, together
 from weft.runtime.in_turn import Turn
 from weft.runtime.layouts import READER
 from weft.runtime.opaque import never_left_out, opaque
-from weft.schedule import Problem
 from weft.timeline import Timeline
 from weft.words import joined, kind
 

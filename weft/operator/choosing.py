@@ -27,6 +27,8 @@ from typing import Any, TypeAlias
 import torch
 
 from weft import caller, env, plan
+from weft.builders import Candidate, NotApplicableError, Problem, candidates, named
+from weft.builders.registry import cannot_do
 from weft.errors import ScheduleError
 from weft.hw import machine_of
 from weft.operator.self_calibrate import self_calibrate
@@ -36,8 +38,7 @@ from weft.plan.machine import machine_name
 from weft.plan.nearby import CONTENDERS
 from weft.plan.predict import library_gemms
 from weft.runtime.executor import Executor
-from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates, named
-from weft.schedule.builders import cannot_do
+from weft.schedule import Schedule
 from weft.schedule.verify import verify
 from weft.sim import Model
 from weft.sim.model import MatmulShape
@@ -121,7 +122,7 @@ def choose(
     pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does that. remembered:
     True if a rank has cached times of this very problem. what: the call, in messages.
 
-    Raises `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` would run that `verify` finds
+    Raises `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.builders` would run that `verify` finds
     faulty.
     """
     if pinned == plan.HEURISTIC:

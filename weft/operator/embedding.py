@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import env, plan, symm
+from weft.builders import Candidate, EmbeddingAllToAll, Problem, named
 from weft.embedding.check import CheckedInput
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.options import Transport
@@ -31,7 +32,6 @@ from weft.runtime.capture import refuse_capture
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.meeting import drop_closed
-from weft.schedule import Candidate, EmbeddingAllToAll, Problem, named
 from weft.symm import Domain
 from weft.words import counted
 

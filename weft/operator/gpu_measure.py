@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _core, env, symm
+from weft.builders import AllGatherMatmul, candidates
 from weft.errors import RefusedError
 from weft.hw import load_machine, machine_of
 from weft.kernels.signals import TOKEN
@@ -28,7 +29,6 @@ from weft.runtime.collectives import all_gather_single
 from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape, prepare
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import AllGatherMatmul, candidates
 from weft.sim import model_of
 from weft.sim.model import MatmulShape
 from weft.symm import Domain

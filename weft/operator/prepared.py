@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve
 
 from weft import env, plan, symm
 from weft.arguments import checked_deadline
+from weft.builders import NotApplicableError, named
 from weft.caller import warn
 from weft.errors import WeftError
 from weft.operator import choosing
@@ -29,7 +30,6 @@ from weft.runtime.executor import Executor
 from weft.runtime.in_turn import Marks, Turn, Turns
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused import Unfused
-from weft.schedule import NotApplicableError, named
 from weft.symm import Domain
 from weft.symm.groups import NO_GROUP
 from weft.timeline import Timeline

@@ -35,10 +35,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import _StopRecomputationError
 
 from weft import env, symm
+from weft.builders import NotApplicableError
 from weft.caller import caller
 from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError, WeftError
 from weft.runtime.meeting import Topic, meeting_of, said_on, shown
-from weft.schedule import NotApplicableError
 from weft.symm.calls import GroupCalls, calls_of
 from weft.symm.layers import differ, difference
 from weft.words import by_rank

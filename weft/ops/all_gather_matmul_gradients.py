@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.builders import AllGatherMatmulGradients
 from weft.operator.calls import registered
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, is_scattered, strided
@@ -15,7 +16,6 @@ from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single, all_reduce_single
 from weft.runtime.in_turn import Turn, begun
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import AllGatherMatmulGradients
 
 AGAIN = "all_gather x_shard again"
 

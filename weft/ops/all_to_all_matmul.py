@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
+from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
 from weft.operator.calls import made, operator_named, registered, within
 from weft.operator.dtypes import name_of_dtype
@@ -29,7 +30,6 @@ from weft.runtime.exchanged import (
     sizes_of,
 )
 from weft.runtime.in_turn import Turn
-from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
 from weft.words import counted
 

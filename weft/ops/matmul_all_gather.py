@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
+from weft.builders import MatmulAllGather
 from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
@@ -27,7 +28,6 @@ from weft.ops.matmul_all_gather_gradients import part_of_sum
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
-from weft.schedule import MatmulAllGather
 from weft.timeline import Timeline
 
 

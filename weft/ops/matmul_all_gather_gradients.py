@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.builders import MatmulAllGather, MatmulAllGatherGradients
 from weft.operator.calls import registered
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, room_for_grad_of_weight
@@ -16,7 +17,6 @@ from weft.operator.spec import Operator
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import reduce_scatter
-from weft.schedule import MatmulAllGather, MatmulAllGatherGradients
 
 
 class _Call(NamedTuple):

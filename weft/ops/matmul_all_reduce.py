@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
+from weft.builders import MatmulAllReduce
 from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
@@ -19,7 +20,6 @@ from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
-from weft.schedule import MatmulAllReduce
 from weft.schedule.regions import checked_eps
 from weft.timeline import Timeline
 from weft.words import joined

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
+from weft.builders import MatmulAllToAll
 from weft.operator.calls import made, overlaps, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided
@@ -32,7 +33,6 @@ from weft.runtime.exchanged import (
     total_of,
 )
 from weft.runtime.in_turn import Turn
-from weft.schedule import MatmulAllToAll
 from weft.timeline import Timeline
 from weft.words import counted
 

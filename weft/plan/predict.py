@@ -18,16 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
+from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
 from weft.schedule import (
     ITEM_BYTES,
     MATMULS,
-    Candidate,
     Collective,
     Compute,
     Copy,
     For,
-    NotApplicableError,
-    Problem,
     Read,
     Region,
     Schedule,
@@ -35,9 +33,6 @@ from weft.schedule import (
     Step,
     Tiles,
     Wait,
-    builders_of,
-    candidates,
-    named,
 )
 from weft.schedule.steps import put_in, variables_of
 from weft.sim import Inefficiencies, Model, inefficiencies, simulate

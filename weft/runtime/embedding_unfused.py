@@ -1,7 +1,7 @@
 """embedding_all_to_all without overlap, on CPU processes and GPUs: one pooling kernel, torch's all_to_all_single, a column
 permutation.
 
-It is the schedule `serial` of `weft.schedule.slices`, as a user would write it.
+It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it.
 
     pooled    [global batch, columns of this rank's tables]
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single

@@ -117,9 +117,9 @@ class _Engine:
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
             self.lanes.append(_Lane(number, lane, rank, when))
             rank.lanes.append(self.lanes[-1])
-        for (
-            rank
-        ) in self.ranks.values():  # copies are issued first (`weft.schedule.order`), so they get their units first
+        for rank in (
+            self.ranks.values()
+        ):  # copies are issued first (`weft.schedule.verify.issue_order`), so they get their units first
             rank.lanes.sort(key=lambda lane: program.schedule.lanes[lane.program.number].resource != "copy")
         self.now = 0.0
         self.timed: list[_Timed] = []

@@ -1,14 +1,14 @@
 """Issue times: when the host has issued each step of a single run, with nothing queued ahead.
 
-The host issues steps one by one in the order of `weft.schedule.order`, which plays all ranks at once. If rank 0 stands for all
-ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round later. All ranks
-reach a collective in the same round.
+The host issues steps one by one in the order of `weft.schedule.verify.issue_order`, which plays all ranks at once. If rank 0
+stands for all ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round
+later. All ranks reach a collective in the same round.
 """
 
 from __future__ import annotations
 
 from weft.schedule import For, Read
-from weft.schedule.order import issue_order
+from weft.schedule.verify.issue_order import issue_order
 from weft.sim.lower import Await, LaneProgram, Program, Raise, Work
 from weft.sim.model import Model
 
@@ -45,7 +45,7 @@ def _is_whole(program: Program) -> bool:
 
 
 class _Turns:
-    """The rounds of `weft.schedule.order` for one rank."""
+    """The rounds of `weft.schedule.verify.issue_order` for one rank."""
 
     def __init__(self, program: Program) -> None:
         copying = [lane.resource == "copy" for lane in program.schedule.lanes]

@@ -16,22 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from weft.schedule import (
-    RANK,
-    Collective,
-    Copy,
-    Draft,
-    For,
-    Problem,
-    Schedule,
-    Set,
-    Step,
-    Tiles,
-    Wait,
-    candidates,
-    lookup,
-)
-from weft.schedule.operands import peer
+from weft.builders import Problem, candidates
+from weft.builders.operands import peer
+from weft.schedule import RANK, Collective, Copy, Draft, For, Schedule, Set, Step, Tiles, Wait, lookup
 from weft.schedule.steps import put_in
 from weft.sim.engine import simulate
 from weft.sim.lower import Program, Work, lower

@@ -23,10 +23,10 @@ from typing import Any
 from weft.bench.core.records import last_runs
 from weft.bench.core.tables import Record, Table, geomean, milliseconds, number, share, table
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
+from weft.builders import AllGatherMatmul, NotApplicableError, candidates
 from weft.hw import file_of, load_machine
 from weft.plan import AUTOTUNE, static_pick
 from weft.plan.predict import least_us, predict
-from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
 from weft.sim.losses import communication_us, gemms_us
 from weft.studies.pages import bars, block, figure, head, model_for, where
 

@@ -29,9 +29,10 @@ from typing import Literal, NamedTuple
 
 from weft.bench.core.records import last_runs
 from weft.bench.core.tables import Record, Table, geomean, milliseconds, table, times
+from weft.builders import MatmulReduceScatter, named
 from weft.hw import file_of, load_machine
 from weft.plan.choose import decide
-from weft.schedule import Draft, MatmulReduceScatter, named
+from weft.schedule import Draft
 from weft.sim import Model, simulate
 from weft.sim.losses import gemms_us
 from weft.sim.traffic import traffic

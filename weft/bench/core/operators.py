@@ -12,7 +12,7 @@ import importlib.util
 from typing import Any
 
 from weft.bench.core.arguments import one_of
-from weft.schedule.problem import PROBLEMS
+from weft.builders.problem import PROBLEMS
 
 SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
 """fp8 operators that are planned and measured as another operator with `--dtype fp8`."""

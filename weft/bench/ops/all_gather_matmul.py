@@ -28,6 +28,7 @@ from weft.bench.ops.any_operator import Arm, GemmVariants
 from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
 from weft.bench.ops.gemms import BASELINE, WEFT, Shape, find_shapes, gemm_limit, roundings, shapes_file
+from weft.builders import named
 from weft.operator.choosing import device_name
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
@@ -35,7 +36,6 @@ from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import named
 
 _BLOCK = 4096  # rows of the reference in one computation
 

@@ -33,11 +33,11 @@ from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
 from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, GemmVariants
 from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Problems, Shape, gemm_limit, roundings
+from weft.builders.problem import PROBLEMS
 from weft.operator.spec import Operator as Spec
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
-from weft.schedule.problem import PROBLEMS
 from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"

@@ -28,12 +28,13 @@ from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, cell, geomean, markdown_table, milliseconds, number, share, times
 from weft.bench.ops import gemms
 from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, S, Shape
+from weft.builders import named
 from weft.operator import choosing
 from weft.operator.calls import made, prepared_calls
 from weft.operator.spec import Operator as Spec
 from weft.plan.choose import decide
 from weft.plan.predict import least_us, predict
-from weft.schedule import Schedule, named
+from weft.schedule import Schedule
 from weft.sim import Model
 from weft.words import counted
 

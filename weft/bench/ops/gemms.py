@@ -20,7 +20,8 @@ from weft import reading
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.schedule import ITEM_BYTES, Candidate, Compute, NotApplicableError, Schedule, candidates, described, named
+from weft.builders import Candidate, NotApplicableError, candidates, described, named
+from weft.schedule import ITEM_BYTES, Compute, Schedule
 
 BASELINE, WEFT, OWN_SERIAL = "serial", "weft", "weft-serial"
 """Variants: the baseline, the operator with its own choice, and its serial schedule if pinned."""

@@ -16,7 +16,7 @@ from weft.errors import DeadlineError, DisagreementError, ScheduleError
 from weft.runtime.cuda.tokens import Place, Token, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
 from weft.schedule import Buffer, Schedule, Set, Step, Wait, value
-from weft.schedule.order import issue_order
+from weft.schedule.verify.issue_order import issue_order
 from weft.symm import Domain, Region
 from weft.symm.lasting import lasting
 

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from weft import _core, env
+from weft.builders.embedding_all_to_all import Unit
 from weft.embedding import JaggedInput
 from weft.embedding.check import CheckedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cuda.kernel_call import Base, kernel_call
-from weft.schedule.slices import Unit
 from weft.symm.lasting import lasting
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

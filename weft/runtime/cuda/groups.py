@@ -4,8 +4,8 @@ A copy by kernel is one launch together with the signals between ranks around it
 of the same source, sets, waits. Elsewhere, neighbouring waits are one operation, and so are neighbouring sets. Every other step
 is a group of its own.
 
-A group is issued at the place of one of its steps in the order of issue (`weft.schedule.order`). A launch is issued at its last
-copy or wait, since all that it waits for has then been issued before it.
+A group is issued at the place of one of its steps in the order of issue (`weft.schedule.verify.issue_order`). A launch is
+issued at its last copy or wait, since all that it waits for has then been issued before it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ raised the flag, provided that this rank waits for that set before it raises the
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
 and S cannot come before the clear. If there is no such set, the flag is cleared right behind the wait. `tokens_of` then verifies
-that the wait of one run is ordered before the next set (`weft.schedule.happens`).
+that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import TypeAlias
 from weft.errors import ScheduleError
 from weft.kernels.signals import POISONED, TOKEN
 from weft.schedule import Schedule, Set, Wait
-from weft.schedule.happens import Happened
-from weft.schedule.order import Lanes
+from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.issue_order import Lanes
 
 Key: TypeAlias = tuple[str, int]
 Place: TypeAlias = tuple[str, int]
