@@ -8,8 +8,8 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import made_up
 import pytest
+from support import made_up
 
 from weft.hw import load_machine
 from weft.plan import autotune, choose, known_times, promising

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import tables_of
 from schedule_interpreter import Tensors, edited, interpret
+from support.reference import tables_of
 
 from weft.embedding import EmbeddingSharding
 from weft.embedding.plan import kernel_of, problem_of
