@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close
-from scatter_ranks import late
+from support.matmul_ranks import close
+from support.scatter_ranks import late
 
 from weft import symm
 from weft.builders import Problem, named

@@ -4,11 +4,11 @@ CPU tests. Those with a `group` argument run on the ranks.
 
 from __future__ import annotations
 
-import gathered_product_ranks as ranks
 import gpu_ranks
 import product_ranks
 import pytest
 import torch
+from support import gathered_product_ranks as ranks
 
 from weft.builders import MatmulAllGather
 from weft.launch import Pool

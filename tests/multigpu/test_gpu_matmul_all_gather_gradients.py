@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gathered_gradient_ranks as ranks
 import gpu_ranks
 import product_ranks
 import pytest
 import torch
-from scatter_ranks import every
+from support import gathered_gradient_ranks as ranks
+from support.scatter_ranks import every
 
 from weft.builders import MatmulAllGatherGradients
 from weft.launch import Pool

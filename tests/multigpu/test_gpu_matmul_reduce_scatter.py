@@ -7,8 +7,8 @@ from __future__ import annotations
 import gpu_ranks
 import product_ranks
 import pytest
-import scatter_ranks as ranks
 import torch
+from support import scatter_ranks as ranks
 
 from weft.builders import MatmulReduceScatter
 from weft.launch import Pool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gpu_ranks
 import product_ranks
 import pytest
-import reduce_ranks as ranks
 import torch
+from support import reduce_ranks as ranks
 
 from weft.builders import MatmulAllReduce
 from weft.launch import Pool

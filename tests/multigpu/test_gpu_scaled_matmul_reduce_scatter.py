@@ -11,10 +11,10 @@ from dataclasses import replace
 import gpu_ranks
 import product_ranks
 import pytest
-import scaled_scatter_ranks as ranks
-import scatter_ranks
 import torch
-from scaled_scatter_ranks import Case
+from support import scaled_scatter_ranks as ranks
+from support import scatter_ranks
+from support.scaled_scatter_ranks import Case
 
 from weft.builders import ScaledMatmulReduceScatter
 from weft.launch import Pool

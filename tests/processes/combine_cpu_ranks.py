@@ -7,9 +7,9 @@ import random
 import time
 
 import torch
-from combine import assert_rows, inputs, received_of
-from dispatch import random_splits
 from schedule_cpu_ranks import applicable, domain_of
+from support.combine import assert_rows, inputs, received_of
+from support.dispatch import random_splits
 
 from weft.builders import MatmulAllToAll, NotApplicableError, candidates
 from weft.runtime.cpu.schedule import CpuSchedule

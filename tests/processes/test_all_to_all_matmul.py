@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import expert_ranks as ranks
 import pytest
 import torch
+from support import expert_ranks as ranks
 
 from weft.builders import AllToAllMatmul, NotApplicableError, candidates
 from weft.launch import Pool

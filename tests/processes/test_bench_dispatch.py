@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch import expected
+from support.dispatch import expected
 
 from weft.bench.core import measure
 from weft.bench.core.harness import Ranks

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from slow import slow
+from support.slow import slow
 
 from weft.builders import MatmulReduceScatter, named, unregister
 from weft.errors import ScheduleError

@@ -8,12 +8,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import made_up
-import matmul_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
 from pool import error_of
+from support import made_up
+from support import matmul_ranks as ranks
 
 import weft
 from weft import symm

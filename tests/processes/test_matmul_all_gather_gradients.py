@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import gathered_gradient_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from scatter_ranks import every, late
 from schedule_cpu_ranks import domain_of, poison
-from slow import pairs
+from support import gathered_gradient_ranks as ranks
+from support.scatter_ranks import every, late
+from support.slow import pairs
 
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import combine_call_ranks as calls
-import combine_ranks as ranks
 import pytest
 import torch
-from slow import slow
+from support import combine_call_ranks as calls
+from support import combine_ranks as ranks
+from support.slow import slow
 
 from weft.builders import MatmulAllToAll
 from weft.launch import Pool

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import scaled_scatter_ranks as ranks
 import torch
 import torch.distributed as dist
-from scaled_scatter_ranks import Case
+from support import scaled_scatter_ranks as ranks
+from support.scaled_scatter_ranks import Case
 from typer.testing import CliRunner
 
 from weft.bench.__main__ import options_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import combine_cpu_ranks as ranks
 import pytest
 from schedule_cpu_ranks import applicable
-from slow import slow
+from support.slow import slow
 
 from weft.builders import MatmulAllToAll
 from weft.launch import Pool

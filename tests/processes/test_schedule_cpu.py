@@ -19,7 +19,7 @@ import schedule_cpu_ranks as ranks
 import torch
 from pool import error_of, traces
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
-from slow import slow
+from support.slow import slow
 
 from weft.builders import AllGatherMatmul
 from weft.launch import Pool

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import made_up
 import pytest
 import torch
 import torch.distributed as dist
 from pool import error_of
 from schedule_cpu_ranks import wait_for_failure
+from support import made_up
 
 import weft
 from weft import plan, symm

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from made_up import require_runnable_on_gpus
+from support.made_up import require_runnable_on_gpus
 
 from weft.builders import MatmulReduceScatter, named
 from weft.errors import ScheduleError

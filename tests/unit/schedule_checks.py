@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-from made_up import require_runnable_on_gpus
 from schedule_interpreter import Tensors, interpret
+from support.made_up import require_runnable_on_gpus
 
 from weft.builders import NotApplicableError, Problem, candidates
 from weft.schedule import Schedule, Wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dispatch import assert_rows, expected, inputs, random_splits
+from support.dispatch import assert_rows, expected, inputs, random_splits
 
 from weft.builders import AllToAllMatmul
 

@@ -1,7 +1,7 @@
 """The Triton kernel of embedding_all_to_all under Triton's interpreter: no GPU, one process plays all ranks in turn.
 
 Peers are buffers of this process, so what a rank would wait for is there before it runs: every rank's "ready" is set
-beforehand, and in the cases that wait also "done" and the flags. `tests/interpreted.py` says how.
+beforehand, and in the cases that wait also "done" and the flags. `tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from interpreted import play_all, wrong_in
-from reference import Problem, assert_close, problem, tables_of
+from support.interpreted import play_all, wrong_in
+from support.reference import Problem, assert_close, problem, tables_of
 
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput
 from weft.embedding.check import CheckedInput, check_jagged

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import tables_of
+from support.reference import tables_of
 
 from weft import _core
 from weft.builders.embedding_all_to_all import Unit

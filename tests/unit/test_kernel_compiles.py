@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import problem, tables_of
-from slow import mostly
+from support.reference import problem, tables_of
+from support.slow import mostly
 
 from weft import env
 from weft.embedding import EmbeddingSharding

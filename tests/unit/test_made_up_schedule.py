@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import made_up
 import numpy as np
 import pytest
 from schedule_interpreter import edited
+from support import made_up
 from test_schedule_candidates import PROBLEMS, check
 
 import weft.schedule

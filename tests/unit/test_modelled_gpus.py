@@ -8,17 +8,16 @@ import contextlib
 from functools import partial
 from typing import Any
 
-import combine
-import dispatch
 import pytest
 import torch
+from support import combine, dispatch
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
 from modelled_gpus import SymmetricMemory, compiled, model, poison
 from played_gpus import Played
 from schedule_interpreter import interpret
-from slow import slow
+from support.slow import slow
 
 from weft.builders import (
     AllGatherMatmul,

@@ -8,8 +8,8 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import made_up
 import pytest
+from support import made_up
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, Candidate, candidates
 from weft.hw import load_machine

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from slow import slow
+from support.slow import slow
 
 from weft import plan
 from weft.builders import (

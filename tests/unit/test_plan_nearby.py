@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
 from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates

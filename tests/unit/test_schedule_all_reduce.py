@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
 from weft.builders import MatmulAllReduce, NotApplicableError, candidates, named

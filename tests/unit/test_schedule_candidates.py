@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import check_value, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
-from slow import mostly
+from support.slow import mostly
 
 from weft.builders import AllGatherMatmul, Candidate, NotApplicableError, Scaled, candidates
 from weft.errors import ScheduleError

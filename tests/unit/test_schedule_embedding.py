@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import tables_of
 from schedule_interpreter import Tensors, edited, interpret
+from support.reference import tables_of
 
 from weft.builders import EmbeddingAllToAll, candidates, named
 from weft.builders import embedding_all_to_all as slices

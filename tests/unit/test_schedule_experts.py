@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import applicable, check_value
-from slow import mostly, slow
+from support.slow import mostly, slow
 
 from weft.builders import AllToAllMatmul, MatmulAllToAll, NotApplicableError, named
 from weft.builders.problems.experts import ExpertsProblem

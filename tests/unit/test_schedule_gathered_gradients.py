@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schedule_checks import Small, applicable, small_numbers
 from schedule_interpreter import Tensors, edited
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
 from weft.builders import AllGatherMatmulGradients, MatmulAllGatherGradients, NotApplicableError, candidates, named

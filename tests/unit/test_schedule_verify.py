@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from schedule_interpreter import edited
-from slow import mostly, slow
+from support.slow import mostly, slow
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
 from weft.errors import ScheduleError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from sim_toys import SWITCH, TOY, all_schedules, bytes_leaving, gpu, puts
-from slow import slow
+from support.slow import slow
 
 from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_toys import SWITCH, TOY, all_schedules, gpu
-from slow import slow
+from support.slow import slow
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulReduceScatter
 from weft.errors import ScheduleError

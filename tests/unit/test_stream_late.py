@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from made_up import require_runnable_on_gpus
 from modelled_gpus import Recorded, SymmetricMemory, context_of
+from support.made_up import require_runnable_on_gpus
 
 from weft.builders import AllToAllMatmul, MatmulAllToAll, MatmulReduceScatter, NotApplicableError, candidates
 from weft.errors import ScheduleError

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
 from modelled_gpus import SymmetricMemory, compiled, model
-from slow import mostly
+from support.slow import mostly
 
 from weft.builders import (
     AllGatherMatmul,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from slow import slow
+from support.slow import slow
 from test_schedule_embedding import PROBLEMS
 
 from weft.builders import AllToAllMatmul, EmbeddingAllToAll, MatmulAllToAll, NotApplicableError, candidates

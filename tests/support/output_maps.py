@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, data, device
-from scatter_ranks import NAMES, Operands, late
+from support.matmul_ranks import close, data, device
+from support.scatter_ranks import NAMES, Operands, late
 
 import weft
 from weft import symm

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, data, device, told
+from support.matmul_ranks import close, data, device, told
 
 import weft
 from weft.builders import AllGatherMatmul, NotApplicableError, Scaled, candidates

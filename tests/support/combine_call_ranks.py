@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from combine_ranks import Case
-from expert_ranks import dual_takes, traffic
-from matmul_ranks import device, own_group, told
+from support.combine_ranks import Case
+from support.expert_ranks import dual_takes, traffic
+from support.matmul_ranks import device, own_group, told
 
 import weft
 from weft.runtime import exchanged

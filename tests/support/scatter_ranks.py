@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, data, device, own_group, told
+from support.matmul_ranks import close, data, device, own_group, told
 
 import weft
 from weft.builders import Candidate, MatmulReduceScatter, NotApplicableError, Problem, candidates

@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import gathered_product_ranks as gathered
-import gradcheck_ranks
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, data, device, own_group, told
-from scatter_ranks import NAMES, each_called, every, poisoned_outputs
+from support import gathered_product_ranks as gathered
+from support import gradcheck_ranks
+from support.matmul_ranks import close, data, device, own_group, told
+from support.scatter_ranks import NAMES, each_called, every, poisoned_outputs
 
 import weft
 from weft.builders import MatmulAllGatherGradients

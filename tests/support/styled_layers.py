@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import data, device
-from style_ranks import HIDDEN, LENGTH, STYLES, counted, local
+from support.matmul_ranks import data, device
+from support.style_ranks import HIDDEN, LENGTH, STYLES, counted, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from dispatch import Splits, expected, inputs, random_splits
-from matmul_ranks import close, device, own_group, told
+from support.dispatch import Splits, expected, inputs, random_splits
+from support.matmul_ranks import close, device, own_group, told
 
 import weft
 from weft.builders import AllToAllMatmul

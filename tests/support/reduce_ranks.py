@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, data, device, own_group, told
-from scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
+from support.matmul_ranks import close, data, device, own_group, told
+from support.scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
 from torch.nn.functional import rms_norm
 
 import weft

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch import expected, inputs, random_splits
-from matmul_ranks import close
+from support.dispatch import expected, inputs, random_splits
+from support.matmul_ranks import close
 
 from weft import symm
 from weft.builders import AllToAllMatmul

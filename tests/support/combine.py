@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from dispatch import Splits
+from support.dispatch import Splits
 
 from weft.runtime.schedule_memory import TORCH_DTYPE
 

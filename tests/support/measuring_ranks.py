@@ -15,12 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import expert_ranks
-import made_up
-import scaled_ranks
 import torch
 import torch.distributed as dist
-from matmul_ranks import captured, close, data, device, shards_of, told
+from support import expert_ranks, made_up, scaled_ranks
+from support.matmul_ranks import captured, close, data, device, shards_of, told
 
 import weft
 from weft import env, plan, symm

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matmul_ranks import device
-from style_ranks import STYLES, counted
+from support.matmul_ranks import device
+from support.style_ranks import STYLES, counted
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel

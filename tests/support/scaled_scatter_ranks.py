@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, data, device, own_group, told
-from scaled_ranks import BF16, FP8, NAMES, scales
-from scatter_ranks import each_called, every, late, poisoned_outputs
+from support.matmul_ranks import close, data, device, own_group, told
+from support.scaled_ranks import BF16, FP8, NAMES, scales
+from support.scatter_ranks import each_called, every, late, poisoned_outputs
 
 import weft
 from weft.builders import ScaledMatmulReduceScatter

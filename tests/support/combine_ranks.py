@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from combine import expected, inputs, received_of, segments
-from dispatch import Splits
-from expert_ranks import Traffic, dual_takes, poisoned_memory, traffic
-from matmul_ranks import close, device, own_group
+from support.combine import expected, inputs, received_of, segments
+from support.dispatch import Splits
+from support.expert_ranks import Traffic, dual_takes, poisoned_memory, traffic
+from support.matmul_ranks import close, device, own_group
 
 import weft
 from weft.builders import MatmulAllToAll, NotApplicableError, candidates

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from expert_ranks import poisoned_memory
-from matmul_ranks import device, told
+from support.expert_ranks import poisoned_memory
+from support.matmul_ranks import device, told
 
 from weft.nn import ExpertParallelMLP, local_state_dict
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, data, device, own_group, told
-from reduce_ranks import same_everywhere
-from scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
+from support.matmul_ranks import close, data, device, own_group, told
+from support.reduce_ranks import same_everywhere
+from support.scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
 
 import weft
 from weft.builders import MatmulAllGather
