@@ -22,7 +22,7 @@ import torch.distributed as dist
 from weft import symm
 from weft.builders.operands import peer
 from weft.launch import run_ranks
-from weft.operator.choosing import executor as executor_of
+from weft.runtime.executors import executor as executor_of
 from weft.schedule import RANK, Draft, Schedule
 from weft.schedule.verify import verify
 from weft.timeline import Timeline

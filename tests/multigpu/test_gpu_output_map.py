@@ -13,7 +13,7 @@ from support.matmul_ranks import close, device
 
 from weft import symm
 from weft.launch import Pool
-from weft.operator.choosing import executor
+from weft.runtime.executors import executor
 
 pytestmark = gpu_ranks.MARKS
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -35,7 +35,7 @@ from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, c
 from weft.builders.problem import PROBLEMS
 from weft.hw import load_machine
 from weft.launch import Pool
-from weft.operator import choosing
+from weft.operator import this_machine
 from weft.plan import choose
 from weft.sim import model_of
 
@@ -231,12 +231,12 @@ def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Poo
 def _planned(group: dist.ProcessGroup) -> list[dict]:
     """Measure as on a machine with a model."""
     symm.domain(group, "cpu").close()  # and with it what other tests' calls of this shape chose
-    model, original = model_of(load_machine("h200"), group.size()), choosing.machine_model
-    choosing.machine_model = lambda device, world_size: model  # type: ignore[assignment]
+    model, original = model_of(load_machine("h200"), group.size()), this_machine.machine_model
+    this_machine.machine_model = lambda device, world_size: model  # type: ignore[assignment]
     try:
         return _measured(group, "fp32")
     finally:
-        choosing.machine_model = original
+        this_machine.machine_model = original
         symm.domain(group, "cpu").close()  # and with it what was chosen
 
 

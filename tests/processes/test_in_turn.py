@@ -26,7 +26,7 @@ from pool import assert_deadline, error_of
 import weft
 from weft import symm
 from weft.launch import Pool, RankDiedError
-from weft.operator import choosing
+from weft.operator import select
 from weft.runtime import unfused
 
 BAD_RANK = 1
@@ -282,11 +282,11 @@ def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[st
         x = torch.ones(4, K, requires_grad=True)
         return weft.all_gather_matmul(x, [w], 0, own, return_A=False, schedule="serial", deadline_s=0.5)[1][0]
 
-    native, choosing._fastest = choosing._fastest, lambda p, *_: (taken, taken)
+    native, select._fastest = select._fastest, lambda p, *_: (taken, taken)
     try:
         forward().sum().backward()
     finally:
-        choosing._fastest = native
+        select._fastest = native
     y = forward()
     if rank != BAD_RANK:
         return error_of(lambda: y.sum().backward())

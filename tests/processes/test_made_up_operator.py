@@ -22,7 +22,8 @@ from weft.bench.report import markdown
 from weft.builders import Problem, builder
 from weft.builders.operands import peer
 from weft.launch import Pool
-from weft.operator.calls import made, registered
+from weft.operator.calls import made
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.plan import explain
 from weft.runtime.unfused import all_gather

@@ -23,7 +23,7 @@ import weft
 from weft import plan, symm
 from weft.builders import AllGatherMatmul
 from weft.launch import Pool
-from weft.operator import choosing
+from weft.operator import select
 from weft.schedule import Schedule
 
 BAD_RANK = 1
@@ -92,11 +92,11 @@ def fails_alone(group: dist.ProcessGroup, error: str) -> list[tuple[str, str]]:
         raise {"memory": MemoryError("on purpose"), "file": ValueError("no TOML file: on purpose")}[error]
 
     if group.rank() == BAD_RANK:
-        choosing.plan.autotune = fail
+        select.plan.autotune = fail
     try:
         return [error_of(lambda: call(own)) for _ in range(2)]
     finally:
-        choosing.plan.autotune = native
+        select.plan.autotune = native
 
 
 @pytest.mark.parametrize(("error", "kind"), [("memory", "MemoryError"), ("file", "ValueError")])

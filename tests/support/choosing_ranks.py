@@ -12,7 +12,7 @@ from support.matmul_ranks import close
 from weft import symm
 from weft.builders import AllToAllMatmul
 from weft.hw import load_machine
-from weft.operator import choosing
+from weft.operator import select, this_machine
 from weft.sim import model_of
 
 
@@ -35,11 +35,11 @@ def chooses_for_experts(group: dist.ProcessGroup, exact: bool, known: bool) -> t
     }  # fmt: skip
     p = AllToAllMatmul(world, experts, (most,) * world, given.n, given.k, "fp32", most, exact)
     model = model_of(load_machine("h200"), world)
-    original = choosing._calibrated_model
-    choosing._calibrated_model = lambda device, world_size: model if known else None  # type: ignore[assignment]
+    original = this_machine.calibrated_model
+    this_machine.calibrated_model = lambda device, world_size: model if known else None  # type: ignore[assignment]
     domain = symm.domain(group, "cpu")
     try:
-        chosen = choosing.choose(p, domain, tensors, None, deadline_s=60)
+        chosen = select.choose(p, domain, tensors, None, deadline_s=60)
         for made in {id(one): one for one in (chosen.usual, chosen.captured) if one is not None}.values():
             made.run(tensors, deadline_s=60)
             close(results[-1][: len(wanted)], wanted, wanted.float())
@@ -47,5 +47,5 @@ def chooses_for_experts(group: dist.ProcessGroup, exact: bool, known: bool) -> t
         assert chosen.captured is None or not chosen.captured.schedule.reads_on_host
         return tuple("" if one is None else one.schedule.name for one in (chosen.usual, chosen.captured))  # type: ignore
     finally:
-        choosing._calibrated_model = original
+        this_machine.calibrated_model = original
         domain.close()

@@ -19,7 +19,7 @@ from support.matmul_ranks import close, device, own_group, told
 
 import weft
 from weft.builders import AllToAllMatmul
-from weft.operator import choosing
+from weft.operator import select
 from weft.runtime import exchanged
 
 Traffic = Literal["uneven", "all to one", "one has nothing", "nothing"]
@@ -327,7 +327,7 @@ def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
 @contextlib.contextmanager
 def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
     """Calls of it that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
-    choose, send, sent = choosing.choose, exchanged._send, list[str]()
+    choose, send, sent = select.choose, exchanged._send, list[str]()
 
     def chosen(p: Any, domain: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
         return choose(p, domain, tensors, name if p.name == dual else pinned, **options)
@@ -336,11 +336,11 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
         sent.append(arguments[-1])
         return send(*arguments)
 
-    choosing.choose, exchanged._send = chosen, sending
+    select.choose, exchanged._send = chosen, sending
     try:
         yield sent
     finally:
-        choosing.choose, exchanged._send = choose, send
+        select.choose, exchanged._send = choose, send
 
 
 def more_tokens(group: dist.ProcessGroup, schedule: str, dual: str, known: bool) -> tuple[str, str]:

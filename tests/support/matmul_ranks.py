@@ -107,9 +107,9 @@ def backward(
 
 def many_sizes(group: dist.ProcessGroup, count: int, most: int = 40, kept: int = 64) -> int:
     """Random M, back to back, two operators of a group taking turns; compared only afterwards. How many threads there are."""
-    from weft.operator import prepared
+    from weft.operator import cache
 
-    prepared.KEPT = kept
+    cache.KEPT = kept
     rank, world = group.rank(), group.size()
     random = torch.Generator().manual_seed(5)
     results = []
@@ -128,19 +128,19 @@ def remembers_times(group: dist.ProcessGroup) -> list[str]:
     """The schedules that were timed at the first call of a shape, which others of its description, in another process or after
     the domain has gone, do not time again."""
     from weft import env, symm
-    from weft.operator import choosing
+    from weft.operator import measure
     from weft.plan import store
 
     symm.domain(group, "cpu").close()  # for which sizes near this one may have been timed
     x, B = data(group.rank(), (6, 16), torch.float32, 1), data(0, (16, 10), torch.float32, 2)
     _, (first,) = weft.all_gather_matmul(x, [B], 0, group)
     symm.domain(group, "cpu").close()
-    original = choosing._time_us
-    choosing._time_us = None  # type: ignore[assignment]
+    original = measure._time_us
+    measure._time_us = None  # type: ignore[assignment]
     try:
         _, (again,) = weft.all_gather_matmul(x, [B], 0, group)
     finally:
-        choosing._time_us = original
+        measure._time_us = original
         symm.domain(group, "cpu").close()
     assert torch.equal(first, again)
     kept = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
@@ -153,7 +153,7 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
     """Choose as on a GPU with a model, whose GEMMs take made-up times: twice as long on rank 1."""
     from weft import symm
     from weft.hw import load_machine
-    from weft.operator import choosing
+    from weft.operator import measure, this_machine
     from weft.plan import gemms
     from weft.sim import model_of
 
@@ -179,18 +179,18 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
         close(y, whole.double() @ B.double(), whole @ B)
         return timed[before:]
 
-    original = choosing._calibrated_model
-    choosing._calibrated_model = lambda device, world_size: model  # type: ignore[assignment]
-    choosing._TIMERS["cpu"] = timer
+    original = this_machine.calibrated_model
+    this_machine.calibrated_model = lambda device, world_size: model  # type: ignore[assignment]
+    measure.TIMERS["cpu"] = timer
     try:
         found = {"pinned": call(48, schedule="serial"), "first": call(48), "again": call(48), "half": call(24)}
-        informed = choosing.machine_model(device(), group.size())
+        informed = this_machine.machine_model(device(), group.size())
         assert informed is not None
-        known = gemms.measured_here(choosing.device_name(device()))
+        known = gemms.measured_here(this_machine.device_name(device()))
         return {**found, "known": dict(known), "model": informed.measured_us}
     finally:
-        choosing._calibrated_model = original
-        del choosing._TIMERS["cpu"]
+        this_machine.calibrated_model = original
+        del measure.TIMERS["cpu"]
         gemms._times.clear()
         symm.domain(group, "cpu").close()  # and with it what was chosen
 
@@ -277,11 +277,11 @@ def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
 
 def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, str]], list[str]]:
     """(schedules that calls ran: pinned so, and inside `use`), and what was warned of: M > K, M < K, and what it cannot do."""
-    from weft.operator import calls, choosing
+    from weft.operator import calls, select
 
     rank, world, found = group.rank(), group.size(), []
     quiet = os.environ.pop("WEFT_QUIET", "0")
-    choosing._said.clear()
+    select._said.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for m, k, options in (
@@ -300,7 +300,7 @@ def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, str]], list[
                     )
                 whole = torch.cat(shards)
                 close(y, whole.double() @ B.double(), whole @ B)
-                names.append(calls._tables["all_gather_matmul"].known(group)[-1].taken[0])
+                names.append(calls.TABLES["all_gather_matmul"].known(group)[-1].taken[0])
             found.append(tuple(names))
     os.environ["WEFT_QUIET"] = quiet
     return found, [text for w in caught if "heuristic" in (text := str(w.message))]

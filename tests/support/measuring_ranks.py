@@ -24,7 +24,7 @@ import weft
 from weft import env, plan, symm
 from weft.builders import AllGatherMatmul
 from weft.hw import load_machine
-from weft.operator import choosing
+from weft.operator import measure, select, this_machine
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul import OPERATOR
 from weft.plan import store
@@ -55,7 +55,7 @@ def on_h200s(world: int) -> Iterator[None]:
         yield
         return
     model = model_of(load_machine("h200"), world)
-    with instead(choosing, _calibrated_model=lambda device, size: model, device_name=lambda device: "NVIDIA H200"):
+    with instead(this_machine, calibrated_model=lambda device, size: model, device_name=lambda device: "NVIDIA H200"):
         yield
 
 
@@ -108,7 +108,7 @@ def broken_caches(
     h200, world, in_memory = load_machine("h200"), group.size(), plan.autotune.__globals__["_known"]
     model = lambda device, size: plan.calibrated(h200, size).model  # noqa: E731
     gemms = ((1024, 1024, 1024, "fp32", 90.5),)
-    with instead(choosing, _calibrated_model=model, device_name=lambda device: "NVIDIA H200"):
+    with instead(this_machine, calibrated_model=model, device_name=lambda device: "NVIDIA H200"):
         whole = os.environ["WEFT_CACHE_DIR"] = f"{directory}/{group.rank()}"
         plan.Calibration("NVIDIA H200", world, "today", versions(), gemms, 3.5, 1.5).save()
         multiply(group, 16, schedule="autotune")
@@ -131,11 +131,11 @@ def broken_caches(
 
 def warnings_of(group: dist.ProcessGroup) -> list[str]:
     """Return the warnings for two shapes whose choices are measured, where nothing can be clearly faster."""
-    module = choosing.warn_once.__globals__
+    module = select.warn_once.__globals__
     before, module["_warned"] = module["_warned"], False
     quiet, os.environ["WEFT_QUIET"] = os.environ["WEFT_QUIET"], "0"
     try:
-        with warnings.catch_warnings(record=True) as found, instead(choosing, _CLEARLY_US={"cpu": 1e9}):
+        with warnings.catch_warnings(record=True) as found, instead(select, _CLEARLY_US={"cpu": 1e9}):
             warnings.simplefilter("always")
             assert multiply(group, 13) == multiply(group, 14) == "serial"
         return [str(one.message) for one in found if one.category is weft.plan.NoOverlapWarning]
@@ -160,13 +160,13 @@ def on_demand_everywhere(group: dist.ProcessGroup) -> list[str]:
 def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any]:
     """Return what was timed at the first call, how often at later ones, the schedules of these, and the explanation of them."""
     m, timed = 16 + use, []
-    original = choosing._queued_us
+    original = measure._queued_us
 
     def counting(call: Callable[[], object], *arguments: Any) -> float:
         timed.append(call)
         return original(call, *arguments)
 
-    with on_h200s(group.size()), instead(choosing, _queued_us=counting):
+    with on_h200s(group.size()), instead(measure, _queued_us=counting):
         if use:
             with weft.plan.use("autotune"):
                 multiply(group, m)
@@ -182,7 +182,7 @@ def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any
         found = plan.explanation(
             p.name, M=p.m, N=N, K=K, ranks=group.size(), hw="h200", dtype="fp32", mode="queued"
         ).choice
-        model = choosing.machine_model(device(), group.size())
+        model = this_machine.machine_model(device(), group.size())
         assert model is not None
         choices = [plan.choose(p, model, mode=mode) for mode in ("queued", "graph")]  # type: ignore[arg-type]
         promising = {one.name for choice in choices for one in plan.promising(choice)}
@@ -204,7 +204,7 @@ def remembered_times_decide(group: dist.ProcessGroup) -> tuple[str, str, str]:
             c for c in plan.promising(plan.choose(p, model_of(load_machine("h200"), group.size()))) if c.name != before
         )
         times = {"serial": 900.0, before: 900.0, other.name: 500.0}
-        of = {c.name: c for c in choosing.candidates(p)}
+        of = {c.name: c for c in select.candidates(p)}
         plan.autotune(
             p, [of[name] for name in times], lambda c: times[c.name], lambda mine: mine, machine="NVIDIA H200"
         )
@@ -223,8 +223,8 @@ def on_demand_and_captured(group: dist.ProcessGroup) -> str:
 def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:
     """Return what was timed, and how many schedules were verified in three calls."""
     verified: list[Schedule] = []
-    choosing._verify_once.cache_clear()
-    with made_up.registered(), instead(choosing, verify=verified.append):
+    select._verify_once.cache_clear()
+    with made_up.registered(), instead(select, verify=verified.append):
         for schedule in (None, None, "ring[by=dma]"):
             multiply(group, 19, schedule=schedule)
             again(group)

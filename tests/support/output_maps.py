@@ -16,7 +16,7 @@ import weft
 from weft import symm
 from weft.builders import MatmulAllGather, MatmulInto, MatmulReduceScatter, OutputMap, builder, schedule_of, unregister
 from weft.builders.output_map import map as maps
-from weft.operator.choosing import executor
+from weft.runtime.executors import executor
 from weft.schedule import Schedule
 from weft.schedule.expr import RANK
 

@@ -15,7 +15,7 @@ from support.measuring_ranks import again, instead, multiply
 
 from weft import symm
 from weft.hw import file_of, here, load_machine, machine_of
-from weft.operator import choosing, self_calibrate
+from weft.operator import self_calibrate, this_machine
 from weft.plan import calibrated, self_calibration
 from weft.sim import Model, model_of
 
@@ -54,7 +54,7 @@ class Measured:
 
 def _forget() -> None:
     self_calibration._known.clear()
-    choosing._model_of.cache_clear()
+    this_machine.model_by_name.cache_clear()
 
 
 def at_first_calls(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def at_first_calls(group: dist.ProcessGroup) -> dict[str, Any]:
         return nullcontext(Measured(name, domain.rank, world))
 
     def model(of: Any, world_size: int) -> Model | None:
-        return choosing._model_of(name, world_size)
+        return this_machine.model_by_name(name, world_size)
 
     self_calibrate.MEASURES["cpu"] = measures
     again(group)
     try:
-        with instead(choosing, _calibrated_model=model, device_name=lambda of: name):
+        with instead(this_machine, calibrated_model=model, device_name=lambda of: name):
             taken = [multiply(group, 22), multiply(group, 23)]
             first = len(measured)
             again(group)
@@ -103,22 +103,22 @@ def _without_file() -> Iterator[None]:
 
 def on_gpus(group: dist.ProcessGroup) -> dict[str, Any]:
     """The real thing: seconds that it takes, numbers and models, and that a second group finds what the first has saved."""
-    name, world = choosing.device_name(device()), group.size()
+    name, world = this_machine.device_name(device()), group.size()
     with _without_file():
         derived = machine_of(name)
         assert derived is not None
         assert derived.about
         domain = symm.domain(group, device())
         start = time.monotonic()
-        choosing.know_machine(domain, 60.0)
+        this_machine.know_machine(domain, 60.0)
         took_s = time.monotonic() - start
         found = self_calibration._known.get((name, world))
-        model = choosing.machine_model(device(), world)
+        model = this_machine.machine_model(device(), world)
         applied = None if found is None else found.apply(model_of(derived, world))
         again(group)
         _forget()
         start = time.monotonic()
-        choosing.know_machine(symm.domain(group, device()), 60.0)
+        this_machine.know_machine(symm.domain(group, device()), 60.0)
         again_s = time.monotonic() - start
         later = self_calibration._known.get((name, world))
         note = calibrated(derived, world).note

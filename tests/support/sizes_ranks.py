@@ -22,7 +22,7 @@ import weft
 from weft import symm
 from weft.builders import AllGatherMatmul, Candidate, MatmulReduceScatter, NotApplicableError, candidates
 from weft.errors import WeftError
-from weft.operator import choosing
+from weft.operator import measure
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul import OPERATOR
 from weft.runtime.cpu import schedule as cpu_schedule
@@ -175,13 +175,13 @@ def measured_sizes(group: dist.ProcessGroup, rows: list[int | list[int]]) -> lis
     rows: a list gives each rank's rows.
     """
     own, rank, found = own_group(group), group.rank(), list[tuple[str, ...]]()
-    native, w = choosing._measured, torch.randn(22, 14)
+    native, w = measure.measured, torch.randn(22, 14)
 
     def measured(p: Any, schedules: dict[str, Any], *given: Any) -> Any:
         found[-1] = tuple(schedules)
         return native(p, schedules, *given)
 
-    choosing._measured = measured
+    measure.measured = measured
     try:
         for of_ranks in rows:
             found.append(())
@@ -189,7 +189,7 @@ def measured_sizes(group: dist.ProcessGroup, rows: list[int | list[int]]) -> lis
             x = torch.randn(of_ranks if isinstance(of_ranks, int) else of_ranks[rank], 22)
             weft.all_gather_matmul(x, [w], 0, own, return_A=False, rows=given)
     finally:
-        choosing._measured = native
+        measure.measured = native
     taken = {one.taken[0] for one in prepared_calls(OPERATOR, own)}
     symm.domain(own, "cpu").close()
     return [*found, tuple(sorted(taken))]

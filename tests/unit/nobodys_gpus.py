@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft.hw import Machine, machine_of
-from weft.operator import choosing, self_calibrate
+from weft.operator import self_calibrate, this_machine
 from weft.operator.self_calibrate import _Stand
 from weft.plan import self_calibration
 from weft.plan.machine import versions
@@ -47,9 +47,9 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.delenv("WEFT_SELF_CALIBRATION", raising=False)
     monkeypatch.setattr(self_calibration, "_known", {})
     monkeypatch.setattr("weft.caller._said", set())
-    choosing._model_of.cache_clear()
+    this_machine.model_by_name.cache_clear()
     yield
-    choosing._model_of.cache_clear()
+    this_machine.model_by_name.cache_clear()
 
 
 def made(factor: float = 1.1, **changes: Any) -> SelfCalibration:

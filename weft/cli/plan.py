@@ -260,8 +260,8 @@ def calibrate(
             f"torch sees {found} GPUs here and {max(2, wanted)} are to be measured: there is nothing to calibrate. On CPU "
             f"processes schedules are measured at the first call of each shape"
         )
+    from weft.bench.calibrate import calibrate_ranks
     from weft.launch import run_ranks
-    from weft.operator.gpu_measure import calibrate_ranks
 
     saved = run_ranks(
         wanted, calibrate_ranks, tuple(dtype or ["bf16"]), seconds, backend="nccl", timeout_s=seconds + 300

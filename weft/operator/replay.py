@@ -26,8 +26,9 @@ from torch.distributed.distributed_c10d import _pg_map
 
 from weft import env, plan
 from weft.operator.across import passing_fingerprint
+from weft.operator.cache import PASSING_ON, Table
+from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
-from weft.operator.prepared import PASSING_ON, Prepared, Table
 from weft.operator.spec import Operator
 from weft.operator.together import failed, together
 from weft.runtime.layouts import READER
@@ -63,7 +64,7 @@ class Seen(NamedTuple):
 
     op: Operator[Any]
     table: Table
-    prepared: Prepared
+    prepared: CompiledOperator
     call: Any
     inputs: dict[str, Any] | None
     deadline_s: float | None
@@ -303,7 +304,7 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """An unfused call with any number of rows, in a family whose sizes do not come back (`weft.operator.prepared`)."""
+    """An unfused call with any number of rows, in a family whose sizes do not come back (`weft.operator.cache`)."""
 
     def __init__(self, seen: Seen, arguments: Arguments, returned: Any) -> None:
         super().__init__(seen)

@@ -11,7 +11,7 @@ import torch
 
 from weft.builders import Scaled
 from weft.builders.problems.all_gather_matmul import SCALED_MULTIPLE
-from weft.operator.prepared import warn_of_copy
+from weft.operator.layout import warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
 
 FP8 = TORCH_DTYPE["fp8"]

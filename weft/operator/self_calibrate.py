@@ -39,7 +39,7 @@ _settled: weakref.WeakSet[Domain] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _gpu_measure(domain: Domain, sizes: Sizes) -> Iterator[Measure]:
-    from weft.operator.gpu_measure import QUICK, GpuMeasure  # needs Triton, which a CPU machine may lack
+    from weft.runtime.cuda.measure import QUICK, GpuMeasure  # needs Triton, which a CPU machine may lack
 
     with torch.cuda.device(domain.device), contextlib.closing(GpuMeasure(domain, QUICK, sizes.gemms)) as measure:
         yield measure

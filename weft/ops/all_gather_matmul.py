@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.builders import AllGatherMatmul
-from weft.operator.calls import made, operator_named, overlaps, registered, within
+from weft.operator.calls import made, operator_named, overlaps, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
     UNEVEN,
@@ -22,7 +22,8 @@ from weft.operator.flattened import (
     restored,
     rows_of_ranks,
 )
-from weft.operator.prepared import contiguous, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul_gradients import AGAIN, partial_of, reduce_scattered

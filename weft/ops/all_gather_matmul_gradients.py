@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from weft.builders import AllGatherMatmulGradients
-from weft.operator.calls import registered
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.prepared import contiguous, is_scattered, strided
+from weft.operator.layout import contiguous, is_scattered, strided
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single, all_reduce_single
 from weft.runtime.in_turn import Turn, begun

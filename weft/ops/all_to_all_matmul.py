@@ -15,9 +15,10 @@ import torch.distributed as dist
 from weft.arguments import check_count, check_tensor
 from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, operator_named, registered, within
+from weft.operator.calls import made, operator_named, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.prepared import contiguous, strided, warn_of_copy
+from weft.operator.layout import contiguous, strided, warn_of_copy
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.runtime.exchanged import (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
 from weft.builders import MatmulAllGather
-from weft.operator.calls import made, registered, within
+from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
     check_weights,
@@ -20,7 +20,8 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.prepared import contiguous, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS

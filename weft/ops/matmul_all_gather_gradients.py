@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from weft.builders import MatmulAllGather, MatmulAllGatherGradients
-from weft.operator.calls import registered
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, room_for_grad_of_weight
-from weft.operator.prepared import strided
+from weft.operator.layout import strided
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE

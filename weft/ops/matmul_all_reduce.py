@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
 from weft.builders import MatmulAllReduce
-from weft.operator.calls import made, registered, within
+from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
-from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
@@ -21,6 +22,7 @@ from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
 from weft.schedule.regions import checked_eps
+from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
 from weft.builders import MatmulAllToAll
-from weft.operator.calls import made, overlaps, registered, within
+from weft.operator.calls import made, overlaps, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.prepared import contiguous, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH

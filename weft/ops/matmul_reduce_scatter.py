@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
 from weft.builders import MatmulReduceScatter
-from weft.operator.calls import made, registered, within
+from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
     check_even,
@@ -21,13 +21,15 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
+from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined
 

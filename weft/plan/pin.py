@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from weft.words import kind
 
 AUTOTUNE = "autotune"
-"""A rule in place of a schedule's name: measure at the first call of a shape (`weft.operator.choosing`), and cache the times."""
+"""A rule in place of a schedule's name: measure at the first call of a shape (`weft.operator.select`), and cache the times."""
 
 HEURISTIC = "heuristic"
 """A rule in place of a schedule's name: take the pick of FiCCO's static heuristic for the shape (`weft.plan.heuristic`)."""

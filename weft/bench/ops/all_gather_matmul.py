@@ -29,7 +29,7 @@ from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
 from weft.bench.ops.gemms import BASELINE, WEFT, Shape, find_shapes, gemm_limit, roundings, shapes_file
 from weft.builders import named
-from weft.operator.choosing import device_name
+from weft.operator.this_machine import device_name
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul

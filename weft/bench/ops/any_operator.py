@@ -29,7 +29,7 @@ from weft.bench.core.tables import Record, cell, geomean, markdown_table, millis
 from weft.bench.ops import gemms
 from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, S, Shape
 from weft.builders import named
-from weft.operator import choosing
+from weft.operator import select, this_machine
 from weft.operator.calls import made, prepared_calls
 from weft.operator.spec import Operator as Spec
 from weft.plan.choose import decide
@@ -245,7 +245,7 @@ class MatmulVariants(GemmVariants):
         model = self._model()
         if model is None:
             return {}
-        return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
+        return {mode: select.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
@@ -270,7 +270,7 @@ class MatmulVariants(GemmVariants):
 
     def _model(self) -> Model | None:
         world = self.ranks.world_size
-        return None if world == 1 else choosing.machine_model(self.ranks.device, world)
+        return None if world == 1 else this_machine.machine_model(self.ranks.device, world)
 
 
 class GemmOperator(Operator[S]):

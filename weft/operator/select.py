@@ -16,12 +16,11 @@ for the rest of the process. On an unknown machine, single calls are timed, host
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -30,26 +29,16 @@ from weft import caller, env, plan
 from weft.builders import Candidate, NotApplicableError, Problem, candidates, named
 from weft.builders.registry import cannot_do
 from weft.errors import ScheduleError
-from weft.hw import machine_of
-from weft.operator.self_calibrate import self_calibrate
-from weft.plan import gemms
+from weft.operator import measure, this_machine
 from weft.plan.choose import decide, warn_once
-from weft.plan.machine import machine_name
 from weft.plan.nearby import CONTENDERS
-from weft.plan.predict import library_gemms
 from weft.runtime.executor import Executor
+from weft.runtime.executors import Tensors, executor
 from weft.schedule import Schedule
 from weft.schedule.verify import verify
 from weft.sim import Model
-from weft.sim.model import MatmulShape
 from weft.symm import Domain
 
-Tensors: TypeAlias = dict[str, Any]
-"""The tensors of a call, by buffer; for an output whose rows only the run knows, a function from their number to a tensor."""
-
-_REPETITIONS = 5
-_IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
-_CYCLES_PER_US = 2000  # at least the clock of any present GPU
 _MOST_NEAR = 1024
 _ALIKE = 2  # half octaves: where no model says how fast schedules are, what was measured serves sizes up to twice or half as large
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
@@ -132,7 +121,7 @@ def choose(
     elif pinned is None and domain.device.type == "cuda" and not p.tried_on_gpus:
         names = "serial", "serial"
     else:
-        know_machine(domain, deadline_s)
+        this_machine.know_machine(domain, deadline_s)
         if pinned is not None or remembered or not p.has_work:
             names = _names(p, domain, tensors, pinned, deadline_s, serial)
         else:
@@ -145,7 +134,9 @@ def choose(
         schedules = _schedules(p, names := _names_near(p, domain, tensors, deadline_s, serial, itself=True), domain)
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {
-        name: executor(schedules[name], domain, p, name, what) for name in schedules if name in (names[0], captured)
+        name: executor(schedules[name], domain, p, measure.shared_name(p, named(p, name)), what)
+        for name in schedules
+        if name in (names[0], captured)
     }
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
@@ -162,7 +153,7 @@ def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str |
 
     Ranks may know different machine files, so all take the first rank's pick.
     """
-    mine = plan.pick_here(p, device_name(domain.device))
+    mine = plan.pick_here(p, this_machine.device_name(domain.device))
     picked, why = domain.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
     text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
     if picked is None and text not in _said and not env.quiet():
@@ -184,8 +175,8 @@ def _names(
 ) -> Names:  # fmt: skip
     """Return the names for this very problem. pinned: None or "autotune"."""
     if pinned is not None:
-        _measure_gemms(p, domain, tensors, deadline_s)
-    model = machine_model(domain.device, p.world_size)
+        measure.measure_gemms(p, domain, tensors, deadline_s)
+    model = this_machine.machine_model(domain.device, p.world_size)
     if pinned is not None:
         _tune(p, domain, tensors, model, deadline_s, serial)
     # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
@@ -229,16 +220,16 @@ def _names_near(
 ) -> Names:  # fmt: skip
     """Return the names for sizes around this one; agree on them if that is new. itself: for just this size."""
     near = _near.setdefault(domain, _Near())
-    _measure_ladder(p, domain, tensors, deadline_s)
+    measure.measure_ladder(p, domain, tensors, deadline_s, near.timed)
     from_outside = bool(plan.candidates_from_outside(p))
     key = (p if itself else p.family[0], plan.octave(p), from_outside, itself)
     if key not in near.names:
         if len(near.names) >= _MOST_NEAR:  # uneven shapes are families of their own
             near.names.clear()
             near.measured.clear()
-        model, mine = machine_model(domain.device, p.world_size), None
+        model, mine = this_machine.machine_model(domain.device, p.world_size), None
         if model is not None:
-            base = _calibrated_model(domain.device, p.world_size)
+            base = this_machine.calibrated_model(domain.device, p.world_size)
             mine = plan.names_near(p, model, _MODES, base, itself=itself)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
         names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
@@ -255,13 +246,15 @@ def _names_near(
 
 def remembers(p: Problem, device: torch.device) -> bool:
     """True if this rank has times of schedules for this very problem, from this process or from disk."""
-    return bool(plan.known_times(p, device_name(device), "graph"))  # which are those of queued calls too
+    return bool(plan.known_times(p, this_machine.device_name(device), "graph"))  # which are those of queued calls too
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
     """Return the choice of a call that pins nothing, which `weft.plan.explain` shows. Cached times of this machine override
     predictions."""
-    return plan.choose(p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, device_name(device), mode))
+    return plan.choose(
+        p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, this_machine.device_name(device), mode)
+    )
 
 
 def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
@@ -282,136 +275,6 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
         verify(schedule)
 
 
-@torch.inference_mode(False)
-def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "", what: str = "") -> Executor:
-    """Make an executor for `schedule`, the candidate `name` for `p`, whose operator its messages name. Collective.
-
-    On GPUs, schedules of one family with the same name share memory; on CPU, all schedules of a group do. Ranks compare only the
-    first schedule of a family and name, since weft's own builders make them all. The memory serves calls in inference mode and
-    others, whichever comes first.
-    """
-    if p is not None:
-        schedule = replace(schedule, name=f"{schedule.name} of {p.title}")
-    if domain.device.type == "cuda":
-        from weft.runtime.cuda.memory import shared  # needs Triton, which a CPU machine may lack
-        from weft.runtime.cuda.schedule import CudaSchedule
-
-        family = p if p is None else p.family[0]
-        if p is None or family is p or not name or plan.from_outside(p, named(p, name)):
-            return CudaSchedule(schedule, domain)
-        found = shared((family, name), schedule, domain)
-        return CudaSchedule(schedule, domain) if found is None else CudaSchedule(schedule, domain, *found)
-    from weft.runtime.cpu.schedule import CpuSchedule
-
-    kind = None if p is None or not name or plan.from_outside(p, named(p, name)) else (p.measured_family[0], name)
-    return CpuSchedule(schedule, domain, what or ("" if p is None else p.text), kind)
-
-
-def know_machine(domain: Domain, deadline_s: float | None) -> None:
-    """Have ranks plan by the same self-calibration, if their GPUs need one: measure it, or take the first rank's. Collective."""
-    if self_calibrate(domain, device_name(domain.device), deadline_s):
-        _model_of.cache_clear()
-
-
-def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """Return the model of this machine by the best source (`weft.plan.source`), with the GEMMs that this process has measured.
-
-    None on CPU, and for unknown GPUs (AMD's without a file). The same object until either changes.
-    """
-    model = _calibrated_model(device, world_size)
-    return None if model is None else gemms.informed(model, device_name(device))
-
-
-def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
-    return _model_of(device_name(device), world_size) if device.type == "cuda" else None
-
-
-@lru_cache(maxsize=64)
-def _model_of(name: str, world_size: int) -> Model | None:
-    machine = machine_of(name)
-    if machine is None:
-        return None
-    found = plan.calibrated(machine, world_size)
-    if found.refused:
-        caller.warn_once(f"planning without a calibration: {found.note}")
-    return found.model
-
-
-def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:
-    from weft.operator.gpu_gemms import GemmTimer
-
-    return GemmTimer(p, tensors)
-
-
-def _prepare_gpu(device: torch.device) -> None:
-    from weft.runtime.cuda.move import prepare
-
-    prepare(device)
-
-
-_PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
-"""By type of device: compiles what schedules for later sizes may need."""
-_TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
-"""By type of device: times GEMMs."""
-
-
-def _measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the GEMMs that the choice uses, unless they are known, in two rounds (see `weft.plan.gemms`). Collective."""
-    if domain.device.type not in _TIMERS or not library_gemms(p):
-        return
-    machine, left_us = device_name(domain.device), gemms.BUDGET_US
-    timer: gemms.Timer | None = None
-    for _ in range(2):
-        model = machine_model(domain.device, p.world_size)
-        mine: dict[MatmulShape, float] = {}
-        if model is not None:
-            wanted, known = gemms.wanted(p, model), gemms.measured_here(machine)
-            mine = {shape: known[shape] for shape in wanted if shape in known}
-            if missing := [shape for shape in wanted if shape not in known]:
-                # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    timer = timer or _TIMERS[domain.device.type](p, tensors)
-                    found, left_us = gemms.measure(missing, model, timer, left_us)
-                    mine |= found
-        gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
-
-
-def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
-    """Time the GEMMs of these weights, if the weights are new, or so many rows are. Collective."""
-    (family, size), timed = p.family, _near[domain].timed
-    if (
-        domain.device.type not in _TIMERS
-        or not 0 < size > 2 * timed.get(family, 0.0)
-        or not (wanted := gemms.ladder(p))
-    ):
-        return
-    timed[family] = size
-    _PREPARES.get(domain.device.type, lambda device: None)(domain.device)
-    model, machine, mine = (
-        machine_model(domain.device, p.world_size),
-        device_name(domain.device),
-        dict[MatmulShape, float](),
-    )
-    if model is not None:
-        known = gemms.measured_here(machine)
-        mine = {shape: known[shape] for shape in wanted if shape in known}
-        if missing := [shape for shape in wanted if shape not in known]:
-            # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
-            with contextlib.suppress(torch.OutOfMemoryError):
-                mine |= gemms.measure(missing, model, _TIMERS[domain.device.type](p, tensors))[0]
-    gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the device as in machine files and calibrations."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-
-
-@cache
-def _cpu_name() -> str:
-    return machine_name()  # which reads files
-
-
 def _tune(
     p: Problem,
     domain: Domain,
@@ -424,14 +287,14 @@ def _tune(
     names: list[str] | None = None
     if model is not None:
         # What is promising rests on GEMMs that were measured in this process: in the next one it may be others.
-        names = list(plan.known_times(p, device_name(domain.device), "queued") or ())
+        names = list(plan.known_times(p, this_machine.device_name(domain.device), "queued") or ())
         if not names:
             choices = [decide(p, model, mode=mode) for mode in _MODES]
             names = list(dict.fromkeys(one.name for choice in choices for one in plan.promising(choice)))
     names = domain.all_gather(names, what=f"candidates for {p}", deadline_s=deadline_s)[0]
     if names is not None:
         schedules = {name: _built(p, named(p, name), domain) for name in names}
-        _measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
+        measure.measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
 
 
 def _fastest(
@@ -450,7 +313,7 @@ def _fastest(
             domain.check()  # building them takes seconds on a loaded machine
             with contextlib.suppress(NotApplicableError):
                 schedules[candidate.name] = _built(p, candidate, domain)
-    times = _measured(p, schedules, domain, tensors, deadline_s, serial, "single", 1 if known else 2)
+    times = measure.measured(p, schedules, domain, tensors, deadline_s, serial, "single", 1 if known else 2)
     if family is not None and not known:
         family.contenders = frozenset(["serial", *sorted(times, key=times.__getitem__)[:CONTENDERS]])
 
@@ -471,82 +334,3 @@ def _fastest(
         text = f"serial {us:.0f} us measured, the best other one {other} {times[other]:.0f} us: not faster"
         warn_once(p, None if device == "cpu" else "single", text + (f" {least}" if times[other] < us else ""))
     return usual, best(capturable or list(times))
-
-
-def _measured(
-    p: Problem,
-    schedules: dict[str, Schedule],
-    domain: Domain,
-    tensors: Tensors,
-    deadline_s: float | None,
-    serial: Callable[[], object] | None,
-    mode: plan.Mode,
-    rounds: int,
-) -> dict[str, float]:
-    """Return the slowest rank's microseconds by name, measured now or before: they are kept on disk (`weft.plan.autotune`)."""
-
-    def run(candidate: Candidate) -> float:
-        if serial is not None and candidate.name == "serial":
-            return time_us(serial, domain, mode, deadline_s)
-        name = candidate.name if domain.device.type == "cpu" else ""  # on a GPU only one holds memory
-        made = executor(schedules[candidate.name], domain, p, name)
-        try:
-            return time_us(lambda: made.run(tensors, deadline_s=deadline_s), domain, mode, deadline_s)
-        finally:
-            made.close()
-
-    def agree(mine: list[float]) -> list[float]:
-        times = domain.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
-        return [max(of_one) for of_one in zip(*times, strict=True)]
-
-    found = [named(p, name) for name in schedules]
-    return plan.autotune(p, found, run, agree, machine=device_name(domain.device), mode=mode, rounds=rounds)
-
-
-def time_us(call: Callable[[], object], domain: Domain, mode: plan.Mode, deadline_s: float | None) -> float:
-    """Return the time of a call on this rank. Collective."""
-    return _queued_us(call, domain, deadline_s) if mode == "queued" else _time_us(call, domain.device)
-
-
-def _time_us(call: Callable[[], object], device: torch.device) -> float:
-    """Return the fastest of a few calls, after one to warm up: on a host with other work, slower calls mostly measure that work."""
-    times = []
-    for _ in range(1 + _REPETITIONS):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - start) * 1e6)
-    return min(times[1:])
-
-
-def _queued_us(call: Callable[[], object], domain: Domain, deadline_s: float | None) -> float:
-    """Return the mean time of several calls in a row. On a GPU the device sleeps until all are enqueued. Collective."""
-    device = domain.device
-    on_gpu = device.type == "cuda"
-    call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    host_us = (time.perf_counter() - start) * 1e6
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    mine = (host_us, (time.perf_counter() - start) * 1e6)
-    every = domain.all_gather(mine, what="how long a call takes", deadline_s=deadline_s)
-    host_us, us = (max(of_ranks) for of_ranks in zip(*every, strict=True))
-    calls = max(3, min(_MOST_IN_A_ROW, int(_IN_A_ROW_US / us)))
-    if not on_gpu:
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - start) * 1e6 / calls
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(int(_CYCLES_PER_US * 1.5 * host_us * (1 + calls)))
-    call()  # in which ranks wait for each other's sleep to end
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / calls

@@ -17,19 +17,15 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
-from weft import _core, env, symm
+from weft import _core
 from weft.builders import AllGatherMatmul, candidates
 from weft.errors import RefusedError
-from weft.hw import load_machine, machine_of
 from weft.kernels.signals import TOKEN
-from weft.plan import calibrate
 from weft.runtime.collectives import all_gather_single
 from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape, prepare
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.sim import model_of
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
 from weft.words import by_rank
@@ -51,28 +47,6 @@ class Effort:
 
 
 FULL, QUICK = Effort(), Effort(64 << 20, 1000.0, 8000.0)
-
-
-def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_s: float) -> str:
-    """Run on every rank of `weft plan calibrate`: measure, save (rank 0), and say where."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    group = dist.group.WORLD
-    assert group is not None
-    with symm.set_up_within(env.deadline_s()):  # ranks compile and measure between their exchanges
-        measure = GpuMeasure(symm.domain(group, device))
-        # Another machine's numbers still say which sizes are sensible.
-        base = model_of(machine_of(measure.machine) or load_machine("h200"), world_size)
-        found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
-        measure.close()
-    return str(found.save()) if rank == 0 else ""
-
-
-def _printed(text: str) -> None:
-    print(f"measuring {text}", flush=True)
-
-
-def _ignored(text: str) -> None:
-    """Print nothing: for ranks other than the first."""
 
 
 class GpuMeasure:

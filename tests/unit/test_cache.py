@@ -1,8 +1,8 @@
-"""Preparations that operators keep for shapes: not too many, and never at the cost of those in use."""
+"""The cache of compiled operators: not too many, and never at the cost of those in use."""
 
 from __future__ import annotations
 
-from weft.operator.prepared import KEPT, KEPT_BYTES, KEPT_LIGHT, WHILE, Table
+from weft.operator.cache import KEPT, KEPT_BYTES, KEPT_LIGHT, WHILE, Table
 
 
 class _Group:
