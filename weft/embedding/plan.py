@@ -31,7 +31,7 @@ from weft.schedule.kernels import PooledSlices, SliceTransport
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """One operator as all ranks of its group must describe it. Ranks compare `fingerprint` at every call."""
+    """One operator as all ranks of its group must describe it. Ranks compare `said` at every call."""
 
     sharding: EmbeddingSharding
     options: EmbeddingOptions
@@ -54,6 +54,11 @@ class EmbeddingPlan:
         }
         options = {name: str(value) for name, value in asdict(self.options).items()}
         return {"world_size": str(self.sharding.world_size)} | options | tables
+
+    @cached_property
+    def said(self) -> str:
+        """The same as lines "name: value"."""
+        return "\n".join(f"{name}: {value}" for name, value in self.text.items())
 
     @cached_property
     def fingerprint(self) -> int:

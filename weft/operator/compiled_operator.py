@@ -21,9 +21,9 @@ from weft.errors import WeftError
 from weft.operator import select
 from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.spec import Operator
-from weft.runtime.agreement import refuse
 from weft.runtime.executor import Executor
 from weft.runtime.in_turn import Marks, Turn, Turns
+from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused import Unfused
 from weft.symm import Domain

@@ -27,7 +27,6 @@ from weft.operator import measure, this_machine
 from weft.operator.together import agree
 from weft.plan.autotune import remembered
 from weft.plan.choose import CLEARLY_US, decide, warn_once
-from weft.runtime.agreement import agree_on_new
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
@@ -157,9 +156,7 @@ def _of(domain: Domain) -> dict[EmbeddingPlan, Any]:
 
 
 def _agree_on_new(p: EmbeddingPlan, domain: Domain, deadline_s: float | None) -> None:
-    if domain.device.type == "cuda":
-        agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", "", 0), deadline_s)
-    agree_on_new(domain, p, deadline_s=deadline_s)
+    agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", p.said, 0), deadline_s)
 
 
 # --- the choice of a transport ---

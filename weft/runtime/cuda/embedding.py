@@ -21,10 +21,10 @@ from weft.embedding.check import CheckedInput, bad_index_message, first_bad_inde
 from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
-from weft.runtime.agreement import refuse
 from weft.runtime.capture import is_captured, refuse_capture
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory, Tables
 from weft.runtime.cuda.watch import watch
+from weft.runtime.meeting import refuse
 from weft.runtime.outputs import OutputPool
 from weft.symm import Domain, Region, set_up_within
 from weft.symm.lasting import lasting
