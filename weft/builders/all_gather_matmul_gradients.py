@@ -3,13 +3,16 @@ the GEMMs of the weights' gradients.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines do both: a rank computes its peers' rows of x's gradient first, then its own, then the weights'
-              gradients, and reduces last the parts that have arrived meanwhile
+              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm the own rows come last and
+              add their products to the parts that have arrived, so that no kernel reduces them
 
 The backward pass has two exchanges and twice the GEMMs of forward, so the transfers are hidden without cutting a GEMM further
 than into the ranks' rows. Sums are reduced as in a reduce-scatter (`weft.builders.partial_products`).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from weft.builders.operands import peer
 from weft.builders.problems.all_gather_matmul_gradients import AllGatherMatmulGradients
@@ -30,10 +33,12 @@ class _Operands:
         self.grad_x = buffer("grad_x", p.rows, p.k, p.dtype, "output")
         self.grad_wts = [buffer(f"grad_wt{i}", n, p.k, p.dtype, "output") for i, n in each]
 
-    def multiply_back(self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None) -> LaneDraft:
-        """Compute this rank's part of these rows of x's gradient."""
+    def multiply_back(
+        self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
+    ) -> LaneDraft:
+        """Compute this rank's part of these rows of x's gradient. add: add it to what is in `out`."""
         for i, (g, wt) in enumerate(zip(self.gs, self.wts, strict=True)):
-            lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=i > 0)
+            lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=add or i > 0)
         return lane
 
     def multiply_weights(self, lane: LaneDraft, x: Region) -> None:
@@ -56,8 +61,8 @@ def serial(p: AllGatherMatmulGradients) -> Schedule:
     return o.d.schedule()
 
 
-@builder(AllGatherMatmulGradients)
-def direct(p: AllGatherMatmulGradients) -> Schedule:
+@builder(AllGatherMatmulGradients, add=("reduce", "gemm"))
+def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "reduce") -> Schedule:
     world, m = p.world_size, p.rows
     if world == 1:
         raise NotApplicableError("one rank has nothing to send")
@@ -82,13 +87,22 @@ def direct(p: AllGatherMatmulGradients) -> Schedule:
         part = (i * m, m)
         o.multiply_back(compute, made.part(rows=part), (to * m, m)).set(computed, i)
         sender.wait(computed, i).copy(made.part(rows=part), box.part(rows=part, at=to)).set(there, i, at=to)
-    o.multiply_back(compute, o.grad_x.part(), own)
+    if add == "reduce":
+        o.multiply_back(compute, o.grad_x.part(), own)
     for i in range(world):
         compute.wait(arrived, i)
     o.multiply_weights(compute, whole.part())
-    for i in range(len(peers)):
-        compute.wait(there, i)
-    compute.reduce(o.grad_x.part(), o.grad_x.part(), *(box.part(rows=(i * m, m)) for i in range(len(peers))))
+    came = [box.part(rows=(i * m, m)) for i in range(len(peers))]
+    if add == "gemm" and world == 2:  # a copy engine moves the peer's part during the weights' gradients
+        placed = d.signals("placed", 1)
+        d.lane("to the sum", "copy").wait(there, 0).copy(came[0], o.grad_x.part()).set(placed, 0)
+        compute.wait(placed, 0)
+    else:
+        for i in range(len(peers)):
+            compute.wait(there, i)
+        compute.reduce(o.grad_x.part(), *([o.grad_x.part()] if add == "reduce" else []), *came)
+    if add == "gemm":
+        o.multiply_back(compute, o.grad_x.part(), own, add=True)
     for i, source in enumerate(sources):
         compute.set(free, i, at=source)
     compute.set(free, len(peers))
