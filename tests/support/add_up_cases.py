@@ -64,7 +64,7 @@ class Memory:
 
 
 def play(name: str, device: torch.device) -> None:
-    from weft.runtime.cuda.add_up import AddUp, Norm, Place
+    from weft.runtime.cuda.add_up import Address, AddUp, SumNorm
 
     case, generator = CASES[name], torch.Generator().manual_seed(len(name))
     item = case.dtype.itemsize
@@ -90,10 +90,10 @@ def play(name: str, device: torch.device) -> None:
         fixed = [0 if how.startswith("given") else base for how, base in zip(how_of, bases, strict=True)]
         if made is None:
             places = [
-                Place(i, m.begin * item, 0 if "row" in how and case.rows > 1 else m.pitch * item)
+                Address(i, m.begin * item, 0 if "row" in how and case.rows > 1 else m.pitch * item)
                 for i, (m, how) in enumerate(zip(memories, how_of, strict=True))
             ]
-            norm = None if case.eps is None else Norm(places[-2], places[-1], case.eps)
+            norm = None if case.eps is None else SumNorm(places[-2], places[-1], case.eps)
             made = AddUp(
                 device, case.dtype, (case.rows, case.cols), places[0], places[1:-2], fixed=fixed, norm=norm
             )  # fmt: skip

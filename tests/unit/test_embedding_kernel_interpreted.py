@@ -83,7 +83,7 @@ class Ranks:
 
     def __init__(self, case: Case) -> None:
         from weft.kernels import embedding_all_to_all as device_code
-        from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory, Tables
+        from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, Tables
 
         self.device_code, self.case, self.p = device_code, case, case.p
         self.world = case.p.sharding.world_size
@@ -95,7 +95,7 @@ class Ranks:
         self.signals = torch.zeros(self.world, 3 * self.world, dtype=torch.int64)
         n_flags = max(1, max(case.p.batch_sizes) * sum(self.plan.slices_per_sample))
         self.flags = torch.zeros(self.world, n_flags, dtype=torch.int64)
-        self.memory = Memory(
+        self.memory = RankAddresses(
             Tables.of(
                 *(
                     torch.tensor([t[r].data_ptr() for r in range(self.world)])

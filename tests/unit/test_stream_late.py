@@ -114,7 +114,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Numbers, "made", [], raising=False)
     monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
-    for name, instead in (("Move", move), ("Totals", Numbers)):
+    for name, instead in (("CopyLaunch", move), ("Totals", Numbers)):
         monkeypatch.setattr(stream_compiler, name, instead)
     for name in ("Agreeing", "ReadAhead", "Gemms"):
         monkeypatch.setattr(stream_compiler, name, lambda *_: SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0))

@@ -87,7 +87,7 @@ def play(case: Case) -> None:
         table.append(entry)
     targets = [[words.data_ptr() + 8 * i] for i in range(3)]
     numbered = [(n + case.missing * (i == 1), to) for i, (n, to) in enumerate(zip(come, targets, strict=True))]
-    made = tracked_matmul.TrackedMatmul(
+    made = tracked_matmul.TrackedMatmulLauncher(
         torch.device("cpu"), np.array(table, np.int64), numbered[: 3 if case.sets == 2 else 2 * case.sets],
         rows=ROWS, cols=COLS, sets=case.sets, itemsize=item, relative=case.relative, splits=case.splits,
         adds=case.adds is not None,

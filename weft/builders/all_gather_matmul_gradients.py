@@ -22,7 +22,7 @@ from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Region
 
 
-class _Operands:
+class _Gradients:
     def __init__(self, name: str, p: AllGatherMatmulGradients) -> None:
         self.d, self.p = Draft(name, p.world_size), p
         buffer, each = self.d.buffer, list(enumerate(p.n))
@@ -48,7 +48,7 @@ class _Operands:
 
 @builder(AllGatherMatmulGradients)
 def serial(p: AllGatherMatmulGradients) -> Schedule:
-    o = _Operands("serial", p)
+    o = _Gradients("serial", p)
     lane = o.d.lane("compute")
     whole = o.d.buffer("whole", p.m, p.k, p.dtype, "scratch")
     lane.all_gather(o.x.part(), whole.part())
@@ -68,7 +68,7 @@ def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "red
         raise NotApplicableError("one rank has nothing to send")
     if not p.has_work:
         raise NotApplicableError("there is nothing to multiply")
-    o = _Operands("direct", p)
+    o = _Gradients("direct", p)
     d, peers = o.d, [peer(world, distance) for distance in range(1, world)]
     sources = [peer(world, -distance) for distance in range(1, world)]
     whole = d.buffer("whole", p.m, p.k, p.dtype, "symmetric")

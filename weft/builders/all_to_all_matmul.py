@@ -39,10 +39,9 @@ from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, lookup, total
 from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
-from weft.schedule.steps import Compute, Copy, Region
+from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
-Transport: TypeAlias = Literal["dma", "kernel"]
-Send: TypeAlias = Literal["in_turn", "at_once"]
+SendOrder: TypeAlias = Literal["in_turn", "at_once"]
 """in_turn: to one peer after the other, fastest for the first tokens behind a switch. at_once: over all links of a mesh."""
 Columns: TypeAlias = tuple[int, int]
 """(first, count) of the k columns of tokens."""
@@ -77,7 +76,7 @@ def serial(p: AllToAllMatmul) -> Schedule:
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), rest=("each", "together"), send=("in_turn", "at_once"))
 def dispatch(
-    p: AllToAllMatmul, *, by: Transport, rest: Literal["each", "together"], send: Send = "in_turn"
+    p: AllToAllMatmul, *, by: CopyBy, rest: Literal["each", "together"], send: SendOrder = "in_turn"
 ) -> Schedule:
     """Multiply source by source. rest: one launch for each other rank when its tokens arrive, or one launch when all have
     arrived."""
@@ -96,7 +95,7 @@ def dispatch(
 
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=("in_turn", "at_once"))
-def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int, send: Send = "in_turn") -> Schedule:
+def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
     """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: one launch when all tokens have
     arrived."""
     pieces = cut(p.experts, chunks, what="experts of a rank")
@@ -182,7 +181,7 @@ class Sending(_Dispatch):
 
     There is one lane for all peers, or a lane for each peer. Tokens go in `chunks` parts with a signal each."""
 
-    def __init__(self, name: str, p: AllToAllMatmul, by: Transport, send: Send, chunks: int = 1) -> None:
+    def __init__(self, name: str, p: AllToAllMatmul, by: CopyBy, send: SendOrder, chunks: int = 1) -> None:
         super().__init__(name, p, "symmetric")
         world = p.world_size
         if world == 1:

@@ -21,7 +21,7 @@ from weft.schedule.expr import RANK, Index
 from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Region, Set, Signals
 
-Place: TypeAlias = Callable[[Index, int], Region]
+ChunkRegion: TypeAlias = Callable[[Index, int], Region]
 """The region of a chunk, from (rank, number of the chunk)."""
 
 
@@ -48,7 +48,7 @@ class Fetched:
             lane.then(step)
 
     def fetch(
-        self, source: Place, target: Place, by: Literal["dma", "kernel"], counts: Sequence[int] = (),
+        self, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"], counts: Sequence[int] = (),
         complete: Signals | None = None, apart: bool = False,
     ) -> None:  # fmt: skip
         """Fetch all chunks on a lane of its own.

@@ -25,12 +25,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from weft.builders.all_to_all_matmul import Columns, Sending, Transport, dispatch_by_expert
+from weft.builders.all_to_all_matmul import Columns, Sending, dispatch_by_expert
 from weft.builders.operands import cut
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import ITEM_BYTES
+from weft.schedule.steps import ITEM_BYTES, CopyBy
 
 Start = Literal["uniform", "hetero"]
 Gemms = Literal["fused", "unfused"]
@@ -41,7 +41,7 @@ _ALIGNED_BYTES = 16
 
 
 @builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,), by=_BY)
-def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: Transport) -> Schedule:
+def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
     """Cut tokens by expert. steps: pieces of a rank's experts; 0: the number of ranks, which the planner tries. Others can be
     pinned."""
     _require_peers(p)
@@ -52,7 +52,7 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: T
 
 
 @builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,), by=_BY)
-def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: Transport) -> Schedule:
+def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: CopyBy) -> Schedule:
     """Cut tokens by columns. steps: pieces; 0: the number of ranks. By dma a piece is one two-dimensional copy to each rank."""
     _require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]
@@ -66,7 +66,7 @@ def _require_peers(p: AllToAllMatmul) -> None:
         raise NotApplicableError("one rank has no peer to send to")
 
 
-def _ficco(p: AllToAllMatmul, cuts: str, start: Start, gemms: Gemms, by: Transport, pieces: list[Piece]) -> Schedule:
+def _ficco(p: AllToAllMatmul, cuts: str, start: Start, gemms: Gemms, by: CopyBy, pieces: list[Piece]) -> Schedule:
     uniform, fused, others = start == "uniform", gemms == "fused", list(range(1, p.world_size))
     one = not uniform and len(others) == 1  # one peer's tokens are one launch either way
     send: Literal["in_turn", "at_once"] = "at_once" if len(others) > 1 else "in_turn"

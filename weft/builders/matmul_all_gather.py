@@ -21,7 +21,7 @@ from typing import Literal
 
 from weft.builders.fetched import Fetched
 from weft.builders.operands import cut
-from weft.builders.partial_products import Chunk, Tiles
+from weft.builders.partial_products import Chunk, TrackedTiles
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index
@@ -30,7 +30,7 @@ from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import Compute, Copy, Region
 
 
-class _Operands:
+class _Product:
     """The caller's tensors in a draft of `p`."""
 
     def __init__(self, name: str, p: MatmulAllGather) -> None:
@@ -49,7 +49,7 @@ class _Operands:
 
 @builder(MatmulAllGather)
 def serial(p: MatmulAllGather) -> Schedule:
-    o = _Operands("serial", p)
+    o = _Product("serial", p)
     lane = o.d.lane("compute")
     if p.world_size == 1 or not p.m * p.n:  # nothing to send
         lane.matmul(o.place(RANK, (0, p.m)), o.x.part(), o.w.part())
@@ -66,7 +66,7 @@ def serial(p: MatmulAllGather) -> Schedule:
     return o.d.schedule()
 
 
-class _Sent(_Operands):
+class _Sent(_Product):
     """The operands of a schedule that overlaps. made: this rank's product, which all ranks fetch."""
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
@@ -104,7 +104,7 @@ def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> 
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8))
 def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
     """Run one tracked GEMM; copy engines fetch a chunk when all its tiles have signaled."""
-    o, tiles = _Sent("tracked", p, chunks), Tiles(p.m, p.n, chunks)
+    o, tiles = _Sent("tracked", p, chunks), TrackedTiles(p.m, p.n, chunks)
     product = Compute(
         "matmul", o.made.part(rows=tiles.rows, cols=tiles.cols), (o.x.part(rows=tiles.rows), o.w.part(cols=tiles.cols))
     )

@@ -34,7 +34,7 @@ from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import Copy, Region
 
 
-class _Operands:
+class _ProductGradients:
     """The caller's tensors in a draft of `p`."""
 
     def __init__(self, name: str, p: MatmulAllGatherGradients) -> None:
@@ -55,7 +55,7 @@ class _Operands:
 
 @builder(MatmulAllGatherGradients)
 def serial(p: MatmulAllGatherGradients) -> Schedule:
-    o = _Operands("serial", p)
+    o = _ProductGradients("serial", p)
     lane, whole = o.d.lane("compute"), ((0, p.m), (0, p.n))
     own = o.part(RANK, *whole)
     if p.world_size > 1 and p.m * p.n:
@@ -76,7 +76,7 @@ def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "c
         raise NotApplicableError("one rank has nothing to send")
     if not p.has_work:
         raise NotApplicableError("there is nothing to multiply")
-    o = _Operands("direct", p)
+    o = _ProductGradients("direct", p)
     d, peers = o.d, [peer(p.world_size, distance) for distance in range(1, p.world_size)]
     *before, tail = cut(p.m, chunks, what="rows of a product")
     blocks = cut(p.n, 1 if last == "rows" or chunks == 1 else ":".join("1" * chunks), what="columns of a product")

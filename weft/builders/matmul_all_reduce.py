@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from weft.builders.fetched import Fetched, Place
+from weft.builders.fetched import ChunkRegion, Fetched
 from weft.builders.operands import cut, starts
 from weft.builders.partial_products import Add, By, Chunk, PartialProducts, Sums, direct_sums, tracked_sums
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
@@ -55,7 +55,7 @@ class _Result:
         return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)
 
     def fetch(
-        self, fetched: Fetched, source: Place, target: Place, by: Literal["dma", "kernel"],
+        self, fetched: Fetched, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"],
         pieces: Callable[[int], list[Region]],
     ) -> Schedule:  # fmt: skip
         """Fetch all ranks' sums into y, and norm each chunk when it is complete.

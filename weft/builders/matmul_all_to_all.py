@@ -32,9 +32,10 @@ stores into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from weft.builders.operands import cut, peer
+from weft.builders.partial_products import By
 from weft.builders.problems.matmul_all_to_all import MatmulAllToAll
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, total
@@ -42,7 +43,6 @@ from weft.schedule.kernels import LibraryGroupedMatmul, Permute, ReturningMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Agree, Compute, Copy, ReadBy, Region
 
-Transport: TypeAlias = Literal["dma", "kernel", "store"]
 _TILE = "t"
 
 
@@ -69,7 +69,7 @@ def serial(p: MatmulAllToAll) -> Schedule:
 
 
 @builder(MatmulAllToAll, chunks=(1, 2, 4), by=("dma", "kernel", "store"))
-def combine(p: MatmulAllToAll, *, chunks: int, by: Transport) -> Schedule:
+def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
     """Multiply source by source. chunks: number of parts into which a peer's experts are cut."""
     d = _Sending("combine", p, by, chunks)
     for distance in range(1, p.world_size):
@@ -153,7 +153,7 @@ class _Sending(_Combine):
     Each part has its signal. A slot is filled again only when its reader has signaled that it has read all of it: once in every
     run, whatever the sizes."""
 
-    def __init__(self, name: str, p: MatmulAllToAll, by: Transport, chunks: int) -> None:
+    def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
         super().__init__(name, p)
         if p.world_size == 1:
             raise NotApplicableError("one rank has no peer to send to")

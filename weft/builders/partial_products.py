@@ -108,7 +108,7 @@ class PartialProducts:
         """Run `multiply` as one tracked GEMM, whose tiles each set `told`; return the number of tiles.
 
         All ranks must own equally many rows."""
-        tiles = Tiles(chunk[1], self.p.n, 1)
+        tiles = TrackedTiles(chunk[1], self.p.n, 1)
         rows, cols = tiles.rows, tiles.cols
 
         def of_tile(part: Region) -> Region:
@@ -256,7 +256,7 @@ def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dm
         raise NotApplicableError("tiles go to their owner one by one, not in chunks: use chunks=1")
     if p.m % p.world_size:
         raise NotApplicableError(f"m={p.m} must be divisible by world_size={p.world_size}: use another schedule")
-    tiles = Tiles(o.m, p.n, chunks)
+    tiles = TrackedTiles(o.m, p.n, chunks)
     compute, done = d.lane("compute"), d.signals("done", p.world_size * chunks)
     slots = p.world_size if to == "store" else peers  # the last is this rank's own
     box = o.parts("box", slots, "symmetric")
@@ -292,7 +292,7 @@ def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dm
     return pieces
 
 
-class Tiles:
+class TrackedTiles:
     """Tile t of a tracked GEMM whose result is the parts of several ranks, m x n each.
 
     Tiles go chunk by chunk of each part, and in a chunk `GROUP` row tiles at a time, column by column. turn: the number of the

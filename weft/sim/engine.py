@@ -24,10 +24,10 @@ from weft._core import Fluid
 from weft.errors import ScheduleError
 from weft.schedule import Schedule
 from weft.sim.issue import issue_times
-from weft.sim.lower import Await, LaneProgram, Program, Raise, Task, Work, lower
+from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
 from weft.sim.machines import NULL
 from weft.sim.model import Model
-from weft.sim.result import Event, Simulated
+from weft.sim.result import Simulated, TaskRun
 from weft.sim.scarce import parts_of, scarce_only
 
 _PULSES = 16
@@ -105,7 +105,11 @@ With a lane: it advances, or begins its work if `works`. Without a lane: `counte
 
 class _Engine:
     def __init__(
-        self, program: Program, late: Sequence[float], issued: dict[tuple[int, int], list[float]] | None, runs: int
+        self,
+        program: LoweredSchedule,
+        late: Sequence[float],
+        issued: dict[tuple[int, int], list[float]] | None,
+        runs: int,
     ) -> None:
         self.program, self.runs = program, runs
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
@@ -127,7 +131,7 @@ class _Engine:
         self.counters = [0] * program.counters
         self.waiting: dict[int, list[tuple[int, _Lane]]] = {}
         self.meeting: dict[tuple[int, int, int], list[_Lane]] = {}
-        self.events: list[Event] = []
+        self.events: list[TaskRun] = []
 
     def run(self) -> Simulated:
         for rank in self.ranks.values():

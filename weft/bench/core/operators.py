@@ -48,7 +48,7 @@ def measured() -> list[str]:
 
 
 def operator(name: str) -> Any:
-    """Return the `weft.bench.core.operator.Operator` of that name; raise `ValueError` with the known names if there is none.
+    """Return the `OperatorBenchmark` of that name; raise `ValueError` with the known names if there is none.
 
     An operator whose spec draws its calls and computes the expected results needs no file in `weft.bench.ops`, whether it is
     weft's or registered by a user (`weft.operator`).

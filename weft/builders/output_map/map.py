@@ -30,14 +30,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from weft.builders.output_map.routes import CollectiveName, Entry, Op, routes_of
-from weft.builders.output_map.steps import Add, By, Gemm, Product, scheduled
+from weft.builders.output_map.routes import CollectiveName, Entry, StoreOp, routes_of
+from weft.builders.output_map.steps import Gemm, Product, scheduled
+from weft.builders.partial_products import Add
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.builders.registry import NotApplicableError
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.schedule import Schedule
+from weft.schedule.steps import CopyBy
 
 Sender: TypeAlias = Literal["store", "dma"]
 """The sender of a chunk that only this rank computes: the GEMM's stores (remote_map) or a copy engine (dma_map)."""
@@ -109,11 +111,11 @@ class OutputMap:
         """Keep this rank's product of the chunk: it is, or is part of, this rank's result."""
         return self._with(Entry("local", chunk))
 
-    def remote_map(self, chunk: int, *, to: Index, op: Op = "store") -> OutputMap:
+    def remote_map(self, chunk: int, *, to: Index, op: StoreOp = "store") -> OutputMap:
         """Let the GEMM store the chunk in the memory of rank `to`."""
         return self._with(Entry("remote_map", chunk, to, op))
 
-    def dma_map(self, chunk: int, *, to: Index, op: Op = "store", after: int = 1) -> OutputMap:
+    def dma_map(self, chunk: int, *, to: Index, op: StoreOp = "store", after: int = 1) -> OutputMap:
         """Let a copy engine send the chunk to rank `to` when it has been written or updated `after` times.
 
         The writers are this rank's GEMM, if it computes the chunk, and each rank that sends the chunk here."""
@@ -130,13 +132,13 @@ class OutputMap:
             raise ValueError(
                 f"chunk {entry.chunk}: to={entry.to!r} is not a rank: use a number, or an expression such as (RANK + 1) % 4"
             )
-        if entry.op not in get_args(Op):
+        if entry.op not in get_args(StoreOp):
             raise ValueError(f"chunk {entry.chunk}: op={entry.op!r} is not known: use 'store' or 'update'")
         return replace(self, entries=(*self.entries, entry))
 
     def schedule(
         self, problem: Target, *, gemm: Gemm = "chunks", add: Add | None = None,
-        by: By = "dma", engines: int = 1, name: str = "output map",
+        by: CopyBy = "dma", engines: int = 1, name: str = "output map",
     ) -> Schedule:  # fmt: skip
         """Return the schedule that maps every rank's output so.
 
@@ -158,12 +160,12 @@ class OutputMap:
 
 def schedule_of(
     maps: Sequence[OutputMap], problem: Target, *, gemm: Gemm = "chunks",
-    add: Add | None = None, by: By = "dma", engines: int = 1, name: str = "output map",
+    add: Add | None = None, by: CopyBy = "dma", engines: int = 1, name: str = "output map",
 ) -> Schedule:  # fmt: skip
     """Return the schedule of `OutputMap.schedule`, with one map for each rank."""
     p, wanted = (problem, None) if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
     add = add or ("reduce" if gemm == "tracked" else "gemm")
-    if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(By):
+    if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(CopyBy):
         raise ValueError(
             f"gemm={gemm!r}, add={add!r}, by={by!r}: use gemm='chunks' or 'tracked', add='gemm' or 'reduce', by='dma' or 'kernel'"
         )
@@ -288,7 +290,7 @@ def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = 
     return made
 
 
-def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: Op, sliced: bool, rank: Index) -> OutputMap:
+def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: StoreOp, sliced: bool, rank: Index) -> OutputMap:
     pieces, peers = range(per_rank), range(1, world)
     if sliced:
         chunks = [(distance, piece) for piece in pieces for distance in peers]
@@ -302,5 +304,5 @@ def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: Op, sliced:
     return made
 
 
-def _send(made: OutputMap, chunk: int, to: Index, by: Sender, op: Op) -> OutputMap:
+def _send(made: OutputMap, chunk: int, to: Index, by: Sender, op: StoreOp) -> OutputMap:
     return made.remote_map(chunk, to=to, op=op) if by == "store" else made.dma_map(chunk, to=to, op=op, after=1)

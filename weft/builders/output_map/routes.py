@@ -23,9 +23,9 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 from weft.schedule.expr import RANK, Index, value
 
 CollectiveName: TypeAlias = Literal["reduce_scatter", "all_gather", "all_to_all"]
-How: TypeAlias = Literal["local", "remote_map", "dma_map"]
-Op: TypeAlias = Literal["store", "update"]
-Order: TypeAlias = tuple[Index, ...] | None
+MapKind: TypeAlias = Literal["local", "remote_map", "dma_map"]
+StoreOp: TypeAlias = Literal["store", "update"]
+ChunkOrder: TypeAlias = tuple[Index, ...] | None
 """Places in the order of production; None: the next rank's first, this rank's last."""
 
 
@@ -33,10 +33,10 @@ Order: TypeAlias = tuple[Index, ...] | None
 class Entry:
     """One call of a map."""
 
-    how: How
+    how: MapKind
     chunk: int
     to: Index = RANK
-    op: Op = "store"
+    op: StoreOp = "store"
     after: int = 1
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Entry:
 
 
 class Send(NamedTuple):
-    how: How
+    how: MapKind
     to: int
 
 
@@ -57,7 +57,7 @@ Node: TypeAlias = tuple[int, int]
 
 @lru_cache(maxsize=64)
 def routes_of(
-    collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[Order, tuple[Entry, ...]], ...]
+    collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...]
 ) -> Routes:
     """Return the routes of these maps, one for each rank or one for all; raise `ValueError` for impossible maps."""
     return Routes(collective, world, chunks, maps)
@@ -76,7 +76,7 @@ class Routes:
         collective: CollectiveName,
         world: int,
         chunks: int,
-        maps: tuple[tuple[Order, tuple[Entry, ...]], ...],
+        maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...],
     ) -> None:
         if chunks % world:
             raise ValueError(
@@ -167,7 +167,7 @@ class Routes:
         self._times[in_turn] = found
         return found
 
-    def _order(self, rank: int, order: Order) -> tuple[int, ...]:
+    def _order(self, rank: int, order: ChunkOrder) -> tuple[int, ...]:
         per = self.per_rank
         if order is None:
             first = (rank + 1) * per

@@ -27,16 +27,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from weft.builders.operands import cut, peer
 from weft.builders.output_map.routes import Node, Routes, Send
-from weft.builders.output_map.tiles import Tiled, Tiling
+from weft.builders.output_map.tiles import TilesInOrder, TilesOfRank
+from weft.builders.partial_products import Add, Chunk
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
-from weft.schedule.steps import Buffer, Compute, Region, Resource, Set, Signals
+from weft.schedule.steps import Buffer, Compute, CopyBy, Region, Resource, Set, Signals
 
-Add: TypeAlias = Literal["gemm", "reduce"]
-By: TypeAlias = Literal["dma", "kernel"]
 Gemm: TypeAlias = Literal["chunks", "tracked"]
-Rows: TypeAlias = tuple[int, int]
-"""(first, count) of an owner's rows"""
 _LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to y": "copy"}
 """The resources of lanes by name; lanes to peers are copy lanes."""
 
@@ -50,14 +47,14 @@ class Product(NamedTuple):
     dtype: str
 
 
-def scheduled(name: str, routes: Routes, p: Product, *, gemm: Gemm, add: Add, by: By, engines: int) -> Schedule:
+def scheduled(name: str, routes: Routes, p: Product, *, gemm: Gemm, add: Add, by: CopyBy, engines: int) -> Schedule:
     """Return the schedule of these routes.
 
     Raises `ValueError` if GEMMs that add to arriving chunks would wait for one another, and `NotApplicableError` for fewer rows
     than pieces."""
     plan = _Plan(name, routes, p, gemm, add, by, engines)
     if routes.alike:
-        _Rank(plan, 0, lambda rank: peer(routes.world, rank) if rank else RANK, plan.d.lane).write()
+        _RankLanes(plan, 0, lambda rank: peer(routes.world, rank) if rank else RANK, plan.d.lane).write()
         return plan.d.schedule()
     for name in plan.lanes:
         plan.d.lane(name, _resource(name))
@@ -70,7 +67,7 @@ def scheduled(name: str, routes: Routes, p: Product, *, gemm: Gemm, add: Add, by
         def at(other: int, rank: int = rank) -> Index:
             return RANK if other == rank else other
 
-        _Rank(plan, rank, at, lane).write()
+        _RankLanes(plan, rank, at, lane).write()
         only = lookup([int(other == rank) for other in range(routes.world)], RANK)
         for name, made in lanes.items():
             plan.d.lane(name).repeat("only", only, *made.steps)
@@ -88,12 +85,12 @@ class _Plan:
     of its product, counted in m rows. frees: for each rank, the (rank, lane) pairs that signal that its slots there are free.
     """
 
-    def __init__(self, name: str, routes: Routes, p: Product, gemm: Gemm, add: Add, by: By, engines: int) -> None:
+    def __init__(self, name: str, routes: Routes, p: Product, gemm: Gemm, add: Add, by: CopyBy, engines: int) -> None:
         self.routes, self.p, self.add, self.by = routes, p, add, by
         self._senders = ["to peers" if engines == 1 else f"to peers {i}" for i in range(engines)]
         self.lanes = [*_LANES, *self._senders]
         self.d, self.m = Draft(name, routes.world), p.rows // routes.world
-        self.tiling = Tiling(self.m, p.n, routes.per_rank) if gemm == "tracked" else None
+        self.tiling = TilesOfRank(self.m, p.n, routes.per_rank) if gemm == "tracked" else None
         self.pieces = self.tiling.pieces if self.tiling else cut(self.m, routes.per_rank, what="rows of a rank's part")
         self.times = routes.times(in_turn=routes.sums and add == "gemm")
         gather = routes.collective == "all_gather"
@@ -181,7 +178,7 @@ class _Plan:
         return found, most
 
 
-class _Rank:
+class _RankLanes:
     """The lanes of one rank. at: the index of another rank: its number, or its place in the ring relative to this rank."""
 
     def __init__(
@@ -255,13 +252,13 @@ class _Rank:
             self._multiply(place, self._kept(place))
         compute.set(plan.signals("computed"), self._number(place))
 
-    def _compute_tracked(self, tiling: Tiling) -> None:
+    def _compute_tracked(self, tiling: TilesOfRank) -> None:
         """Compute all chunks in one launch. Each is stored at its destination, or kept until an engine sends it."""
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
         sends = [next((s for s in routes.sends[rank][p] if s.how == "remote_map"), None) for p in self._computed]
         for send in filter(None, sends):
             self._open(compute, send.to)
-        tiled = Tiled(tiling, [place % routes.per_rank for place in self._computed])
+        tiled = TilesInOrder(tiling, [place % routes.per_rank for place in self._computed])
         owner = self._ranks(tiled, [routes.owner(place) for place in self._computed])
         at = self._ranks(tiled, [send.to if send else rank for send in sends])
         chunks = list(zip(self._computed, sends, strict=True))
@@ -285,7 +282,7 @@ class _Rank:
         told = Set(plan.signals("done").name, tiled.by_chunk(numbers), at)
         compute.tiles(tiling.kernel, "t", tiled.extent, matmul, told)
 
-    def _ranks(self, tiled: Tiled, ranks: list[int]) -> Index:
+    def _ranks(self, tiled: TilesInOrder, ranks: list[int]) -> Index:
         """Return the rank of each tile, from a rank for each chunk."""
         if len(set(ranks)) == 1:
             return self.at(ranks[0])
@@ -295,7 +292,7 @@ class _Rank:
             ) % self.routes.world
         return tiled.by_chunk(ranks)
 
-    def _compute_own(self, place: int, rows: Rows) -> None:
+    def _compute_own(self, place: int, rows: Chunk) -> None:
         """Compute a chunk that stays; with add=gemm, add the updates of other ranks to it."""
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
@@ -394,7 +391,7 @@ class _Rank:
         if lane.name == "compute" and forwards:
             lane.set(self.plan.signals("opened"), opened)
 
-    def _multiply(self, place: int, out: Region, rows: Rows | None = None, *, add: bool = False) -> LaneDraft:
+    def _multiply(self, place: int, out: Region, rows: Chunk | None = None, *, add: bool = False) -> LaneDraft:
         begin, count = rows or self._rows([place])
         first: Index = begin
         if self.routes.collective != "all_gather":  # in an all-gather x has only this rank's rows
@@ -437,7 +434,7 @@ class _Rank:
     def _number(self, place: int) -> int:
         return self.routes.number[self.rank][place]
 
-    def _rows(self, places: Sequence[int]) -> Rows:
+    def _rows(self, places: Sequence[int]) -> Chunk:
         """Return the rows of adjacent chunks, relative to their owner's rows."""
         pieces = [self.plan.pieces[place % self.routes.per_rank] for place in places]
         return pieces[0][0], sum(count for _, count in pieces)
@@ -446,7 +443,7 @@ class _Rank:
         """Return the number of the signal for the chunk that the nth source sends there."""
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
-    def _slot(self, rank: int, place: int, nth: int = 0, rows: Rows | None = None) -> Region:
+    def _slot(self, rank: int, place: int, nth: int = 0, rows: Chunk | None = None) -> Region:
         first, count = rows or self._rows([place])
         row = self.plan.slot(rank, place, nth) * self.plan.m + first
         return self.plan.box.part(rows=(row, count), at=self.at(rank))
@@ -460,7 +457,7 @@ class _Rank:
         landing = self.routes.landing(self.rank, place)
         return landing, self.routes.sources[send.to][landing].index(self.rank)
 
-    def _kept(self, place: int, rows: Rows | None = None) -> Region:
+    def _kept(self, place: int, rows: Chunk | None = None) -> Region:
         first, count = rows or self._rows([place])
         part = self.plan.made_first + self.plan.made_slots[self.rank, place]
         return self.plan.made.part(rows=(part * self.plan.m + first, count))
@@ -471,7 +468,7 @@ class _Rank:
             return self._kept(place)
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)
 
-    def _result(self, place: int, rows: Rows | None = None) -> Region:
+    def _result(self, place: int, rows: Chunk | None = None) -> Region:
         first, count = rows or self._rows([place])
         row = 0 if self.routes.sums else self.at(self.routes.owner(place)) * self.plan.m
         return self.plan.y.part(rows=(row + first, count))

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.builders.partial_products import GROUP, Tiles
+from weft.builders.partial_products import GROUP, TrackedTiles
 from weft.schedule.expr import Expr, Index, lookup
 
 
-class Tiling:
+class TilesOfRank:
     """The tiles of a product of `m` rows for each rank, in `per_rank` chunks. pieces: (first, count) of each chunk's rows. tiles:
     number in each."""
 
     def __init__(self, m: int, n: int, per_rank: int) -> None:
-        tiles = Tiles(m, n, per_rank)
+        tiles = TrackedTiles(m, n, per_rank)
         self.kernel, self.across = tiles.kernel, -(-n // tiles.kernel.cols)
         self.pieces, self.tiles = [rows for rows, _ in tiles.chunks], [count for _, count in tiles.chunks]
         self._m, self._n = m, n
@@ -39,13 +39,13 @@ def _cut(i: Index, size: int, whole: int) -> tuple[Index, Index]:
     return size * i, lookup([min(size, whole - begin) for begin in range(0, whole, size)], i)
 
 
-class Tiled:
+class TilesInOrder:
     """The tiles as expressions of t.
 
     pieces: for each chunk in the order of production, its number among its owner's chunks. rows, cols: (first, count), relative
     to the owner's rows. extent: of t."""
 
-    def __init__(self, tiling: Tiling, pieces: Sequence[int]) -> None:
+    def __init__(self, tiling: TilesOfRank, pieces: Sequence[int]) -> None:
         groups = [(chunk, *group) for chunk, piece in enumerate(pieces) for group in tiling.groups(piece)]
         # Indexed by t // across: each row tile counts as `across` tiles.
         table = [(chunk, first, count, begin) for begin, (chunk, first, count) in _begun(groups) for _ in range(count)]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from weft.runtime.cuda.sizes import is_late
-from weft.runtime.cuda.tokens import Place, Token
+from weft.runtime.cuda.tokens import StepPlace, Token
 from weft.schedule import Copy, Region, Set, Step, Wait
 
 
@@ -49,7 +49,7 @@ class Grouping:
         rank: int,
         lanes: list[str],
         order: list[tuple[str, Step]],
-        tokens: dict[Place, Token],
+        tokens: dict[StepPlace, Token],
         pitch_of: Callable[[Region], int | None],
     ) -> None:
         self._rank, self._lanes, self._order, self._pitch_of = rank, lanes, order, pitch_of

@@ -126,7 +126,7 @@ def _check_steps(faults: _Faults, schedule: Schedule, buffers: Buffers, moves: M
         faults.add("collective", fault, event)
 
 
-class _Access(NamedTuple):
+class _StepAccess(NamedTuple):
     at: int
     buffer: str
     box: Box
@@ -144,7 +144,7 @@ class _Accesses:
     how: list[tuple[bool, bool, bool]] = field(default_factory=list)
 
 
-class _Table(NamedTuple):
+class _AccessArrays(NamedTuple):
     """`_Accesses` as arrays."""
 
     events: np.ndarray
@@ -178,7 +178,7 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
             found.how.append(how)
     for (rank, name, _), found in instances.items():
         where = f"{name}@{rank}"
-        table = _Table(*map(np.array, (found.events, found.runs, found.boxes)), *np.array(found.how).T)
+        table = _AccessArrays(*map(np.array, (found.events, found.runs, found.boxes)), *np.array(found.how).T)
         if not table.writes.any() and buffers[rank][name].role == "input":
             continue  # an input, which all steps may read
         common = _overlaps(table.boxes)
@@ -196,16 +196,16 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
                     )
 
 
-def _accesses(step: Step) -> list[_Access]:
+def _accesses(step: Step) -> list[_StepAccess]:
     """Return the accesses of a step in numbers, without empty regions."""
     every = [
-        _Access(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
+        _StepAccess(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
         for region, reads, writes, updates in step.accesses()
     ]
     return [one for one in every if one.box[0] < one.box[1] and one.box[2] < one.box[3]]
 
 
-def _check_races(faults: _Faults, happened: Happened, where: str, found: _Table, common: np.ndarray) -> None:
+def _check_races(faults: _Faults, happened: Happened, where: str, found: _AccessArrays, common: np.ndarray) -> None:
     writes, updates = found.writes, found.updates
     conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # updates may come in any order
     i, j = np.triu(common & conflict, 1).nonzero()
@@ -219,7 +219,7 @@ def _check_races(faults: _Faults, happened: Happened, where: str, found: _Table,
         faults.add("race", text, a, b)
 
 
-def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Table, common: np.ndarray) -> None:
+def _check_reads(faults: _Faults, happened: Happened, where: str, found: _AccessArrays, common: np.ndarray) -> None:
     """Find reads of elements that no step has written in this run.
 
     Unordered steps have been reported already, so a write that may come before a read counts. Updates are not ordered, and

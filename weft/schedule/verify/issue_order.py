@@ -30,7 +30,7 @@ from weft.schedule.verify.forked_tiles import step_number
 Lanes: TypeAlias = tuple[Lane, ...]
 Counted: TypeAlias = tuple[Index, str, Index]
 """A counter: the rank that owns it, its signals' name, its index."""
-Meeting: TypeAlias = tuple[int, int, int]
+CollectiveId: TypeAlias = tuple[int, int, int]
 """A collective on all ranks: run, lane, its number on that lane."""
 
 
@@ -144,8 +144,8 @@ class _Play:
         self._sets: Counters = Counter()
         self._new_sets: Counters = Counter()
         # The ranks that have reached each collective.
-        self._come: dict[Meeting, set[int]] = {}
-        self._new_come: list[tuple[Meeting, int]] = []
+        self._come: dict[CollectiveId, set[int]] = {}
+        self._new_come: list[tuple[CollectiveId, int]] = []
 
     def round(self) -> bool:
         """Play one round; return True if anything happened."""
