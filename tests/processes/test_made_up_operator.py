@@ -26,7 +26,7 @@ from weft.operator.calls import made
 from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.plan import explain
-from weft.runtime.unfused import all_gather
+from weft.runtime.unfused.collectives import all_gather
 from weft.schedule import RANK, Draft, Schedule
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate

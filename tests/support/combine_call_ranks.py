@@ -15,7 +15,7 @@ from support.expert_ranks import dual_takes, traffic
 from support.matmul_ranks import device, own_group, told
 
 import weft
-from weft.runtime import exchanged
+from weft.runtime.unfused.sizes import sizes_of
 
 
 def call(
@@ -225,10 +225,10 @@ def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str,
         ]
 
     def known(received: torch.Tensor, given: torch.Tensor = splits) -> bool:
-        found = exchanged.sizes_of(given, received)
+        found = sizes_of(given, received)
         assert found.host.came == received.sum(1).tolist()
         assert found.host.sent == given.view(world, -1).sum(1).tolist()
-        return exchanged.sizes_of(given, received).numbers.copy is not None
+        return sizes_of(given, received).numbers.copy is not None
 
     received = dispatched()
     found = {

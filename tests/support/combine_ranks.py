@@ -19,7 +19,7 @@ from support.matmul_ranks import close, device, own_group
 
 import weft
 from weft.builders import MatmulAllToAll, NotApplicableError, candidates
-from weft.runtime import exchanged
+from weft.runtime.unfused import grouped_matmul
 
 _NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -243,14 +243,15 @@ def dense(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype = t
 
 def torchs_grouped_gemm(group: dist.ProcessGroup) -> None:
     """The library's way with one GEMM for all experts, which is for GPUs; torch has one on CPU too, a slow one."""
-    original = exchanged._has_grouped_gemm
-    exchanged._has_grouped_gemm = lambda x, w: x.numel() > 0 and exchanged._is_aligned(x) and exchanged._is_aligned(w)
+    original = grouped_matmul._has_grouped_gemm
+    is_aligned = grouped_matmul._is_aligned
+    grouped_matmul._has_grouped_gemm = lambda x, w: x.numel() > 0 and is_aligned(x) and is_aligned(w)
     try:
         for exact in (True, False):
             forward(group, 3, torch.float32, "uneven", exact, "serial", exact, 4)
             backward(group, 2, exact, "serial", False)
     finally:
-        exchanged._has_grouped_gemm = original
+        grouped_matmul._has_grouped_gemm = original
 
 
 def compiled_forward(group: dist.ProcessGroup, exact: bool) -> None:

@@ -20,7 +20,7 @@ from support.matmul_ranks import close, device, own_group, told
 import weft
 from weft.builders import AllToAllMatmul
 from weft.operator import select
-from weft.runtime import exchanged
+from weft.runtime.unfused import experts
 
 Traffic = Literal["uneven", "all to one", "one has nothing", "nothing"]
 _NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -135,23 +135,26 @@ def backward(group: dist.ProcessGroup, experts: int, exact: bool, schedule: str 
 
 def torchs_grouped_gemm(group: dist.ProcessGroup) -> None:
     """The library's way with one GEMM for all experts, which is for GPUs; torch has one on CPU too, a slow one."""
-    from weft.runtime import exchanged
+    from weft.runtime.unfused import grouped_matmul
 
-    original = exchanged._has_grouped_gemm
-    exchanged._has_grouped_gemm = lambda x, w: x.numel() > 0 and exchanged._is_aligned(x) and exchanged._is_aligned(w)
+    original = grouped_matmul._has_grouped_gemm
+    is_aligned = grouped_matmul._is_aligned
+    grouped_matmul._has_grouped_gemm = lambda x, w: x.numel() > 0 and is_aligned(x) and is_aligned(w)
     try:
         for exact in (True, False):
             forward(group, 3, torch.float32, "uneven", exact, "serial", exact, 4)
             backward(group, 2, exact, "serial", False)
         left_out(group)
     finally:
-        exchanged._has_grouped_gemm = original
+        grouped_matmul._has_grouped_gemm = original
 
 
 def left_out(group: dist.ProcessGroup) -> None:
     """The library's way where more rows come than there is room for, which on GPUs is no error: the first ones are right, and
     their gradients."""
-    from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
+    from weft.ops.all_to_all_matmul import gradients_of_experts
+    from weft.runtime.unfused.experts import all_to_all_matmul, exchange_counts
+    from weft.runtime.unfused.sizes import Sizes
 
     rank, world, experts = group.rank(), group.size(), 2
     splits = traffic("uneven", world, experts, 2)
@@ -162,9 +165,9 @@ def left_out(group: dist.ProcessGroup) -> None:
     torch.stack([y[:rows].sum() for y, rows in zip(ys, room, strict=True)]).sum().backward()
     w, mine = weights.split(experts)[rank], torch.tensor(splits[rank], device=device())
     sizes = Sizes(mine, exchange_counts(mine, group))
-    y, _ = multiplied_by_library(tokens[rank], w, sizes, group, room[rank])
+    y, _ = all_to_all_matmul(tokens[rank], w, sizes, group, room[rank])
     torch.testing.assert_close(y.cpu().double(), ys[rank][: room[rank]], rtol=1e-4, atol=1e-4)
-    grad_x, grad_w = gradients(tokens[rank], w, sizes, group, torch.ones_like(y), (True, True))
+    grad_x, grad_w = gradients_of_experts(tokens[rank], w, sizes, group, torch.ones_like(y), (True, True))
     torch.testing.assert_close(grad_x.cpu().double(), exact_tokens[rank].grad, rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(grad_w.cpu().double(), exact_w.grad.split(experts)[rank], rtol=2e-4, atol=2e-4)
 
@@ -327,7 +330,7 @@ def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
 @contextlib.contextmanager
 def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
     """Calls of it that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
-    choose, send, sent = select.choose, exchanged._send, list[str]()
+    choose, send, sent = select.choose, experts.send, list[str]()
 
     def chosen(p: Any, domain: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
         return choose(p, domain, tensors, name if p.name == dual else pinned, **options)
@@ -336,11 +339,11 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
         sent.append(arguments[-1])
         return send(*arguments)
 
-    select.choose, exchanged._send = chosen, sending
+    select.choose, experts.send = chosen, sending
     try:
         yield sent
     finally:
-        select.choose, exchanged._send = choose, send
+        select.choose, experts.send = choose, send
 
 
 def more_tokens(group: dist.ProcessGroup, schedule: str, dual: str, known: bool) -> tuple[str, str]:

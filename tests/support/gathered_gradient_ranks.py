@@ -63,7 +63,7 @@ def taking(schedule: str) -> Iterator[None]:
     def within(op: Any, call: Any, group: dist.ProcessGroup, turn: Any) -> list[torch.Tensor]:
         called.append(op.name)
         with poisoned_outputs(op):
-            return calls._called(op, call, group, schedule, None if turn is None else turn.deadline_s, None)
+            return calls._called(op, call, group, schedule, turn.deadline_s, None)
 
     public.within = within
     try:

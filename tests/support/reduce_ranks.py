@@ -392,10 +392,10 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
 
 def librarys_sum(group: dist.ProcessGroup) -> None:
     """It leaves what it adds up, which may be a gradient of torch's."""
-    from weft.runtime.unfused import all_reduce
+    from weft.runtime.unfused import STRAIGHT, all_reduce
 
     x = torch.ones(3, 4)
-    y = all_reduce(x, [3] * group.size(), group.rank(), group, None, "all_reduce")
+    y = all_reduce(x, [3] * group.size(), group.rank(), group, STRAIGHT, "all_reduce")
     assert torch.equal(x, torch.ones(3, 4))
     assert torch.equal(y, group.size() * x)
 

@@ -32,8 +32,8 @@ from weft.operator.flops import counted, flops_of, is_counter_there
 from weft.operator.replay import seen
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
-from weft.runtime.in_turn import Turn
 from weft.runtime.layouts import READER
+from weft.runtime.unfused.turn import Turn
 from weft.symm.groups import group_of
 from weft.timeline import Timeline
 from weft.words import joined, kind
@@ -92,14 +92,13 @@ def made(
         return results
 
 
-def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor]:
+def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
     """Make a call as a part of another call, which has been counted and reports errors. A pinned schedule is for that
     other call."""
-    deadline_s = None if turn is None else turn.deadline_s
     if plan.pinned() is None:
-        return _called(op, call, group, None, deadline_s, None)
+        return _called(op, call, group, None, turn.deadline_s, None)
     with plan.use(None):
-        return _called(op, call, group, None, deadline_s, None)
+        return _called(op, call, group, None, turn.deadline_s, None)
 
 
 def operator_named(name: str) -> Operator[Any]:
@@ -110,10 +109,10 @@ def operator_named(name: str) -> Operator[Any]:
     return OPERATORS[name]
 
 
-def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> bool:
+def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
     """True if calls like this one, `within` another, run overlapped. Also True until one has been made."""
     with plan.use(None):
-        prepared = prepared_for(op, call, group, None, None if turn is None else turn.deadline_s, op.wanted(call))
+        prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
 
 

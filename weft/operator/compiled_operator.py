@@ -22,10 +22,10 @@ from weft.operator import select
 from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.spec import Operator
 from weft.runtime.executor import Executor
-from weft.runtime.in_turn import Marks, Turn, Turns
 from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
-from weft.runtime.unfused import Unfused
+from weft.runtime.unfused.serial import Unfused
+from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
 from weft.symm import Domain
 from weft.timeline import Timeline
 
@@ -136,13 +136,12 @@ class CompiledOperator:
         self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor]:
         """Run the call unfused: torch's collectives and GEMMs, one after the other."""
-        turn = None if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
+        turn = STRAIGHT if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
         results = self.op.unfused(self.p, call, self.group, turn)
         if results is None:
             made = self.steps().run(inputs, turn, self.group)
             results = [made[name] for name in self.results]
-        if turn is not None:
-            turn.end()
+        turn.end()
         return results
 
     def _scheduled(
@@ -298,10 +297,10 @@ class CompiledOperator:
             self.domain.check()
         return settled
 
-    def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn | None:
-        """Return the `Turn` that runs the collectives of an unfused call; None if they run as they are."""
+    def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
+        """Return the `Turn` that runs the collectives of an unfused call."""
         if self._turns is None and timeline is None:
-            return None
+            return STRAIGHT
         return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, self.rank, self.device))
 
     def executor(

@@ -33,7 +33,8 @@ from weft.operator.spec import Operator
 from weft.operator.together import failed, together
 from weft.runtime.layouts import READER
 from weft.runtime.opaque import looks_at_frames
-from weft.runtime.unfused import Unfused
+from weft.runtime.unfused.serial import Unfused
+from weft.runtime.unfused.turn import STRAIGHT
 from weft.symm.calls import calls_of
 
 P = ParamSpec("P")
@@ -263,7 +264,7 @@ class Replay(_Short):
                 if executor is not None:
                     results = self._run(executor, p, k, inputs)
                 elif self._steps is not None:
-                    made = self._steps.run(inputs, None, group)
+                    made = self._steps.run(inputs, STRAIGHT, group)
                     results = [made[name] for name in self._names]
                 else:
                     results = prepared.in_turn(self._call(p, k), inputs, self._deadline_s, None)
@@ -344,7 +345,7 @@ class Passing(_Short):
                 return _MISS
             calls.begun += 1
             self._made.note(passing_fingerprint(self.op.name, self._family, rows), self._what)
-            made = self._steps.run(self._inputs(p, k), None, group)
+            made = self._steps.run(self._inputs(p, k), STRAIGHT, group)
             self._end()
         except BaseException as error:
             self._failed(error, group)

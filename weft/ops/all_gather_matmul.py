@@ -29,9 +29,9 @@ from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul_gradients import AGAIN, partial_of, reduce_scattered
 from weft.ops.all_gather_matmul_gradients import OPERATOR as ALL_GRADIENTS
 from weft.runtime.collectives import all_gather_single
-from weft.runtime.in_turn import Turn, begun
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_gather
+from weft.runtime.unfused.collectives import all_gather
+from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 from weft.words import joined
 
@@ -175,7 +175,7 @@ class _AllGatherMatmul(Operator[_Call]):
 
     def gradients(
         self, p: AllGatherMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+        wanted: Sequence[bool], turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
@@ -189,7 +189,7 @@ class _AllGatherMatmul(Operator[_Call]):
         if any(wanted[1:]) and not p.return_gathered and p.world_size > 1:
             if even:
                 whole = x.new_empty(p.m, p.k)
-                gathering = begun(turn, AGAIN, all_gather_single, whole, x.contiguous(), group=group)
+                gathering = turn.begin(AGAIN, all_gather_single, whole, x.contiguous(), group=group)
             else:
                 whole = all_gather(x.contiguous(), list(p.rows), group.rank(), group, turn, AGAIN)
         grad_x = scattering = None
@@ -212,7 +212,7 @@ class _AllGatherMatmul(Operator[_Call]):
 
 
 def _all_at_once(
-    x: torch.Tensor, Bs: Sequence[torch.Tensor], grads: list[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
+    x: torch.Tensor, Bs: Sequence[torch.Tensor], grads: list[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> list[torch.Tensor]:
     call = ALL_GRADIENTS.form(x, grads, [B.t() for B in Bs])
     grad_x, *grad_wts = within(ALL_GRADIENTS, call, group, turn)
@@ -221,7 +221,7 @@ def _all_at_once(
 
 
 def _scattered_by_dual(
-    grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
+    grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
     """Return x's gradient from GEMM and reduce-scatter fused by `matmul_reduce_scatter`; None if that would not be faster."""
     dual: Any = operator_named("matmul_reduce_scatter")

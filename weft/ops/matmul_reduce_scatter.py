@@ -26,9 +26,9 @@ from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
-from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_gather
+from weft.runtime.unfused.collectives import all_gather
+from weft.runtime.unfused.turn import Turn
 from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined
@@ -173,7 +173,7 @@ class _MatmulReduceScatter(Operator[_Call]):
 
     def gradients(
         self, p: MatmulReduceScatter, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+        wanted: Sequence[bool], turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, B), (grad,) = saved, grads
         grad_x: torch.Tensor | None = None

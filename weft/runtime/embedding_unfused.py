@@ -8,7 +8,7 @@ It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user w
     result    [local batch, all columns], in the order of tables
 
 It uses no symmetric memory, so results are ordinary tensors. On CPU, ranks meet before they pool, as with other transports, and
-before they exchange, with this call's deadline (`weft.runtime.in_turn`). On GPUs, NCCL's timeout and errors apply to the
+before they exchange, with this call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout and errors apply to the
 exchange.
 """
 
@@ -26,8 +26,8 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import column_runs
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding as cpu
-from weft.runtime.in_turn import Marks, Turn, Turns
 from weft.runtime.meeting import refuse
+from weft.runtime.unfused.turn import Marks, Turn, Turns
 from weft.symm import Domain
 from weft.timeline import Timeline
 from weft.words import counted

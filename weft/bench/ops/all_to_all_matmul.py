@@ -37,7 +37,8 @@ from weft.builders.problem import PROBLEMS
 from weft.operator.spec import Operator as Spec
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
-from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
+from weft.runtime.unfused import experts
+from weft.runtime.unfused.sizes import Sizes
 from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"
@@ -322,8 +323,8 @@ class DispatchVariants(ExpertVariants):
 
     def serial(self, which: int) -> torch.Tensor:
         group = self.ranks.group
-        sizes = Sizes(self.splits[which], exchange_counts(self.splits[which], group))
-        return multiplied_by_library(self.tokens[which], self.w, sizes, group, None)[0]
+        sizes = Sizes(self.splits[which], experts.exchange_counts(self.splits[which], group))
+        return experts.all_to_all_matmul(self.tokens[which], self.w, sizes, group, None)[0]
 
     def padded(self, which: int) -> torch.Tensor:
         """Run with room for `capacity` rows of each expert on each rank: sizes are known, so the host does not wait.

@@ -3,7 +3,7 @@ thread.
 
 Nothing is kept or prepared for it on the device, and it needs no symmetric memory: a call costs what the torch calls cost. Steps
 become calls when an `Unfused` is made, and a step allocates the buffer that it writes. On CPU, ranks meet before every collective
-(`weft.runtime.in_turn`).
+(`weft.runtime.unfused.turn`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,18 @@ from weft.runtime.collectives import (
     REDUCE,
     SCATTER,
     all_gather_single,
-    all_reduce_single,
     gather_now,
-    reduce_scatter_single,
     scatter_now,
-    sendable,
 )
-from weft.runtime.in_turn import Turn
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
+from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step
 from weft.schedule.spans import span_name
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
-Call: TypeAlias = Callable[[Tensors, "Turn | None", dist.ProcessGroup], None]
-STRAIGHT = Turn(None, None)
-"""A turn that calls torch directly, without deadline and timeline: for callers without a turn."""
+Call: TypeAlias = Callable[[Tensors, Turn, dist.ProcessGroup], None]
 
 
 class Unfused:
@@ -62,10 +58,10 @@ class Unfused:
         """True if every step takes and makes whole matrices, of any number of rows."""
         return bool(self._plain)
 
-    def run(self, inputs: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> Tensors:
-        """Run all steps. Return all buffers. turn: runs collectives and records steps; None: straight to torch."""
+    def run(self, inputs: Tensors, turn: Turn, group: dist.ProcessGroup) -> Tensors:
+        """Run all steps. Return all buffers. turn: runs collectives and records steps."""
         tensors = dict(inputs)
-        if turn is None and self._plain and group not in COALESCING:
+        if turn is STRAIGHT and self._plain and group not in COALESCING:
             return self._run_plain(tensors, group)
         for call in self._calls:
             call(tensors, turn, group)
@@ -176,7 +172,7 @@ def _collective(step: Collective, here: Unfused) -> Call:
     )
     if here.schedule.world_size == 1:  # no peers
 
-        def alone(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+        def alone(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
             t[dst] = src(t).clone() if role == "output" else src(t)
 
         return alone
@@ -187,9 +183,9 @@ def _collective(step: Collective, here: Unfused) -> Call:
     if step.op == "all_reduce" and step.src == step.dst:
         together = all_reduce_
 
-    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+    def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
         x = src(t)
-        if simple and turn is None and x.itemsize > 1:  # most calls on GPUs
+        if simple and turn is STRAIGHT and x.itemsize > 1:  # most calls on GPUs
             t[dst] = gathered = x.new_empty(world * x.shape[0], x.shape[1])
             all_gather_single(gathered, x, group=group)
         else:
@@ -203,8 +199,8 @@ def _compute(step: Compute, here: Unfused) -> Call:
     out, inputs, name = here.made(step.out), [here.view(region) for region in step.inputs], here.name_of(step)
     dtype = TORCH_DTYPE[here.buffers[out].dtype]
 
-    def done(t: Tensors, turn: Turn | None, result: torch.Tensor) -> None:
-        t[out] = result if turn is None else turn.done(name, result)
+    def done(t: Tensors, turn: Turn, result: torch.Tensor) -> None:
+        t[out] = turn.done(name, result)
 
     if step.op == "matmul":
         a, b = inputs
@@ -217,7 +213,7 @@ def _compute(step: Compute, here: Unfused) -> Call:
     if step.op in SCALED_MATMULS:
         fast = step.op == "scaled_matmul_fast"
 
-        def scaled(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+        def scaled(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
             operands = [x(t) for x in inputs]
             y = torch.empty(operands[0].shape[0], operands[1].shape[1], dtype=dtype, device=operands[0].device)
             scaled_matmul(*operands, fast=fast, out=y)
@@ -236,7 +232,7 @@ def _compute(step: Compute, here: Unfused) -> Call:
 def _copy(step: Copy, here: Unfused) -> Call:
     src, dst = here.view(step.src), here.made(step.dst)
 
-    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+    def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
         t[dst] = src(t).clone()
 
     return call
@@ -246,7 +242,7 @@ def _copy(step: Copy, here: Unfused) -> Call:
 def _reduce(step: Reduce, here: Unfused) -> Call:
     out, parts = here.made(step.out), [here.view(part) for part in step.parts]
 
-    def add(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+    def add(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
         first = parts[0](t)
         total = first if first.dtype == torch.float64 else first.float()
         for part in parts[1:]:
@@ -257,7 +253,7 @@ def _reduce(step: Reduce, here: Unfused) -> Call:
         return add
     normed, weight, eps = here.made(step.norm.out), here.view(step.norm.weight), step.norm.eps
 
-    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+    def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
         if not step.norms_only:
             add(t, turn, group)
         t[normed] = torch.nn.functional.rms_norm(t[out], weight(t).shape[1:], weight(t)[0], eps)
@@ -268,63 +264,6 @@ def _reduce(step: Reduce, here: Unfused) -> Call:
 _ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
     "add": torch.add, "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
 }  # fmt: skip
-
-
-# --- collectives of this rank's matrix `x`; rows: of all ranks ---
-
-
-def all_gather(
-    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
-) -> torch.Tensor:
-    """Return the rows of all ranks below each other, [sum(rows), columns]."""
-    gathered, even = x.new_empty(sum(rows), x.shape[1]), rows.count(rows[0]) == len(rows)
-    whole, part = sendable(gathered), sendable(x)
-    if turn is None and even:
-        all_gather_single(whole, part, group=group)
-        return gathered
-    turn = turn or STRAIGHT
-    if even:
-        turn.run(name, all_gather_single, whole, part, group=group)
-    elif x.device.type == "cuda":
-        turn.run(name, dist.all_gather, list(whole.split(rows)), part, group=group)
-    else:  # gloo gathers equal parts only
-        padded = part.new_zeros(max(rows), x.shape[1])
-        padded[: x.shape[0]] = part
-        parts = [torch.empty_like(padded) for _ in rows]
-        turn.run(name, dist.all_gather, parts, padded, group=group)
-        torch.cat([one[:n] for one, n in zip(parts, rows, strict=True)], out=whole)
-    return turn.done(name, gathered, (len(rows) - 1) * x.nbytes)
-
-
-def reduce_scatter(
-    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
-) -> torch.Tensor:
-    """Return this rank's rows of the sum over all ranks, [rows[rank], columns]."""
-    turn = turn or STRAIGHT
-    if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
-        mine = x.new_empty(rows[rank], x.shape[1])
-        turn.run(name, reduce_scatter_single, mine, x, group=group)
-    else:  # not every backend has it for unequal parts, or on CPU
-        total = x.clone()
-        turn.run(name, all_reduce_single, total, group=group)
-        mine = total.split(rows)[rank].clone()
-    return turn.done(name, mine, x.nbytes - mine.nbytes)
-
-
-def all_reduce(
-    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
-) -> torch.Tensor:
-    """Return the sum over all ranks."""
-    return all_reduce_(x.clone(memory_format=torch.contiguous_format), rows, rank, group, turn, name)
-
-
-def all_reduce_(
-    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
-) -> torch.Tensor:
-    """Reduce in place. The elements of `x` must be contiguous."""
-    turn = turn or STRAIGHT
-    turn.run(name, all_reduce_single, x, group=group)
-    return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))
 
 
 _COLLECTIVES: dict[str, Callable[..., torch.Tensor]] = {
