@@ -7,8 +7,21 @@ namespace nb = nanobind;
 using namespace weft;
 
 void register_group_calls(nb::module_ &m) {
+    nb::class_<CallLock>(m, "CallLock", "A lock that one thread takes, again if it likes, and for which nobody waits.")
+        .def(nb::init<>())
+        .def(
+            "acquire",
+            [](CallLock &self, bool blocking) {
+                if (blocking) throw std::invalid_argument("blocking=True: nobody waits for this lock");
+                return self.acquire();
+            },
+            nb::kw_only(), nb::arg("blocking"))
+        .def("release", [](CallLock &self) {
+            if (!self.release()) throw std::runtime_error("this thread is in no call of the group");
+        });
     nb::class_<CallCounts>(m, "CallCounts", "How many calls of a group this rank has begun and ended, and refusals.")
         .def(nb::init<>())
+        .def_rw("running", &CallCounts::running)
         .def_rw("begun", &CallCounts::begun)
         .def_rw("ended", &CallCounts::ended)
         .def_rw("unanswered", &CallCounts::unanswered)

@@ -18,7 +18,30 @@ namespace weft {
 
 namespace nb = nanobind;
 
+// A lock that one thread takes, again if it likes, and for which nobody waits.
+class CallLock {
+  public:
+    bool acquire() {
+        const unsigned long self = PyThread_get_thread_ident();
+        if (depth_ > 0 && owner_ != self) return false;
+        owner_ = self;
+        ++depth_;
+        return true;
+    }
+    // Returns false if this thread does not have it.
+    bool release() {
+        if (depth_ == 0 || owner_ != PyThread_get_thread_ident()) return false;
+        --depth_;
+        return true;
+    }
+
+  private:
+    unsigned long owner_ = 0;
+    int64_t depth_ = 0;
+};
+
 struct CallCounts {
+    nb::object running = nb::cast(new CallLock(), nb::rv_policy::take_ownership);
     int64_t begun = 0, ended = 0, unanswered = 0;
     bool has_layers = false;                    // options of layers wait for the next call
     nb::object refused_by_peers = nb::dict();  // by number of a call: why

@@ -33,7 +33,7 @@ struct Names {
     nb::object acquire = interned("acquire"), begin = interned("begin"), called = interned("called"), called_at = interned("called_at"),
                calls = interned("calls"), chosen = interned("chosen"), end = interned("end"), failed = interned("failed"),
                is_ready = interned("is_ready"), note = interned("note"), on_cpu = interned("on_cpu"), refused = interned("refused"),
-               release = interned("release"), run = interned("run"), running = interned("running");
+               release = interned("release"), run = interned("run");
 };
 
 nb::object attribute(nb::handle object, nb::handle name) { return checked(PyObject_GetAttr(object.ptr(), name.ptr())); }
@@ -46,6 +46,7 @@ void set_attribute(nb::handle object, nb::handle name, nb::handle value) {
 struct Surroundings {
     nb::object groups;      // a dict that has every live group
     nb::object coalescing;  // a dict that has groups whose collectives torch collects
+    nb::object is_any_autocast_enabled;  // takes no text, which takes torch a while to read
     nb::object is_autocast_enabled, is_capturing;
     Names names{};
 };
@@ -80,7 +81,8 @@ class KnownCall {
         const nb::object group = call(group_);
         if (group.is_none() || !contains(surroundings_.groups, group)) return {};
         if (!any_rows_ && !attribute(prepared_, names.chosen).is(chosen_)) return {};
-        if (!health_->is_well() || is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
+        if (!health_->is_well()) return {};
+        if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
         if (!on_gpu_ && !any_rows_) return call_method(of_, names.on_cpu, given.positional, given.named, group);
         const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
         if (any_rows_ && capturing) return {};
@@ -92,11 +94,11 @@ class KnownCall {
             return {};
         }
         if (counts_->unanswered || counts_->is_refused(counts_->begun + 1)) return {};
-        const nb::object running = attribute(counts_object_, names.running);
-        if (!is_true(call_method(running, names.acquire, nb::handle(Py_False)))) return {};
+        Running running(counts_->running);
+        if (!running.acquire(names)) return {};
         nb::object results;
         {
-            const Release release{running, names.release};
+            const Release release{running, names};
             try {
                 uint64_t fingerprint = fingerprint_;
                 if (any_rows_) {
@@ -127,12 +129,29 @@ class KnownCall {
     }
 
   private:
+    // The lock of the group's calls; tests put one of their own in its place.
+    struct Running {
+        explicit Running(nb::object lock) : object(std::move(lock)), native(nullptr) { nb::try_cast(object, native); }
+        bool acquire(const Names &names) const {
+            if (native) return native->acquire();
+            static const nb::handle keywords = nb::make_tuple("blocking").release();
+            PyObject *const given[] = {object.ptr(), Py_False};
+            return is_true(checked(PyObject_VectorcallMethod(names.acquire.ptr(), given, 1, keywords.ptr())));
+        }
+        nb::object object;
+        CallLock *native;
+    };
     struct Release {
-        nb::handle running, name;
+        const Running &running;
+        const Names &names;
         ~Release() {
-            PyObject *const given[] = {running.ptr()};
-            PyObject *const done = PyObject_VectorcallMethod(name.ptr(), given, 1, nullptr);
-            if (!done) PyErr_WriteUnraisable(running.ptr());
+            if (running.native) {
+                running.native->release();
+                return;
+            }
+            PyObject *const given[] = {running.object.ptr()};
+            PyObject *const done = PyObject_VectorcallMethod(names.release.ptr(), given, 1, nullptr);
+            if (!done) PyErr_WriteUnraisable(running.object.ptr());
             Py_XDECREF(done);
         }
     };
@@ -199,13 +218,16 @@ struct UnknownCall {
 class KnownCalls {
   public:
     // calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
-    KnownCalls(nb::object reader, nb::dict calls, nb::dict families, nb::tuple identified, nb::tuple unusual, nb::object is_grad_enabled)
+    // forward_ad: the globals of torch.autograd.forward_ad.
+    KnownCalls(nb::object reader, nb::dict calls, nb::dict families, nb::tuple identified, nb::tuple unusual, nb::object is_grad_enabled,
+               nb::dict forward_ad)
         : reader_object_(reader), reader_(*nb::cast<const LayoutReader *>(reader)), calls_(calls), families_(families),
-          identified_(identified), is_grad_enabled_(is_grad_enabled) {
+          identified_(identified), is_grad_enabled_(is_grad_enabled), forward_ad_(forward_ad) {
         for (nb::handle one : unusual) unusual_.push_back(nb::borrow(one));
     }
 
     nb::object repeat(nb::tuple positional, nb::dict named) const {
+        if (nb::cast<int64_t>(nb::object(forward_ad_[level_])) >= 0) return unknown(nb::none(), nb::none());
         for (const nb::object &one : unusual_)
             if (is_true(call(one))) return unknown(nb::none(), nb::none());
         const bool gradients = is_true(call(is_grad_enabled_));
@@ -243,6 +265,8 @@ class KnownCalls {
     nb::tuple identified_;
     std::vector<nb::object> unusual_;
     nb::object is_grad_enabled_;
+    nb::dict forward_ad_;
+    nb::object level_ = interned("_current_level");  // negative outside of forward-mode gradients
 };
 
 }  // namespace weft
@@ -256,8 +280,8 @@ void register_replay(nb::module_ &m) {
             "__call__", [](const Recipe &self, nb::object positional, nb::dict named) { return self.make({positional, named}); },
             nb::arg("positional"), nb::arg("named"));
     nb::class_<Surroundings>(m, "Surroundings", "What known calls of a process look at.")
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), nb::arg("groups"), nb::arg("coalescing"),
-             nb::arg("is_autocast_enabled"), nb::arg("is_capturing"));
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), nb::arg("groups"),
+             nb::arg("coalescing"), nb::arg("is_any_autocast_enabled"), nb::arg("is_autocast_enabled"), nb::arg("is_capturing"));
     nb::class_<KnownCall>(m, "KnownCall", "A recorded call, to be repeated with other tensors.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::list, nb::object, bool, bool>(), nb::arg("of"),
              nb::arg("surroundings"), nb::arg("inputs").none(), nb::arg("steps").none(), nb::arg("results"), nb::arg("returned"),
@@ -266,7 +290,8 @@ void register_replay(nb::module_ &m) {
         .def_ro("key", &UnknownCall::key)
         .def_ro("family", &UnknownCall::family);
     nb::class_<KnownCalls>(m, "KnownCalls", "The known calls of a function.")
-        .def(nb::init<nb::object, nb::dict, nb::dict, nb::tuple, nb::tuple, nb::object>(), nb::arg("reader"), nb::arg("calls"),
-             nb::arg("families"), nb::arg("identified"), nb::arg("unusual"), nb::arg("is_grad_enabled"))
+        .def(nb::init<nb::object, nb::dict, nb::dict, nb::tuple, nb::tuple, nb::object, nb::dict>(), nb::arg("reader"),
+             nb::arg("calls"), nb::arg("families"), nb::arg("identified"), nb::arg("unusual"), nb::arg("is_grad_enabled"),
+             nb::arg("forward_ad"))
         .def("__call__", &KnownCalls::repeat, nb::arg("positional"), nb::arg("named"));
 }

@@ -61,12 +61,20 @@ class LayoutReader:
         """
 
 # csrc/group_calls.cpp
+class CallLock:
+    """A lock that one thread takes, again if it likes, and for which nobody waits."""
+
+    def acquire(self, *, blocking: bool) -> bool: ...
+    def release(self) -> None: ...
+
 class CallCounts:
     """How many calls of a group this rank has begun and ended, and refusals (`weft.symm.calls`).
 
-    has_layers: options of layers wait for the next call. refused_by_peers: by number of a call, why.
+    running: held during a call; a nested call, such as one in a layer, takes it again. has_layers: options of layers wait for the
+        next call. refused_by_peers: by number of a call, why.
     """
 
+    running: CallLock
     begun: int
     ended: int
     unanswered: int
@@ -169,6 +177,7 @@ class Surroundings:
         *,
         groups: dict[Any, Any],
         coalescing: dict[Any, Any],
+        is_any_autocast_enabled: Callable[[], bool],
         is_autocast_enabled: Callable[[str], bool],
         is_capturing: Callable[[], bool],
     ) -> None: ...
@@ -216,6 +225,7 @@ class KnownCalls:
         calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
         identified: types whose objects are told apart by their identity.
         unusual: functions that return something true if calls may mean something else.
+        forward_ad: the globals of torch.autograd.forward_ad.
     """
 
     def __init__(
@@ -226,6 +236,7 @@ class KnownCalls:
         identified: tuple[type, ...],
         unusual: tuple[Callable[[], object], ...],
         is_grad_enabled: Callable[[], bool],
+        forward_ad: dict[str, Any],
     ) -> None: ...
     def __call__(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Make a call that repeats an earlier one and return its result, or an `UnknownCall`."""

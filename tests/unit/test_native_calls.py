@@ -139,15 +139,19 @@ class Played:
         self.coalescing: dict[Any, Any] = {}
         self.of = Recorded(self.group, **changes)
         around = _core.Surroundings(
-            groups=self.groups, coalescing=self.coalescing, is_autocast_enabled=lambda kind: self.autocast,
+            groups=self.groups, coalescing=self.coalescing, is_any_autocast_enabled=lambda: self.autocast,
+            is_autocast_enabled=lambda kind: self.autocast,
             is_capturing=lambda: self.capturing,
         )  # fmt: skip
         inputs = ("list", [("given", 0), ("given", 1, 0)])
         steps = _core.PlainSteps(self.torch.calls(), BUFFERS, STEPS, WORLD)
         result = ("given", 0)
+        self.forward = {"_current_level": -1}
         self.calls: dict[bytes, Any] = {}
         self.families: dict[bytes, Any] = {}
-        self._known = _core.KnownCalls(READER, self.calls, self.families, (Group,), (), torch.is_grad_enabled)
+        self._known = _core.KnownCalls(
+            READER, self.calls, self.families, (Group,), (), torch.is_grad_enabled, self.forward
+        )
         self.w = torch.randn(3, 4)
         missed = self()
         kept, key = (self.families, missed.family) if self.of.any_rows else (self.calls, missed.key)
@@ -306,6 +310,9 @@ def test_what_has_changed_since_takes_the_slow_path() -> None:
     played.autocast = True
     assert played.is_slow()
     played.autocast = False
+    played.forward["_current_level"] = 0
+    assert played.is_slow()
+    played.forward["_current_level"] = -1
     played.coalescing[played.group] = []
     assert played.is_slow()
     played.coalescing.clear()

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.distributed_c10d import _pg_map
 
 from weft import _core, env, plan
@@ -52,7 +53,7 @@ _FAMILIES = 256
 _IDENTIFIED = (dist.ProcessGroup, torch.dtype)
 _UNUSUAL: tuple[Callable[[], object], ...] = (
     torch._C._len_torch_dispatch_stack,
-    torch._C._functorch.peek_interpreter_stack,
+    torch._C._are_functorch_transforms_active,
     looks_at_frames,
     plan.pinned_around,
 )
@@ -60,6 +61,7 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
 _SURROUNDINGS = _core.Surroundings(
     groups=_pg_map,
     coalescing=COALESCING,
+    is_any_autocast_enabled=torch._C._is_any_autocast_enabled,
     is_autocast_enabled=torch.is_autocast_enabled,
     is_capturing=torch._C._cuda_isCurrentStreamCapturing,
 )
@@ -144,14 +146,17 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     if READER is None:
         return function
     known = _Known()
-    repeat = _core.KnownCalls(READER, known.calls, known.families, _IDENTIFIED, _UNUSUAL, torch.is_grad_enabled)
+    repeat = _core.KnownCalls(
+        READER, known.calls, known.families, _IDENTIFIED, _UNUSUAL, torch.is_grad_enabled, vars(forward_ad)
+    )  # fmt: skip
+    unknown = _core.UnknownCall
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0:
+        if is_dynamo_compiling():
             return function(*args, **kwargs)
         found = repeat(args, kwargs)
-        if type(found) is not _core.UnknownCall:
+        if type(found) is not unknown:
             return found  # type: ignore[no-any-return]
         if found.key is None:
             return function(*args, **kwargs)

@@ -38,14 +38,12 @@ _KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message 
 class GroupCalls(_core.CallCounts):
     """The calls of this rank on a group, of any operator: how many it has begun and ended, their digest, and refusals.
 
-    begun, ended, unanswered (peers that have not answered this rank's last refusal) and refused_by_peers are native: replayed calls
-    read and change them without Python (`weft.operator.replay`).
+    begun, ended, running (the lock of a call), refused_by_peers and unanswered (peers that have not answered the last refusal) are
+    native: replayed calls read and change them without Python (`weft.operator.replay`).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.running = threading.RLock()
-        """Held during a call. A nested call, such as one in a layer, takes it again."""
         self.misused = ""  # the misuse, found before a domain could notify the peers
         self.made = MadeCalls()
         self.layers = Layers(self)
