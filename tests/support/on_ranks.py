@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.builders import Candidate, NotApplicableError, Problem, candidates
 from weft.operator.spec import Operator
-from weft.schedule import Candidate, NotApplicableError, Problem, candidates
 
 F32, F16, BF16, F64, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn
 NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", F64: "fp64", FP8: "fp8"}

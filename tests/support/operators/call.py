@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from support.on_ranks import close, poisoned_outputs
 
+from weft.builders import Problem
 from weft.operator.spec import Operator
-from weft.schedule import Problem
 
 Tensors = list[torch.Tensor]
 

@@ -17,8 +17,8 @@ from support.on_ranks import F32, NAMES, device, poisoned_memory
 from support.operators.call import Call, Case, Tensors
 
 import weft
+from weft.builders import AllToAllMatmul, MatmulAllToAll, Problem
 from weft.ops import all_to_all_matmul, matmul_all_to_all
-from weft.schedule import AllToAllMatmul, MatmulAllToAll, Problem
 
 Traffic = Literal["uneven", "all to one", "one has nothing", "nothing", "two each"]
 MOST = 60

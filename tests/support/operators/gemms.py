@@ -12,8 +12,8 @@ from support.on_ranks import F32, NAMES, data
 from support.operators.call import Call, Case, Tensors
 
 import weft
+from weft.builders import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Problem
 from weft.ops import all_gather_matmul, matmul_all_gather, matmul_all_reduce, matmul_reduce_scatter
-from weft.schedule import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Problem
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from support.operators.call import Tensors
 from support.operators.gemms import AllGatherMatmulCall, Gathered, Gemm, Reduced
 
 import weft
+from weft.builders import AllGatherMatmul, Problem, Scaled, ScaledMatmulReduceScatter
 from weft.ops import all_gather_scaled_matmul, scaled_matmul_reduce_scatter
-from weft.schedule import AllGatherMatmul, Problem, Scaled, ScaledMatmulReduceScatter
 
 
 @dataclass(frozen=True)
