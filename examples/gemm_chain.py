@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.builders.operands import peer
 from weft.launch import run_ranks
 from weft.schedule import RANK, Draft, Schedule
-from weft.schedule.operands import peer
 from weft.schedule.verify import verify
 from weft.timeline import Timeline
 from weft.trace import draw_overlap, write_trace

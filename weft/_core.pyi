@@ -48,28 +48,6 @@ class LayoutReader:
     """
 
     def __init__(self, tensor: type, parameter: type) -> None: ...
-    def call(
-        self,
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-        gradients: bool,
-        identified: tuple[type, ...],
-        unusual: tuple[Callable[[], object], ...],
-    ) -> bytes | None:
-        """Return the signature of a whole call, texts, tuples and objects of the types `identified` included: equal if the calls
-        differ in nothing but where tensors lie. None for other arguments, and if one of `unusual` returns something true."""
-
-    def family(
-        self,
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-        gradients: bool,
-        identified: tuple[type, ...],
-        unusual: tuple[Callable[[], object], ...],
-    ) -> tuple[bytes, int] | None:
-        """Return the same signature for any number of rows of the first argument, a matrix, and of others with as many; and that
-        number."""
-
     def read(self, tensors: list[Any], gradients: bool) -> bytes | None:
         """Address, device, dtype, sizes and strides of all: equal if all of these are. With `gradients` None, if one requires one.
 
@@ -81,6 +59,187 @@ class LayoutReader:
 
         None if there is anything else; and, with `gradients`, if a tensor requires one.
         """
+
+# csrc/group_calls.cpp
+class CallLock:
+    """A lock that one thread takes, again if it likes, and for which nobody waits."""
+
+    def acquire(self, *, blocking: bool) -> bool: ...
+    def release(self) -> None: ...
+
+class CallCounts:
+    """How many calls of a group this rank has begun and ended, and refusals (`weft.symm.calls`).
+
+    running: held during a call; a nested call, such as one in a layer, takes it again. has_layers: options of layers wait for the
+        next call. refused_by_peers: by number of a call, why.
+    """
+
+    running: CallLock
+    begun: int
+    ended: int
+    unanswered: int
+    has_layers: bool
+    @property
+    def refused_by_peers(self) -> dict[int, str]: ...
+
+class CallDigest:
+    """A digest of calls, up to each of the last `kept` ones, and beside each the words of layers.
+
+    digest, what: up to the last `note`. last: the number of the last call that has ended.
+    """
+
+    words: tuple[int, int]
+    def __init__(self, kept: int) -> None: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+    @property
+    def what(self) -> str: ...
+    def note(self, fingerprint: int, what: str) -> None: ...
+    def end(self, number: int) -> None: ...
+    def digest_at(self, number: int) -> int: ...
+    def words_at(self, number: int) -> tuple[int, int]: ...
+
+class Health:
+    """Whether a group has failed, and when its watchdog looked last (`time.monotonic`), at most `stale_s` ago if all is well.
+
+    failed_address: of an int64, which is not 0 once the group has failed or is closed. looks: if there are any, only they know.
+    """
+
+    looked_at: float
+    def __init__(self, stale_s: float) -> None: ...
+    @property
+    def failed_address(self) -> int: ...
+    @property
+    def looks(self) -> list[Any]: ...
+    def is_stale(self) -> bool: ...
+    def is_well(self) -> bool: ...
+
+# csrc/plain_steps.cpp
+def scaled_mm(
+    function: Callable[..., Any],
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    bias: Any,
+    dtype: Any,
+    fast: bool,
+    out: Any,
+) -> Any:
+    """out = (a * scale_a) @ (b * scale_b) + bias, by `function`, which is torch's for GPUs. out: None for new memory."""
+
+class TorchCalls:
+    """The functions of torch that steps call. scaled_elsewhere: computes scaled products on other devices than GPUs."""
+
+    def __init__(
+        self,
+        *,
+        reader: LayoutReader,
+        mm: Callable[..., Any],
+        scaled_mm: Callable[..., Any],
+        scaled_elsewhere: Callable[..., None],
+        byte: object,
+        gather: Callable[..., Any],
+        gather_options: object,
+        scatter: Callable[..., Any],
+        scatter_options: object,
+        reduce: Callable[..., Any],
+        reduce_options: object,
+    ) -> None: ...
+
+class PlainSteps:
+    """GEMMs and collectives of equal parts over whole matrices, one after the other.
+
+    Args:
+        buffers: names, inputs first.
+        steps: (kind, the buffer that it writes, the buffers that it reads, dtype).
+        world: ranks.
+    """
+
+    def __init__(self, torch: TorchCalls, buffers: list[str], steps: list[Any], world: int) -> None: ...
+    def run(self, inputs: dict[str, Any], group: object) -> dict[str, Any]:
+        """Run all steps. Return all buffers."""
+
+# csrc/replay.cpp
+class Recipe:
+    """How a value is made from the tensors of a call; written as nested tuples (csrc/recipe.hpp)."""
+
+    def __init__(self, written: tuple[Any, ...]) -> None: ...
+    def __call__(self, positional: Sequence[Any], named: dict[str, Any]) -> Any: ...
+
+class Surroundings:
+    """What known calls of a process look at. groups: all live groups. coalescing: groups whose collectives torch collects."""
+
+    def __init__(
+        self,
+        *,
+        groups: dict[Any, Any],
+        coalescing: dict[Any, Any],
+        is_any_autocast_enabled: Callable[[], bool],
+        is_autocast_enabled: Callable[[str], bool],
+        is_capturing: Callable[[], bool],
+    ) -> None: ...
+
+class KnownCall:
+    """A recorded call, to be repeated with other tensors.
+
+    Args:
+        of: its Python part (`weft.operator.replay`).
+        inputs: a recipe of a list, in the order of the first buffers of `steps`.
+        steps: None if Python runs the call.
+        results: names of the buffers that it returns.
+        returned: a recipe for the function's result, from the results.
+        usual, captured: whether `steps` runs calls, and captured calls.
+    """
+
+    def __init__(
+        self,
+        of: object,
+        surroundings: Surroundings,
+        inputs: tuple[Any, ...] | None,
+        steps: PlainSteps | None,
+        results: list[str],
+        returned: tuple[Any, ...],
+        *,
+        usual: bool,
+        captured: bool,
+    ) -> None: ...
+
+class UnknownCall:
+    """A call that is not known.
+
+    key: of calls like it; None if such calls never repeat. family: of such calls with any number of rows, if they may pass.
+    """
+
+    @property
+    def key(self) -> bytes | None: ...
+    @property
+    def family(self) -> bytes | None: ...
+
+class KnownCalls:
+    """The known calls of a function.
+
+    Args:
+        calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
+        identified: types whose objects are told apart by their identity.
+        unusual: functions that return something true if calls may mean something else.
+        forward_ad: the globals of torch.autograd.forward_ad.
+    """
+
+    def __init__(
+        self,
+        reader: LayoutReader,
+        calls: dict[bytes, KnownCall | None],
+        families: dict[bytes, KnownCall],
+        identified: tuple[type, ...],
+        unusual: tuple[Callable[[], object], ...],
+        is_grad_enabled: Callable[[], bool],
+        forward_ad: dict[str, Any],
+    ) -> None: ...
+    def __call__(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Make a call that repeats an earlier one and return its result, or an `UnknownCall`."""
 
 # csrc/mapping.cpp
 class Mapping:

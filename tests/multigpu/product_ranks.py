@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close
-from scatter_ranks import late
+from support.matmul_ranks import close
+from support.scatter_ranks import late
 
 from weft import symm
+from weft.builders import Problem, named
 from weft.operator.calls import operator_named
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.unfused import STRAIGHT
 from weft.runtime.unfused.serial import Unfused
-from weft.schedule import Problem, named
 
 
 class Case:

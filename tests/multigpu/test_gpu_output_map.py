@@ -5,11 +5,11 @@ The functions that run on the ranks are those of the CPU tests but for `captured
 from __future__ import annotations
 
 import gpu_ranks
-import output_maps as maps
 import pytest
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, device
+from support import output_maps as maps
+from support.matmul_ranks import close, device
 
 from weft import symm
 from weft.launch import Pool

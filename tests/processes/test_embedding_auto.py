@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import assert_same_bits
-from measuring_ranks import instead, on_h200s
 from pool import error_of
-from reference import Problem, assert_close, tables_of
+from support.measuring_ranks import instead, on_h200s
+from support.reference import Problem, assert_close, tables_of
 from test_embedding_module_close import BATCH, WIDTH, features, made, mapped_bytes
 
 import weft

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from slow import slow
+from support.slow import slow
 
 
 def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from matmul_ranks import own_group, told
+from support.on_ranks import own_group, told
 
 import weft
 from weft.launch import Pool

@@ -9,14 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from made_up import require_runnable_on_gpus
+from support.made_up import require_runnable_on_gpus
 
+from weft.builders import MatmulReduceScatter, named
 from weft.errors import ScheduleError
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.unfused import STRAIGHT
 from weft.runtime.unfused.serial import Unfused
-from weft.schedule import RANK, Buffer, Compute, Draft, Expr, MatmulReduceScatter, Schedule, Set, lookup, named
+from weft.schedule import RANK, Buffer, Compute, Draft, Expr, Schedule, Set, lookup
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate

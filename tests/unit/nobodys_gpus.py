@@ -17,7 +17,7 @@ from weft.operator import self_calibrate, this_machine
 from weft.operator.self_calibrate import _Stand
 from weft.plan import self_calibration
 from weft.plan.machine import versions
-from weft.plan.self_calibration import SelfCalibration, Sizes, sizes_for
+from weft.plan.self_calibration import ProbeSizes, SelfCalibration, sizes_for
 from weft.sim import model_of
 
 NAME = "NVIDIA Nobody's 1"
@@ -122,7 +122,7 @@ class Ranks:
             theirs = self.of_first
         return [mine, theirs] if self.rank == 0 else [theirs, mine]
 
-    def measures(self, domain: Any, sizes: Sizes) -> AbstractContextManager[Any]:
+    def measures(self, domain: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
         self.measured += 1
         return nullcontext(Measured())
 

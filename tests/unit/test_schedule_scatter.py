@@ -18,26 +18,22 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
-from weft.operator.gpu_gemms import GemmTimer
-from weft.plan import nearby
-from weft.plan.gemms import ladder
-from weft.schedule import (
-    Compute,
+from weft.builders import (
     MatmulReduceScatter,
     NotApplicableError,
     OutputMap,
     ScaledMatmulReduceScatter,
-    Schedule,
-    Set,
-    Tiles,
-    Wait,
     candidates,
     described,
     named,
 )
+from weft.operator.gpu_gemms import GemmTimer
+from weft.plan import nearby
+from weft.plan.gemms import ladder
+from weft.schedule import Compute, Schedule, Set, Tiles, Wait
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate

@@ -21,7 +21,7 @@ from weft.operator.self_calibrate import _Stand
 from weft.plan import calibrated, self_calibration
 from weft.plan.calibration import Calibration
 from weft.plan.machine import versions
-from weft.plan.self_calibration import Sizes, find, save
+from weft.plan.self_calibration import ProbeSizes, find, save
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_never_in_a_capture_but_after_it(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
 
-    def refuses(domain: Any, sizes: Sizes) -> Any:
+    def refuses(domain: Any, sizes: ProbeSizes) -> Any:
         raise RefusedError("rank 1: OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(ranks, "measures", refuses)
@@ -172,7 +172,7 @@ def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.Monkey
 def test_what_is_dropped_is_said_once_by_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    def busy(domain: Any, sizes: Sizes) -> AbstractContextManager[Any]:
+    def busy(domain: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
         measured = Measured()
         measured.truth = made(host_step_us=SLOW_US)
         return nullcontext(measured)

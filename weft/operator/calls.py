@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.arguments import checked_deadline
+from weft.builders import Problem
 from weft.operator import select
 from weft.operator.cache import PASSING_ON, Table
 from weft.operator.compiled_operator import CompiledOperator
@@ -33,7 +34,6 @@ from weft.operator.spec import Operator
 from weft.operator.together import agree, together
 from weft.runtime.layouts import READER
 from weft.runtime.unfused.turn import Turn
-from weft.schedule import Problem
 from weft.symm.groups import group_of
 from weft.timeline import Timeline
 from weft.words import joined, kind

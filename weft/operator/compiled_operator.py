@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from weft import env, plan, symm
+from weft.builders import NotApplicableError, named
 from weft.errors import WeftError
 from weft.operator import select
 from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.spec import Operator
-from weft.runtime.agreement import refuse
 from weft.runtime.executor import Executor
+from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused.serial import Unfused
 from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
-from weft.schedule import NotApplicableError, named
 from weft.symm import Domain
 from weft.timeline import Timeline
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import env, plan, symm
+from weft.builders import Candidate, EmbeddingAllToAll, Problem, named
 from weft.embedding.check import CheckedInput
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.options import Transport
@@ -26,12 +27,10 @@ from weft.operator import measure, this_machine
 from weft.operator.together import agree
 from weft.plan.autotune import remembered
 from weft.plan.choose import CLEARLY_US, decide, warn_once
-from weft.runtime.agreement import agree_on_new
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.meeting import drop_closed
-from weft.schedule import Candidate, EmbeddingAllToAll, Problem, named
 from weft.symm import Domain
 from weft.words import counted
 
@@ -157,9 +156,7 @@ def _of(domain: Domain) -> dict[EmbeddingPlan, Any]:
 
 
 def _agree_on_new(p: EmbeddingPlan, domain: Domain, deadline_s: float | None) -> None:
-    if domain.device.type == "cuda":
-        agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", "", 0), deadline_s)
-    agree_on_new(domain, p, deadline_s=deadline_s)
+    agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", p.said, 0), deadline_s)
 
 
 # --- the choice of a transport ---

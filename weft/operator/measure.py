@@ -9,11 +9,12 @@ from collections.abc import Callable, Hashable
 import torch
 
 from weft import plan
+from weft.builders import Candidate, Problem, named
 from weft.operator import this_machine
 from weft.plan import gemms
 from weft.plan.predict import library_gemms
 from weft.runtime.executors import Tensors, executor
-from weft.schedule import Candidate, Problem, Schedule, named
+from weft.schedule import Schedule
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
 

@@ -26,14 +26,15 @@ from typing import Any, TypeAlias
 import torch
 
 from weft import caller, env, plan
+from weft.builders import Candidate, NotApplicableError, Problem, candidates, named
+from weft.builders.registry import cannot_do
 from weft.errors import ScheduleError
 from weft.operator import measure, this_machine
 from weft.plan.choose import decide, warn_once
 from weft.plan.nearby import CONTENDERS
 from weft.runtime.executor import Executor
 from weft.runtime.executors import Tensors, executor
-from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates, named
-from weft.schedule.builders import cannot_do
+from weft.schedule import Schedule
 from weft.schedule.verify import verify
 from weft.sim import Model
 from weft.symm import Domain
@@ -110,7 +111,7 @@ def choose(
     pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does that. remembered:
     True if a rank has cached times of this very problem. what: the call, in messages.
 
-    Raises `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` would run that `verify` finds
+    Raises `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.builders` would run that `verify` finds
     faulty.
     """
     if pinned == plan.HEURISTIC:

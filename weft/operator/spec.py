@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_type
 import torch
 import torch.distributed as dist
 
+from weft.builders import Problem
+from weft.builders.problem import PROBLEMS
 from weft.runtime.unfused.turn import Turn
-from weft.schedule import Problem
-from weft.schedule.problem import PROBLEMS
 
 C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]

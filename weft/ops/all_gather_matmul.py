@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
+from weft.builders import AllGatherMatmul
 from weft.operator.calls import made, operator_named, overlaps, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
@@ -31,7 +32,6 @@ from weft.runtime.collectives import all_gather_single
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_gather
 from weft.runtime.unfused.turn import Turn
-from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
 from weft.words import joined
 

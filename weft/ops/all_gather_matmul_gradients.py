@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.builders import AllGatherMatmulGradients
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, is_scattered, strided
 from weft.operator.registration import registered
@@ -15,7 +16,6 @@ from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single, all_reduce_single
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.turn import Turn
-from weft.schedule import AllGatherMatmulGradients
 
 AGAIN = "all_gather x_shard again"
 

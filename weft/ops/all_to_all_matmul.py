@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
+from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
 from weft.operator.calls import made, operator_named, within
 from weft.operator.dtypes import name_of_dtype
@@ -25,7 +26,6 @@ from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
 from weft.runtime.unfused.permutation import expert_order
 from weft.runtime.unfused.sizes import Sizes, remember, remember_total, sizes_of
 from weft.runtime.unfused.turn import STRAIGHT, Turn
-from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
 from weft.words import counted
 

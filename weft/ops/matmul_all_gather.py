@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
+from weft.builders import MatmulAllGather
 from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
@@ -29,7 +30,6 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_gather
 from weft.runtime.unfused.turn import Turn
 from weft.runtime.unfused.unpack import side_by_side
-from weft.schedule import MatmulAllGather
 from weft.timeline import Timeline
 
 

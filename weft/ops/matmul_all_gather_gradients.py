@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.builders import MatmulAllGather, MatmulAllGatherGradients
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, room_for_grad_of_weight
 from weft.operator.layout import strided
@@ -17,7 +18,6 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import reduce_scatter
 from weft.runtime.unfused.turn import Turn
 from weft.runtime.unfused.unpack import below_each_other
-from weft.schedule import MatmulAllGather, MatmulAllGatherGradients
 
 
 class _Call(NamedTuple):

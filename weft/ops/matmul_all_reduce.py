@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
+from weft.builders import MatmulAllReduce
 from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
@@ -20,7 +21,6 @@ from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_reduce, all_reduce_, reduce_scatter
 from weft.runtime.unfused.turn import Turn
-from weft.schedule import MatmulAllReduce
 from weft.schedule.regions import checked_eps
 from weft.symm.groups import size_of
 from weft.timeline import Timeline

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
+from weft.builders import MatmulAllToAll
 from weft.operator.calls import made, overlaps, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.layout import contiguous, strided
@@ -27,7 +28,6 @@ from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
 from weft.runtime.unfused.permutation import in_expert_order
 from weft.runtime.unfused.sizes import Sizes, sizes_of, total_of
 from weft.runtime.unfused.turn import Turn
-from weft.schedule import MatmulAllToAll
 from weft.timeline import Timeline
 from weft.words import counted
 

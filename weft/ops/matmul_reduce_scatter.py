@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
+from weft.builders import MatmulReduceScatter
 from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
@@ -28,7 +29,6 @@ from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_gather
 from weft.runtime.unfused.turn import Turn
-from weft.schedule import MatmulReduceScatter
 from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined

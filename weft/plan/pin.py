@@ -4,7 +4,7 @@
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
 A pin holds in this thread (or task) until the block ends. Autograd's backward runs in threads of its own. All ranks must pin the
-same. A name is one that `weft.plan.explain` lists, also with other numbers (`weft.schedule.named`). Two rules pick a schedule:
+same. A name is one that `weft.plan.explain` lists, also with other numbers (`weft.builders.named`). Two rules pick a schedule:
 "autotune" the fastest one by measurement, "heuristic" the pick of FiCCO's static heuristic.
 """
 

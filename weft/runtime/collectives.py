@@ -35,6 +35,7 @@ gather_now, scatter_now, _exchange_now = (
         ("all_to_all_single", "alltoall_base"),
     )
 )
+reduce_now = dist.ProcessGroup.allreduce
 
 
 def _at_once(options: Any) -> Any:
@@ -65,7 +66,7 @@ def reduce_scatter_single(
 def all_reduce_single(x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
     if async_op or group in COALESCING:
         return dist.all_reduce(x, group=group, async_op=async_op)
-    return _finished(group.allreduce([x], REDUCE))
+    return _finished(reduce_now(group, [x], REDUCE))
 
 
 def all_to_all_single(

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from weft.builders import Problem
 from weft.runtime.executor import Executor
-from weft.schedule import Problem, Schedule
+from weft.schedule import Schedule
 from weft.symm import Domain
 
 Tensors: TypeAlias = dict[str, Any]

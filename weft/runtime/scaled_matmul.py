@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-_ALIGNMENT = 16
-"""Bytes: cuBLAS reads row scales only from addresses with this alignment."""
+from weft import _core
 
 
 def scaled_matmul(
@@ -32,10 +31,7 @@ def scaled_matmul(
     if not out.numel():
         return
     if a.device.type == "cuda":
-        added = None if bias is None else bias[0]
-        if scale_a.data_ptr() % _ALIGNMENT:  # row scales that begin inside a larger tensor
-            scale_a = scale_a.clone()
-        torch._scaled_mm(a, b, scale_a, scale_b, added, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+        _core.scaled_mm(torch._scaled_mm, a, b, scale_a, scale_b, bias, out.dtype, fast, out)
         return
     y = (a.float() @ b.float()).mul_(scale_a).mul_(scale_b)
     y = y if bias is None else y.add_(bias)

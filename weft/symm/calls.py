@@ -22,47 +22,42 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
-from array import array
 from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
-from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted
+from weft import _core
+from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted, words_differ
 
 _NUMBER = struct.Struct("<q")
 _DIGEST = struct.Struct("<qQQQ")  # a call's number, the digest up to this call, and the words of layers
 _KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message is on its way
-_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
-class GroupCalls:
-    """The calls of this rank on a group, of any operator: how many it has begun and ended, their digest, and refusals."""
+class GroupCalls(_core.CallCounts):
+    """The calls of this rank on a group, of any operator: how many it has begun and ended, their digest, and refusals.
+
+    begun, ended, running (the lock of a call), refused_by_peers and unanswered (peers that have not answered the last refusal) are
+    native: replayed calls read and change them without Python (`weft.operator.replay`).
+    """
 
     def __init__(self) -> None:
-        self.begun = self.ended = 0
-        self.running = threading.RLock()
-        """Held during a call. A nested call, such as one in a layer, takes it again."""
+        super().__init__()
         self.misused = ""  # the misuse, found before a domain could notify the peers
         self.made = MadeCalls()
-        self.layers = Layers()
+        self.layers = Layers(self)
         """Their options, for the next call to take along."""
         self._here: set[int] = set()
-        self._there: dict[int, str] = {}
+        self._there: dict[int, str] = self.refused_by_peers
         self._refused_last = 0
         self._answers: dict[int, int] = {}  # to calls that this rank has not refused (yet)
-        self.unanswered = 0  # peers that have not answered this rank's last refusal
         self._lock = threading.Lock()
 
     def begin(self) -> str:
         """Begin the next call. Return why a peer has refused it, or ''."""
         self.begun += 1
         return self.refused() if self._there else ""
-
-    @property
-    def is_refused(self) -> bool:
-        """True if a peer has refused the next call."""
-        return self.begun + 1 in self._there
 
     def refused(self) -> str:
         """Return why a peer has refused the last call that was begun, or ''."""
@@ -132,52 +127,50 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
     return calls
 
 
-class MadeCalls:
-    """A digest up to each call of this rank, and whether peers have made the same calls."""
+class MadeCalls(_core.CallDigest):
+    """A digest up to each call of this rank, and whether peers have made the same calls.
+
+    `note(fingerprint, what)` adds a call, or a part of a call. fingerprint: equal on all ranks that call the same.
+    """
 
     def __init__(self) -> None:
-        self._digest, self._what = 0, ""
-        self._digests = array("Q", bytes(8 * _KEPT))  # by number
-        self._last = self._told = self._agreed = 0
+        super().__init__(_KEPT)
+        self._told = self._agreed = 0
         self._early: dict[int, bytes] = {}  # by rank: news of a call that this rank has not made yet
-        self._layers = MadeLayers(_KEPT)
-
-    def note(self, fingerprint: int, what: str) -> None:
-        """Add a call, or a part of a call. fingerprint: equal on all ranks that call the same."""
-        self._digest, self._what = (self._digest * _FACTOR + fingerprint) & _MASK, what
+        self._layers = MadeLayers()
 
     def end(self, number: int, noted: Noted = NOTHING) -> None:
         """End a call. noted: options of layers that it has taken along."""
-        self._digests[number % _KEPT] = self._digest
-        self._layers.end(number, noted)
-        self._last = number
+        if noted is not NOTHING:
+            self.words = self._layers.add(self.words, noted)
+        super().end(number)
 
     def news(self) -> bytes:
         """Return the message to every peer about the newest call; empty if the peers know it."""
-        number = self._last
-        if number == self._told or not self._digest:
+        number = self.last
+        if number == self._told or not self.digest:
             return b""
         self._told = number
-        digests = _DIGEST.pack(number, self._digests[number % _KEPT], *self._layers.words(number))
-        return digests + b"\0".join([self._what.encode()[:1024], *self._layers.news()])
+        digests = _DIGEST.pack(number, self.digest_at(number), *self.words_at(number))
+        return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
         """Compare a peer's news; return how its calls differ from this rank's, or ''."""
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")
         self._layers.heard(rank, layers)
-        if number > self._last:
+        if number > self.last:
             self._early[rank] = message[: _DIGEST.size] + what
             return ""
-        if number <= self._last - _KEPT // 2:  # about to be overwritten; newer news will be compared
+        if number <= self.last - _KEPT // 2:  # about to be overwritten; newer news will be compared
             return ""
         between = f"between call {self._agreed + 1} and call {number} of this group"
-        if self._digests[number % _KEPT] != digest:
+        if self.digest_at(number) != digest:
             return (
-                f"ranks have made different calls, {between}: the last ones are here {self._what}, and on rank {rank} "
+                f"ranks have made different calls, {between}: the last ones are here {self.what}, and on rank {rank} "
                 f"{what.decode(errors='replace')}. Call the same on every rank; WEFT_CHECK_CALLS=1 names the lines that differ"
             )
-        if self._layers.differ(number, words):
+        if words_differ(self.words_at(number), words):
             return (
                 f"ranks have called layers with different options, {between}: {self._layers.difference(rank)}. Give a layer the "
                 "same options on every rank"
@@ -188,7 +181,7 @@ class MadeCalls:
     def heard_early(self) -> str:
         """Compare news that arrived before this rank had made the call."""
         for rank, message in [*self._early.items()]:
-            if _DIGEST.unpack_from(message)[0] <= self._last:
+            if _DIGEST.unpack_from(message)[0] <= self.last:
                 del self._early[rank]
                 if text := self.heard(rank, message):
                     return text

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from weft import forks
+from weft import _core, forks
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import mesh
 from weft.symm.calls import CallLog, GroupCalls
@@ -70,7 +70,8 @@ class Control:
         self._tell_owner, self._afterwards = failed, afterwards
         self._reported = False
         self._goodbyes_sent = False
-        self._word = ctypes.c_int64(0)
+        self.health = _core.Health(_STALE_S)  # native waits and replayed calls read it
+        self._word = ctypes.c_int64.from_address(self.health.failed_address)
         self._peers = {peer.rank: peer for peer in peers}
         self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
         self._begun = {peer.rank: b"" for peer in peers}  # beginnings of messages whose end has not arrived
@@ -81,7 +82,7 @@ class Control:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
-        self._looked_at = self._compared_at = time.monotonic()  # the watchdog
+        self._compared_at = self.health.looked_at  # the watchdog
         self._wake = -1
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -102,7 +103,7 @@ class Control:
 
     @property
     def failed_address(self) -> int:
-        return ctypes.addressof(self._word)
+        return self.health.failed_address
 
     def name(self, rank: int) -> str:
         peer = self._peers.get(rank)
@@ -111,22 +112,20 @@ class Control:
     # -- failure
 
     def check(self) -> None:
-        if not self._word.value and time.monotonic() - self._looked_at > _STALE_S:
+        if not self._word.value and self.health.is_stale():
             self._let_watchdog_look()
         if self._word.value:
             raise self.error()
 
-    def is_well(self) -> bool:
-        """Return True if nothing has befallen the group, and the watchdog has looked lately."""
-        return not self._word.value and time.monotonic() - self._looked_at <= _STALE_S
-
     def _let_watchdog_look(self) -> None:
         """Let the watchdog read. After a stop of the process, this thread may run before the watchdog has read what arrived
         meanwhile."""
-        before, until = self._looked_at, time.monotonic() + _STALE_S
+        before, until = self.health.looked_at, time.monotonic() + _STALE_S
         self._rouse()
         while (
-            self._looked_at == before and time.monotonic() < until and threading.current_thread() is not self._watchdog
+            self.health.looked_at == before
+            and time.monotonic() < until
+            and threading.current_thread() is not self._watchdog
         ):
             time.sleep(0.0005)
 
@@ -323,7 +322,7 @@ class Control:
                     os.eventfd_read(self._wake)
                 elif not self._read(ranks[descriptor]):
                     poll.unregister(descriptor)
-            self._looked_at = time.monotonic()
+            self.health.looked_at = time.monotonic()
             self._compare_calls()
             if self.failure is not None:
                 self._run_callbacks()
@@ -332,9 +331,9 @@ class Control:
     def _compare_calls(self) -> None:
         """Send the peers a digest of this rank's calls, and compare their digests."""
         made = self._calls.made
-        if self._word.value or self._looked_at < self._compared_at + _TICK_S:  # news may have woken this thread
+        if self._word.value or self.health.looked_at < self._compared_at + _TICK_S:  # news may have woken this thread
             return
-        self._compared_at = self._looked_at
+        self._compared_at = self.health.looked_at
         if text := made.heard_early():
             self.poison(f"rank {self.rank}: {text}")
         elif news := made.news():

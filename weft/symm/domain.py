@@ -73,9 +73,9 @@ class Domain:
         """By rank: True if its memory can be addressed here. True for every rank of a group on one host."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
-        self._looks: list[weakref.WeakMethod[Callable[[], None]]] = []
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
         self._control = Control(self.rank, self.world_size, peers, calls, *told)
+        self._looks: list[weakref.WeakMethod[Callable[[], None]]] = self._control.health.looks
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -124,9 +124,10 @@ class Domain:
             (look() or _nothing)()
         self._control.check()
 
-    def is_well(self) -> bool:
-        """Return True if `check` would find nothing, as far as that shows at once."""
-        return not self._looks and self._control.is_well()
+    @property
+    def health(self) -> _core.Health:
+        """Its `is_well()` is true if `check` would find nothing, as far as that shows at once."""
+        return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
         """Have every `check()` call the method `look`, as long as its object exists.

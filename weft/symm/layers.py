@@ -12,10 +12,11 @@ nothing. So a record that is empty on a rank is not compared.
 
 from __future__ import annotations
 
-from array import array
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weft import _core
 from weft.words import by_rank
 
 _FACTOR, _COUNT_BITS, _DIGEST_BITS = 0x9E3779B97F4A7C15, 16, 48
@@ -37,9 +38,10 @@ NOTHING = Noted((0, 0), ())
 
 
 class Layers:
-    """The layers of a group whose forward began on this rank since its last call."""
+    """The layers of a group whose forward began on this rank since its last call. counts: of the group's calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: _core.CallCounts) -> None:
+        self._counts = weakref.proxy(counts)
         self._collective: dict[
             str, int
         ] = {}  # fingerprints by text: ranks may call a layer a different number of times
@@ -48,12 +50,14 @@ class Layers:
     def note(self, text: str, fingerprint: int, is_collective: bool) -> None:
         """Add a layer. text: its options, for errors. fingerprint: 64 bits of the text."""
         (self._collective if is_collective else self._others)[text] = fingerprint
+        self._counts.has_layers = True
 
     def take(self) -> Noted:
         """Return the options noted since the last call, and clear them."""
         if not self._collective and not self._others:
             return NOTHING
         taken, self._collective, self._others = (self._collective, self._others), {}, {}
+        self._counts.has_layers = False
         return Noted((_joined(taken[0]), _joined(taken[1])), (*taken[0], *taken[1]))
 
 
@@ -75,39 +79,33 @@ def difference(texts: Sequence[Sequence[str]]) -> str:
     return f"ranks call layers with different options: {by_rank((rank, '; '.join(some)) for rank, some in enumerate(own) if some)}"
 
 
-class MadeLayers:
-    """A digest of all layers that this rank has called, up to each of the last `kept` calls.
+def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Return True if ranks with these words (`MadeLayers`) have called layers with different options."""
+    mask = (1 << _COUNT_BITS) - 1
+    return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
 
-    For each call and record there is a 64-bit word: 48 bits of the digest, and 16 bits that count the calls with options. Words
-    with equal counts are compared.
+
+class MadeLayers:
+    """The texts of all layers that this rank has called, and words that summarise them.
+
+    For each record there is a 64-bit word: 48 bits of a digest, and 16 bits that count the calls with options. Words with equal
+    counts are compared.
     """
 
-    def __init__(self, kept: int) -> None:
-        self._words = [0, 0]
-        self._at = array("Q", bytes(8 * kept)), array("Q", bytes(8 * kept))  # words, by number of a call modulo `kept`
-        self._kept = kept
+    def __init__(self) -> None:
         self._texts: list[str] = []  # distinct
         self._known: set[str] = set()
         self._told = 0
         self._of_peers: dict[int, list[str]] = {}
 
-    def end(self, number: int, noted: Noted) -> None:
-        """Add the options that call `number` carried."""
-        if noted is not NOTHING:
-            for nth, record in enumerate(noted.records):
-                if record:
-                    count, digest = self._words[nth] + 1 & (1 << _COUNT_BITS) - 1, self._words[nth] >> _COUNT_BITS
-                    digest = ((digest ^ record) * _FACTOR >> 8) & (1 << _DIGEST_BITS) - 1
-                    self._words[nth] = digest << _COUNT_BITS | count
-            for text in noted.texts:
-                if text not in self._known:
-                    self._known.add(text)
-                    self._texts.append(text)
-        self._at[0][number % self._kept], self._at[1][number % self._kept] = self._words
-
-    def words(self, number: int) -> tuple[int, int]:
-        """Return the words up to call `number`, one per record."""
-        return self._at[0][number % self._kept], self._at[1][number % self._kept]
+    def add(self, words: tuple[int, int], noted: Noted) -> tuple[int, int]:
+        """Add the options that a call carried. Return the words, one per record. words: up to the call before."""
+        for text in noted.texts:
+            if text not in self._known:
+                self._known.add(text)
+                self._texts.append(text)
+        first, second = (_added(word, record) for word, record in zip(words, noted.records, strict=True))
+        return first, second
 
     def news(self) -> list[bytes]:
         """Return the next texts that peers do not know yet."""
@@ -119,11 +117,6 @@ class MadeLayers:
         """Keep the layers that a peer has called."""
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
-    def differ(self, number: int, theirs: Sequence[int]) -> bool:
-        """Return True if a peer with these words has called layers with different options."""
-        mask = (1 << _COUNT_BITS) - 1
-        return any(a != b and a & mask == b & mask for a, b in zip(self.words(number), theirs, strict=True))
-
     def difference(self, rank: int) -> str:
         """Return the layers that only this rank has called, and those that only `rank` has called."""
         here, there = list(self._texts), self._of_peers.get(rank, [])
@@ -131,6 +124,14 @@ class MadeLayers:
         if not mine and not theirs:
             return "the same layers in another order"
         return f"only here {_some(mine)}, and only on rank {rank} {_some(theirs)}"
+
+
+def _added(word: int, record: int) -> int:
+    if not record:
+        return word
+    count, digest = word + 1 & (1 << _COUNT_BITS) - 1, word >> _COUNT_BITS
+    digest = ((digest ^ record) * _FACTOR >> 8) & (1 << _DIGEST_BITS) - 1
+    return digest << _COUNT_BITS | count
 
 
 def _some(texts: Sequence[str]) -> str:

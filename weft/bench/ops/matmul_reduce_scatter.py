@@ -115,7 +115,7 @@ class ScaledScatterVariants(ScatterVariants):
         return call
 
 
-class _ScaledMatmulReduceScatter(TorchOperator):
+class _ScaledReduceScatterBenchmark(TorchOperator):
     fp8, shapes_of = True, "matmul_reduce_scatter"
 
     def default_dtype(self, device: str) -> str:
@@ -128,4 +128,4 @@ class _ScaledMatmulReduceScatter(TorchOperator):
 
 
 OPERATOR = TorchOperator(plain.OPERATOR, ScatterVariants)
-SCALED = _ScaledMatmulReduceScatter(scaled.OPERATOR, ScaledScatterVariants)
+SCALED = _ScaledReduceScatterBenchmark(scaled.OPERATOR, ScaledScatterVariants)

@@ -19,13 +19,13 @@ from typing import Literal
 import torch
 
 from weft import _core
+from weft.builders import AllGatherMatmul, candidates
 from weft.errors import RefusedError
 from weft.kernels.signals import TOKEN
 from weft.runtime.collectives import all_gather_single
-from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape, prepare
+from weft.runtime.cuda.move import MAX_PROGRAMS, CopyLaunch, CopyShape, prepare
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import AllGatherMatmul, candidates
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
 from weft.words import by_rank
@@ -135,7 +135,7 @@ class GpuMeasure:
         return self._program(lambda program: program.copy(0, 0, 0, 2 * row_bytes, 1, 0, 2 * row_bytes, row_bytes, rows))
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        move = Move(self._device, shape=Shape(1, count, count, count))
+        move = CopyLaunch(self._device, shape=CopyShape(1, count, count, count))
         here, there = self._local.data_ptr(), self._region.address(self._peer)
         return self._queued(lambda: move.launch(here, there) if put else move.launch(there, here))
 
@@ -192,7 +192,7 @@ class GpuMeasure:
             def copy() -> None:
                 program.run(0, 1, bases, [self._side.cuda_stream])
         else:
-            move = Move(self._device, shape=Shape(1, count, count, count))
+            move = CopyLaunch(self._device, shape=CopyShape(1, count, count, count))
 
             def copy() -> None:
                 move.launch(self._local.data_ptr(), self._region.address(self._peer))

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.collectives import (
     COALESCING,
@@ -23,8 +24,10 @@ from weft.runtime.collectives import (
     SCATTER,
     all_gather_single,
     gather_now,
+    reduce_now,
     scatter_now,
 )
+from weft.runtime.layouts import READER
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
@@ -34,6 +37,13 @@ from weft.schedule.spans import span_name
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = Callable[[Tensors, Turn, dist.ProcessGroup], None]
+_TORCH = None
+if READER is not None:
+    _TORCH = _core.TorchCalls(
+        reader=READER, mm=torch.mm, scaled_mm=torch._scaled_mm, scaled_elsewhere=scaled_matmul, byte=torch.uint8,
+        gather=gather_now, gather_options=GATHER, scatter=scatter_now, scatter_options=SCATTER, reduce=reduce_now,
+        reduce_options=REDUCE,
+    )  # fmt: skip
 
 
 class Unfused:
@@ -49,54 +59,38 @@ class Unfused:
         self._calls = [bind(step, self) for step in lane.steps]
         made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
-        plain = [_plain(step, self) for step in lane.steps]
-        known = [step for step in plain if step is not None]
-        self._plain = known if len(known) == len(plain) and not self._empty else []
+        self._plain = [_plain(step, self) for step in lane.steps]
+        self.plain: _core.PlainSteps | None = None
+        """All steps in one native call, if each takes and makes whole matrices, of any number of rows."""
+        if _TORCH is not None and None not in self._plain and not self._empty:
+            self.plain = _core.PlainSteps(_TORCH, self.order, self._plain, schedule.world_size)
 
     @property
-    def is_plain(self) -> bool:
-        """True if every step takes and makes whole matrices, of any number of rows."""
-        return bool(self._plain)
+    def only_scales(self) -> set[str]:
+        """The buffers that plain steps read only as scales of GEMMs, which may be one element of any shape."""
+        scales, others = set[str](), set[str]()
+        for kind, out, read, _ in filter(None, self._plain):
+            is_scaled = kind in SCALED_MATMULS
+            scales.update(read[2:4] if is_scaled else ())
+            others.update((out, *read[:2], *read[4:]) if is_scaled else (out, *read))
+        return scales - others
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the buffers, inputs first."""
+        return sorted(self.buffers, key=lambda name: self.buffers[name].role != "input")
 
     def run(self, inputs: Tensors, turn: Turn, group: dist.ProcessGroup) -> Tensors:
         """Run all steps. Return all buffers. turn: runs collectives and records steps."""
+        if turn is STRAIGHT and self.plain is not None and group not in COALESCING:
+            return self.plain.run(inputs, group)
         tensors = dict(inputs)
-        if turn is STRAIGHT and self._plain and group not in COALESCING:
-            return self._run_plain(tensors, group)
         for call in self._calls:
             call(tensors, turn, group)
         for buffer in self._empty:
             like = next(iter(inputs.values()))
             tensors[buffer.name] = like.new_empty(int(buffer.rows), buffer.cols, dtype=TORCH_DTYPE[buffer.dtype])
         return tensors
-
-    def _run_plain(self, t: Tensors, group: dist.ProcessGroup) -> Tensors:
-        """Run whole matrices through GEMMs and collectives of equal parts, in one function: calls of Python functions take the host
-        as long as NCCL's launch does."""
-        world, work = self.schedule.world_size, None
-        for kind, out, names, dtype in self._plain:
-            x = t[names[0]]
-            if kind == "matmul":
-                t[out] = torch.mm(x, t[names[1]])
-            elif kind == "all_gather":
-                t[out] = whole = x.new_empty(world * x.shape[0], x.shape[1])
-                if x.itemsize == 1:
-                    work = gather_now(group, whole.view(torch.uint8), x.view(torch.uint8), GATHER)
-                else:
-                    work = gather_now(group, whole, x, GATHER)
-            elif kind == "reduce_scatter":
-                t[out] = part = x.new_empty(x.shape[0] // world, x.shape[1])
-                work = scatter_now(group, part, x, SCATTER)
-            elif kind == "all_reduce":
-                work = group.allreduce([x], REDUCE)
-            else:
-                w = t[names[1]]
-                t[out] = y = torch.empty(x.shape[0], w.shape[1], dtype=dtype, device=x.device)
-                scaled_matmul(x, w, *[t[name] for name in names[2:]], fast=kind == "scaled_matmul_fast", out=y)
-            if work is not None:
-                work.wait()
-                work = None
-        return t
 
     # --- what steps are bound to ---
 
@@ -131,8 +125,8 @@ class Unfused:
 
 
 def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], torch.dtype] | None:
-    """Return the kind of a step, the buffers that it writes and reads, and its result's dtype; None if `Unfused._run_plain` does
-    not do it."""
+    """Return the kind of a step, the buffers that it writes and reads, and its result's dtype; None if native code
+    (`_core.PlainSteps`) does not run it."""
     if here.schedule.world_size == 1 or not all(here.is_whole(access.region) for access in step.accesses()):
         return None
     if isinstance(step, Compute) and step.op in ("matmul", *SCALED_MATMULS) and not step.accumulate:

@@ -1,0 +1,50 @@
+// The Python classes of what every call of a group counts (group_calls.hpp).
+#include "group_calls.hpp"
+
+#include <nanobind/stl/pair.h>
+
+namespace nb = nanobind;
+using namespace weft;
+
+void register_group_calls(nb::module_ &m) {
+    nb::class_<CallLock>(m, "CallLock", "A lock that one thread takes, again if it likes, and for which nobody waits.")
+        .def(nb::init<>())
+        .def(
+            "acquire",
+            [](CallLock &self, bool blocking) {
+                if (blocking) throw std::invalid_argument("blocking=True: nobody waits for this lock");
+                return self.acquire();
+            },
+            nb::kw_only(), nb::arg("blocking"))
+        .def("release", [](CallLock &self) {
+            if (!self.release()) throw std::runtime_error("this thread is in no call of the group");
+        });
+    nb::class_<CallCounts>(m, "CallCounts", "How many calls of a group this rank has begun and ended, and refusals.")
+        .def(nb::init<>())
+        .def_rw("running", &CallCounts::running)
+        .def_rw("begun", &CallCounts::begun)
+        .def_rw("ended", &CallCounts::ended)
+        .def_rw("unanswered", &CallCounts::unanswered)
+        .def_rw("has_layers", &CallCounts::has_layers)
+        .def_ro("refused_by_peers", &CallCounts::refused_by_peers);
+    nb::class_<CallDigest>(m, "CallDigest", "A digest of calls, up to each of the last ones.")
+        .def(nb::init<size_t>(), nb::arg("kept"))
+        .def("note", &CallDigest::note, nb::arg("fingerprint"), nb::arg("what"))
+        .def("end", &CallDigest::end, nb::arg("number"))
+        .def("digest_at", [](CallDigest &self, int64_t number) { return self.at(number)[0]; }, nb::arg("number"))
+        .def(
+            "words_at",
+            [](CallDigest &self, int64_t number) { return std::pair(self.at(number)[1], self.at(number)[2]); },
+            nb::arg("number"))
+        .def_ro("digest", &CallDigest::digest)
+        .def_ro("last", &CallDigest::last)
+        .def_rw("words", &CallDigest::words)
+        .def_prop_ro("what", &CallDigest::what);
+    nb::class_<Health>(m, "Health", "Whether a group has failed, and when its watchdog looked last.")
+        .def(nb::init<double>(), nb::arg("stale_s"))
+        .def("is_well", &Health::is_well)
+        .def("is_stale", &Health::is_stale)
+        .def_rw("looked_at", &Health::looked_at)
+        .def_ro("looks", &Health::looks)
+        .def_prop_ro("failed_address", [](const Health &self) { return reinterpret_cast<uintptr_t>(&self.failed); });
+}

@@ -1,0 +1,98 @@
+// The counters of a group that every call changes, and those that it reads. weft/symm/calls.py says what they mean.
+//
+// One thread at a time makes calls; the watchdog thread reads the digests, and notes refusals and its own last look.
+// Both hold the GIL, and no function here releases it or calls Python between its first and its last access. So each
+// function is one step to the other thread.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace weft {
+
+namespace nb = nanobind;
+
+// A lock that one thread takes, again if it likes, and for which nobody waits.
+class CallLock {
+  public:
+    bool acquire() {
+        const unsigned long self = PyThread_get_thread_ident();
+        if (depth_ > 0 && owner_ != self) return false;
+        owner_ = self;
+        ++depth_;
+        return true;
+    }
+    // Returns false if this thread does not have it.
+    bool release() {
+        if (depth_ == 0 || owner_ != PyThread_get_thread_ident()) return false;
+        --depth_;
+        return true;
+    }
+
+  private:
+    unsigned long owner_ = 0;
+    int64_t depth_ = 0;
+};
+
+struct CallCounts {
+    nb::object running = nb::cast(new CallLock(), nb::rv_policy::take_ownership);
+    int64_t begun = 0, ended = 0, unanswered = 0;
+    bool has_layers = false;                    // options of layers wait for the next call
+    nb::object refused_by_peers = nb::dict();  // by number of a call: why
+
+    // Returns true if a peer has refused call `number`.
+    bool is_refused(int64_t call) const {
+        if (PyDict_Size(refused_by_peers.ptr()) == 0) return false;
+        const nb::object key = nb::steal(PyLong_FromLongLong(call));
+        const int found = key.is_valid() ? PyDict_Contains(refused_by_peers.ptr(), key.ptr()) : -1;
+        if (found < 0) throw nb::python_error();
+        return found;
+    }
+};
+
+class CallDigest {
+  public:
+    explicit CallDigest(size_t kept) : ends_(kept) {
+        if (kept == 0) throw std::invalid_argument("kept=0: keep at least one digest");
+    }
+    void note(uint64_t fingerprint, nb::object what) {
+        digest = digest * 0x9E3779B97F4A7C15 + fingerprint;
+        what_ = std::move(what);
+    }
+    void end(int64_t number) {
+        at(number) = {digest, words.first, words.second};
+        last = number;
+    }
+    std::array<uint64_t, 3> &at(int64_t number) { return ends_[uint64_t(number) % ends_.size()]; }
+    nb::object what() const { return what_; }
+
+    uint64_t digest = 0;
+    std::pair<uint64_t, uint64_t> words{};  // of layers, up to the last call
+    int64_t last = 0;
+
+  private:
+    std::vector<std::array<uint64_t, 3>> ends_;  // by number modulo their count: the digest and the words of layers
+    nb::object what_ = nb::steal(PyUnicode_FromString(""));
+};
+
+// The state of a group as its watchdog knows it.
+struct Health {
+    explicit Health(double stale_s) : stale_s(stale_s) {}
+    static double now() {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+    bool is_stale() const { return now() - looked_at > stale_s; }
+    bool is_well() const { return !failed.load(std::memory_order_acquire) && nb::len(looks) == 0 && !is_stale(); }
+
+    std::atomic<int64_t> failed{0};  // native waits read it, and Python writes it by its address
+    double looked_at = now(), stale_s;
+    nb::list looks;  // at what may know of a failure before the group does
+};
+
+}  // namespace weft

@@ -1,0 +1,188 @@
+// Layouts and addresses of many tensors (address, device, dtype, sizes and strides) as comparable bytes.
+//
+// In Python each of these properties takes a call, which for the tables of a recommendation model takes longer than
+// launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all of
+// them at once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
+//
+// The arguments of a whole call are read likewise, so that an earlier call is found in a microsecond.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+namespace weft {
+
+namespace nb = nanobind;
+
+struct TensorView {  // DLTensor
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t dtype_code, dtype_bits;
+    uint16_t dtype_lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+static_assert(sizeof(TensorView) == 48);
+
+struct ExchangeApi {  // DLPackExchangeAPI
+    uint32_t major, minor;
+    void *previous;
+    void *allocate, *from_object, *to_object;
+    int (*tensor_of)(void *object, TensorView *out);  // borrowed: it lasts as long as the object
+    void *current_work_stream;
+};
+
+class LayoutReader {
+  public:
+    LayoutReader(nb::object tensor, nb::object parameter)
+        : tensor_(tensor), parameter_(parameter), capsule_(nb::cast<nb::capsule>(tensor.attr("__dlpack_c_exchange_api__"))),
+          api_(static_cast<ExchangeApi *>(capsule_.data())) {
+        if (api_->major != 1 || !api_->tensor_of)
+            throw std::runtime_error("these tensors offer no DLPack exchange API of version 1");
+    }
+    // Returns None if an object is not a plain tensor or parameter, or if gradients are enabled and a tensor requires
+    // one.
+    nb::object read(nb::list tensors, bool gradients) {
+        Words words;
+        words.reserve(8 * nb::len(tensors));
+        for (nb::handle object : tensors) {
+            if (!is_plain(object)) return nb::none();
+            if (gradients && nb::cast<bool>(nb::getattr(object, requires_grad_))) return nb::none();
+            if (!add(words, object, true)) throw nb::python_error();
+        }
+        return bytes(words);
+    }
+    // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these. Returns
+    // None for anything else, and if gradients are enabled and a tensor requires one.
+    nb::object signature(nb::tuple arguments, bool gradients) {
+        Words words;
+        words.reserve(64);
+        for (nb::handle argument : arguments)
+            if (!sign(words, argument, gradients)) return nb::none();
+        return bytes(words);
+    }
+
+    // Returns the key of a call: its arguments, as `signature` returns them, and texts, tuples and objects of the types
+    // `identified`. any_rows: a number of rows that matrices in the key leave out, or -1.
+    nb::object call(nb::handle arguments, nb::handle named, bool gradients, nb::handle identified, int64_t any_rows) const {
+        Words words;
+        words.reserve(96);
+        words.any_rows = any_rows;
+        for (nb::handle argument : nb::borrow<nb::tuple>(arguments))
+            if (!sign_any(words, argument, gradients, identified)) return nb::none();
+        for (auto [name, argument] : nb::borrow<nb::dict>(named))
+            if (!sign_text(words, name) || !sign_any(words, argument, gradients, identified)) return nb::none();
+        return bytes(words);
+    }
+    // Returns the rows of the first argument; -1 if it is no matrix with rows.
+    int64_t rows_of_first(nb::handle arguments) const {
+        TensorView first{};
+        const nb::tuple given = nb::borrow<nb::tuple>(arguments);
+        if (nb::len(given) == 0 || !is_plain(given[0])) return -1;
+        if (api_->tensor_of(nb::object(given[0]).ptr(), &first)) {
+            PyErr_Clear();
+            return -1;
+        }
+        return first.ndim == 2 && first.shape[0] > 0 ? first.shape[0] : -1;
+    }
+    // Returns sizes and place of a tensor.
+    TensorView view(nb::handle tensor) const {
+        TensorView found{};
+        if (api_->tensor_of(tensor.ptr(), &found)) throw nb::python_error();
+        return found;
+    }
+
+  private:
+    // One per call: asking a tensor may run Python code, and with it another thread's call, or a nested call.
+    struct Words : std::vector<int64_t> {
+        int64_t any_rows = -1;  // a number of rows that keys of matrices leave out
+    };
+    enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
+
+    bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
+    // Appends the low bytes of all fields, with as many strides as sizes, so that equal bytes are equal layouts.
+    // Returns false, with Python's error set, if DLPack knows of no memory.
+    bool add(Words &words, nb::handle object, bool where) const {
+        TensorView tensor{};
+        if (api_->tensor_of(object.ptr(), &tensor)) return false;
+        if (where) words.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
+        words.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
+        words.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
+                         tensor.dtype_lanes);
+        const size_t shape = words.size();
+        words.insert(words.end(), tensor.shape, tensor.shape + tensor.ndim);
+        if (tensor.ndim == 2 && words[shape] == words.any_rows) words[shape] = -1;
+        words.insert(words.end(), tensor.strides, tensor.strides + tensor.ndim);
+        return true;
+    }
+    bool sign(Words &words, nb::handle argument, bool gradients) const {
+        PyObject *const object = argument.ptr();
+        if (argument.is_none()) {
+            words.push_back(none);
+        } else if (PyBool_Check(object)) {
+            words.insert(words.end(), {flag, object == Py_True});
+        } else if (PyLong_CheckExact(object)) {
+            int64_t value = 0;
+            if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits: the argument checks report it
+            words.insert(words.end(), {number, value});
+        } else if (PyFloat_CheckExact(object)) {
+            words.insert(words.end(), {real, std::bit_cast<int64_t>(nb::cast<double>(argument))});
+        } else if (PyList_Check(object)) {
+            words.insert(words.end(), {list, int64_t(nb::len(argument))});
+            for (nb::handle item : nb::borrow<nb::list>(argument))
+                if (!sign(words, item, gradients)) return false;
+        } else if (is_plain(argument)) {
+            words.push_back(gradients && nb::cast<bool>(nb::getattr(argument, requires_grad_)));
+            if (!add(words, argument, false)) {
+                PyErr_Clear();
+                return false;
+            }
+        } else {
+            return false;
+        }
+        return true;
+    }
+    bool sign_any(Words &words, nb::handle argument, bool gradients, nb::handle identified) const {
+        if (PyUnicode_Check(argument.ptr())) return sign_text(words, argument);
+        if (PyTuple_CheckExact(argument.ptr())) {
+            words.insert(words.end(), {tuple, int64_t(nb::len(argument))});
+            for (nb::handle item : nb::borrow<nb::tuple>(argument))
+                if (!sign_any(words, item, gradients, identified)) return false;
+            return true;
+        }
+        for (nb::handle type : nb::borrow<nb::tuple>(identified))
+            if (argument.type().is(type)) {
+                words.insert(words.end(), {identity, int64_t(reinterpret_cast<uintptr_t>(argument.ptr()))});
+                return true;
+            }
+        return sign(words, argument, gradients);
+    }
+    static bool sign_text(Words &words, nb::handle argument) {
+        Py_ssize_t size = 0;
+        const char *const begin = PyUnicode_AsUTF8AndSize(argument.ptr(), &size);
+        if (!begin) {
+            PyErr_Clear();
+            return false;
+        }
+        words.insert(words.end(), {text, int64_t(size)});
+        const size_t at = words.size();
+        words.resize(at + (size_t(size) + sizeof(int64_t) - 1) / sizeof(int64_t));
+        std::memcpy(words.data() + at, begin, size_t(size));
+        return true;
+    }
+    static nb::bytes bytes(const Words &words) {
+        return nb::bytes(reinterpret_cast<const char *>(words.data()), words.size() * sizeof(int64_t));
+    }
+
+    nb::object tensor_, parameter_;
+    nb::object requires_grad_ = nb::steal(PyUnicode_InternFromString("requires_grad"));  // made once: there are many tensors
+    nb::capsule capsule_;
+    ExchangeApi *api_;
+};
+
+}  // namespace weft

@@ -1,0 +1,155 @@
+#include "plain_steps.hpp"
+
+#include <nanobind/stl/shared_ptr.h>
+
+namespace nb = nanobind;
+
+namespace weft {
+
+namespace {
+
+constexpr int32_t CUDA = 2, ROCM = 10;  // DLPack's
+constexpr uint64_t ALIGNMENT = 16;       // bytes: cuBLAS reads row scales only from addresses with this alignment
+
+nb::object call_with(nb::handle function, std::initializer_list<nb::handle> arguments, nb::handle keywords) {
+    PyObject *given[12] = {};
+    size_t count = 0;
+    for (nb::handle one : arguments) given[++count] = one.ptr();
+    const size_t positional = count - nb::len(keywords);
+    return checked(
+        PyObject_Vectorcall(function.ptr(), given + 1, positional | PY_VECTORCALL_ARGUMENTS_OFFSET, keywords.ptr()));
+}
+
+}  // namespace
+
+nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle scale_a, nb::handle scale_b, nb::handle bias,
+                     nb::handle dtype, bool fast, nb::handle out) {
+    static const nb::handle data_ptr = interned("data_ptr").release(), clone = interned("clone").release();  // never freed
+    static const nb::handle keywords = nb::make_tuple("out_dtype", "use_fast_accum").release(),
+                            with_out = nb::make_tuple("out_dtype", "use_fast_accum", "out").release();
+    nb::object scale = nb::borrow(scale_a), added = nb::none();
+    if (nb::cast<uint64_t>(call_method(scale_a, data_ptr)) % ALIGNMENT) scale = call_method(scale_a, clone);
+    if (!bias.is_none()) added = checked(PyObject_GetItem(bias.ptr(), number(0).ptr()));
+    const nb::handle is_fast = fast ? Py_True : Py_False;
+    if (out.is_none()) return call_with(function, {a, b, scale, scale_b, added, dtype, is_fast}, keywords);
+    return call_with(function, {a, b, scale, scale_b, added, dtype, is_fast, out}, with_out);
+}
+
+PlainSteps::PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world)
+    : torch_(torch), calls_(*nb::cast<const TorchCalls *>(torch)), world_(world) {
+    for (nb::handle name : buffers) names_.push_back(nb::borrow(name));
+    static const char *const kinds[] = {"matmul", "all_gather", "reduce_scatter", "all_reduce", "scaled_matmul", "scaled_matmul_fast"};
+    for (nb::handle one : steps) {
+        const nb::tuple written = nb::cast<nb::tuple>(one);
+        const std::string name = nb::cast<std::string>(written[0]);
+        size_t kind = 0;
+        while (kind < std::size(kinds) && name != kinds[kind]) ++kind;
+        const nb::tuple read = nb::cast<nb::tuple>(written[2]);
+        const size_t wanted = kind == mm ? 2 : kind >= scaled ? 4 : 1;
+        if (kind == std::size(kinds) || nb::len(read) < wanted)
+            throw std::invalid_argument("no plain step: " + std::string(nb::repr(one).c_str()));
+        Step &step = steps_.emplace_back(Step{Kind(kind), place(nb::object(written[1])), {}, nb::object(written[3])});
+        for (nb::handle buffer : read) step.in.push_back(place(buffer));
+    }
+}
+
+size_t PlainSteps::place(nb::handle name) const {
+    for (size_t i = 0; i < names_.size(); ++i)
+        if (names_[i].equal(name)) return i;
+    throw std::invalid_argument("no buffer " + std::string(nb::repr(name).c_str()));
+}
+
+nb::object PlainSteps::new_matrix(nb::handle like, int64_t rows, int64_t cols) const {
+    return call_method(like, new_empty_, number(rows), number(cols));
+}
+
+nb::object PlainSteps::scaled_product(const Step &step, const std::vector<nb::object> &buffers) const {
+    const nb::object &a = buffers[step.in[0]], &b = buffers[step.in[1]];
+    const nb::object bias = step.in.size() > 4 ? buffers[step.in[4]] : nb::none();
+    const TensorView left = calls_.reader->view(a), right = calls_.reader->view(b);
+    const int64_t rows = left.shape[0], cols = right.shape[1];
+    const bool fast = step.kind == scaled_fast, on_gpu = left.device_type == CUDA || left.device_type == ROCM;
+    if (on_gpu && rows * cols > 0)
+        return scaled_mm(calls_.scaled_mm, a, b, buffers[step.in[2]], buffers[step.in[3]], bias, step.dtype, fast, nb::none());
+    const nb::object shape[] = {number(rows), number(cols)};
+    PyObject *given[] = {nullptr, a.ptr(), shape[0].ptr(), shape[1].ptr(), step.dtype.ptr()};
+    const nb::object out = checked(
+        PyObject_VectorcallMethod(new_empty_.ptr(), given + 1, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, dtype_keyword_.ptr()));
+    if (rows * cols > 0)
+        call_with(calls_.scaled_elsewhere,
+                  {a, b, buffers[step.in[2]], buffers[step.in[3]], bias, fast ? Py_True : Py_False, out}, elsewhere_keywords_);
+    return out;
+}
+
+void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
+    for (const Step &step : steps_) {
+        for (size_t read : step.in)
+            if (!buffers[read].is_valid()) throw std::invalid_argument("a buffer that a step reads is missing");
+        const nb::object x = buffers[step.in[0]];
+        nb::object work;
+        switch (step.kind) {
+        case mm:
+            buffers[step.out] = call(calls_.mm, x, buffers[step.in[1]]);
+            break;
+        case gather: {
+            const TensorView shard = calls_.reader->view(x);
+            nb::object whole = new_matrix(x, world_ * shard.shape[0], shard.shape[1]);
+            if (shard.dtype_bits == 8)  // gloo and older NCCL versions do not know fp8
+                work = call(calls_.gather, group, call_method(whole, view_, calls_.byte), call_method(x, view_, calls_.byte),
+                            calls_.gather_options);
+            else
+                work = call(calls_.gather, group, whole, x, calls_.gather_options);
+            buffers[step.out] = std::move(whole);
+            break;
+        }
+        case scatter: {
+            const TensorView all = calls_.reader->view(x);
+            nb::object part = new_matrix(x, all.shape[0] / world_, all.shape[1]);
+            work = call(calls_.scatter, group, part, x, calls_.scatter_options);
+            buffers[step.out] = std::move(part);
+            break;
+        }
+        case reduce: {
+            nb::list all;
+            all.append(x);
+            work = call(calls_.reduce, group, all, calls_.reduce_options);
+            buffers[step.out] = x;
+            break;
+        }
+        case scaled:
+        case scaled_fast:
+            buffers[step.out] = scaled_product(step, buffers);
+            break;
+        }
+        if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // of backends that have not ordered the stream
+    }
+}
+
+nb::dict PlainSteps::run_by_name(nb::dict inputs, nb::object group) const {
+    std::vector<nb::object> buffers(names_.size());
+    for (auto [name, tensor] : inputs) buffers[place(name)] = nb::borrow(tensor);
+    run(buffers, group);
+    nb::dict found;
+    for (size_t i = 0; i < buffers.size(); ++i)
+        if (buffers[i].is_valid() && PyDict_SetItem(found.ptr(), names_[i].ptr(), buffers[i].ptr())) throw nb::python_error();
+    return found;
+}
+
+}  // namespace weft
+
+using namespace weft;
+
+void register_plain_steps(nb::module_ &m) {
+    m.def("scaled_mm", &scaled_mm, nb::arg("function"), nb::arg("a"), nb::arg("b"), nb::arg("scale_a"), nb::arg("scale_b"),
+          nb::arg("bias").none(), nb::arg("dtype"), nb::arg("fast"), nb::arg("out").none());
+    nb::class_<TorchCalls>(m, "TorchCalls", "The functions of torch that steps call.")
+        .def(nb::init<std::shared_ptr<LayoutReader>, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+                      nb::object, nb::object, nb::object, nb::object>(),
+             nb::kw_only(), nb::arg("reader"), nb::arg("mm"), nb::arg("scaled_mm"), nb::arg("scaled_elsewhere"), nb::arg("byte"),
+             nb::arg("gather"), nb::arg("gather_options"), nb::arg("scatter"), nb::arg("scatter_options"), nb::arg("reduce"),
+             nb::arg("reduce_options"));
+    nb::class_<PlainSteps>(m, "PlainSteps", "GEMMs and collectives of equal parts over whole matrices, one after the other.")
+        .def(nb::init<nb::object, nb::list, nb::list, int64_t>(), nb::arg("torch"), nb::arg("buffers"), nb::arg("steps"),
+             nb::arg("world"))
+        .def("run", &PlainSteps::run_by_name, nb::arg("inputs"), nb::arg("group"));
+}

@@ -1,0 +1,69 @@
+// GEMMs and collectives of equal parts over whole matrices, called one after the other: torch's and the process
+// group's own functions, on the caller's stream.
+//
+// Native code calls what Python would call, through Python's C API. It costs a call of NCCL and cuBLAS by hand what
+// these functions cost, and no frame of the interpreter. No torch ABI is needed.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "layouts.hpp"
+#include "python.hpp"
+
+namespace weft {
+
+namespace nb = nanobind;
+
+// Computes out = (a * scale_a) @ (b * scale_b) + bias on a GPU by `function`, torch's, and returns it. out: None for new
+// memory of `dtype`. weft/runtime/scaled_matmul.py says more.
+nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle scale_a, nb::handle scale_b, nb::handle bias,
+                     nb::handle dtype, bool fast, nb::handle out);
+
+// The functions that steps call.
+struct TorchCalls {
+    std::shared_ptr<LayoutReader> reader;
+    nb::object mm, scaled_mm, scaled_elsewhere, byte;
+    nb::object gather, gather_options, scatter, scatter_options, reduce, reduce_options;
+};
+
+class PlainSteps {
+  public:
+    // buffers: the names of inputs first. steps: (kind, the buffer that it writes, the buffers that it reads, dtype).
+    PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
+
+    // Runs all steps. buffers: one for each name; the inputs are there, and steps add the others.
+    void run(std::vector<nb::object> &buffers, nb::handle group) const;
+    // Returns all buffers by their names.
+    nb::dict run_by_name(nb::dict inputs, nb::object group) const;
+    size_t place(nb::handle name) const;
+    size_t size() const { return names_.size(); }
+
+  private:
+    enum Kind { mm, gather, scatter, reduce, scaled, scaled_fast };
+    struct Step {
+        Kind kind;
+        size_t out;
+        std::vector<size_t> in;
+        nb::object dtype;
+    };
+
+    nb::object new_matrix(nb::handle like, int64_t rows, int64_t cols) const;
+    nb::object scaled_product(const Step &step, const std::vector<nb::object> &buffers) const;
+
+    nb::object torch_;
+    const TorchCalls &calls_;
+    std::vector<nb::object> names_;
+    std::vector<Step> steps_;
+    int64_t world_;
+    nb::object new_empty_ = interned("new_empty"), view_ = interned("view"), wait_ = interned("wait");
+    nb::object dtype_keyword_ = nb::make_tuple("dtype"), elsewhere_keywords_ = nb::make_tuple("fast", "out");
+};
+
+}  // namespace weft

@@ -1,0 +1,297 @@
+// Calls that repeat an earlier one: found by their arguments, checked, counted, run and ended in one native call.
+//
+// weft/operator/replay.py records calls, and says which calls repeat. A call that runs unfused enters no frame of the
+// interpreter: torch's functions are called through Python's C API. Python is entered for what overlaps, for calls
+// with gradients, on CPU, and for errors.
+//
+// The GIL is held, except inside of the functions of torch that are called, which may release it. So another thread may
+// call, and forget calls, meanwhile: everything that a call needs is its own or referred to, and `running` lets no
+// second thread into a call of the group.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <exception>
+#include <new>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "group_calls.hpp"
+#include "layouts.hpp"
+#include "plain_steps.hpp"
+#include "python.hpp"
+#include "recipe.hpp"
+
+namespace nb = nanobind;
+
+namespace weft {
+
+namespace {
+
+// The names that native code looks up in Python objects.
+struct Names {
+    nb::object acquire = interned("acquire"), begin = interned("begin"), called = interned("called"), called_at = interned("called_at"),
+               calls = interned("calls"), chosen = interned("chosen"), end = interned("end"), failed = interned("failed"),
+               is_ready = interned("is_ready"), note = interned("note"), on_cpu = interned("on_cpu"), refused = interned("refused"),
+               release = interned("release"), run = interned("run");
+};
+
+nb::object attribute(nb::handle object, nb::handle name) { return checked(PyObject_GetAttr(object.ptr(), name.ptr())); }
+
+void set_attribute(nb::handle object, nb::handle name, nb::handle value) {
+    if (PyObject_SetAttr(object.ptr(), name.ptr(), value.ptr())) throw nb::python_error();
+}
+
+// What is the same for all calls of a process.
+struct Surroundings {
+    nb::object groups;      // a dict that has every live group
+    nb::object coalescing;  // a dict that has groups whose collectives torch collects
+    nb::object is_any_autocast_enabled;  // takes no text, which takes torch a while to read
+    nb::object is_autocast_enabled, is_capturing;
+    Names names{};
+};
+
+}  // namespace
+
+// A recorded call, to be repeated with other tensors.
+class KnownCall {
+  public:
+    // of: the Python part, a `Replay` or `Passing`. inputs: a list in the order of the steps' first buffers. results:
+    // names of the steps' buffers. steps: None if Python runs the call.
+    KnownCall(nb::object of, nb::object surroundings, nb::object inputs, nb::object steps, nb::list results, nb::object returned,
+              bool usual, bool captured)
+        : of_(of), surroundings_object_(surroundings), surroundings_(*nb::cast<const Surroundings *>(surroundings)),
+          group_(of.attr("group_ref")), kind_(of.attr("kind")), prepared_(of.attr("prepared")), chosen_(of.attr("chosen")),
+          here_(of.attr("here")), counts_object_(of.attr("counts")), digest_object_(of.attr("digest")),
+          health_object_(of.attr("health")), what_(of.attr("what")), steps_object_(steps),
+          counts_(nb::cast<CallCounts *>(counts_object_)), digest_(nb::cast<CallDigest *>(digest_object_)),
+          health_(nb::cast<const Health *>(health_object_)), steps_(steps.is_none() ? nullptr : nb::cast<const PlainSteps *>(steps)),
+          fingerprint_(nb::cast<uint64_t>(of.attr("fingerprint"))), any_rows_(nb::cast<bool>(of.attr("any_rows"))),
+          differentiated_(nb::cast<bool>(of.attr("differentiated"))), notes_(nb::cast<bool>(of.attr("notes"))),
+          on_gpu_(nb::cast<std::string>(kind_) == "cuda"), native_{usual && steps_, captured && steps_}, returned_(returned) {
+        if (!inputs.is_none()) inputs_.emplace(inputs);
+        if ((native_[0] || native_[1]) && !inputs_) throw std::invalid_argument("inputs=None: steps need them");
+        if (steps_)
+            for (nb::handle name : results) results_.push_back(steps_->place(name));
+    }
+
+    // Makes the call. Returns nothing if it must take the slow path. rows: of calls with any number of rows.
+    nb::object repeat(const Given &given, int64_t rows) {
+        const Names &names = surroundings_.names;
+        const nb::object group = call(group_);
+        if (group.is_none() || !contains(surroundings_.groups, group)) return {};
+        if (!any_rows_ && !attribute(prepared_, names.chosen).is(chosen_)) return {};
+        if (!health_->is_well()) return {};
+        if (is_true(call(surroundings_.is_any_autocast_enabled)) && is_true(call(surroundings_.is_autocast_enabled, kind_))) return {};
+        if (!on_gpu_ && !any_rows_) return call_method(of_, names.on_cpu, given.positional, given.named, group);
+        const bool capturing = on_gpu_ && is_true(call(surroundings_.is_capturing));
+        if (any_rows_ && capturing) return {};
+        const bool native = native_[capturing];
+        const nb::handle captured = capturing ? Py_True : Py_False;
+        if (native) {
+            if (PyDict_Size(surroundings_.coalescing.ptr()) > 0 && contains(surroundings_.coalescing, group)) return {};
+        } else if (any_rows_ || !is_true(call_method(of_, names.is_ready, captured))) {
+            return {};
+        }
+        if (counts_->unanswered || counts_->is_refused(counts_->begun + 1)) return {};
+        Running running(counts_->running);
+        if (!running.acquire(names)) return {};
+        nb::object results;
+        {
+            const Release release{running, names};
+            try {
+                uint64_t fingerprint = fingerprint_;
+                if (any_rows_) {
+                    const nb::object found = call_method(of_, names.begin, number(rows));
+                    if (found.is_none()) return {};
+                    fingerprint = nb::cast<uint64_t>(found);
+                } else {
+                    count();
+                }
+                ++counts_->begun;
+                if (!differentiated_) digest_->note(fingerprint, what_);
+                if (native) {
+                    results = run(given, group);
+                } else {
+                    results = call_method(of_, names.run, given.positional, given.named, captured);
+                }
+                if (notes_) call_method(of_, names.note, given.positional, given.named);
+                end();
+            } catch (nb::python_error &error) {
+                fail(error.value(), group);
+            } catch (const std::bad_alloc &) {
+                fail(nb::steal(PyObject_CallNoArgs(PyExc_MemoryError)), group);
+            } catch (const std::exception &error) {
+                fail(call(PyExc_RuntimeError, nb::str(error.what())), group);
+            }
+        }
+        return returned_.make({results, given.named});
+    }
+
+  private:
+    // The lock of the group's calls; tests put one of their own in its place.
+    struct Running {
+        explicit Running(nb::object lock) : object(std::move(lock)), native(nullptr) { nb::try_cast(object, native); }
+        bool acquire(const Names &names) const {
+            if (native) return native->acquire();
+            static const nb::handle keywords = nb::make_tuple("blocking").release();
+            PyObject *const given[] = {object.ptr(), Py_False};
+            return is_true(checked(PyObject_VectorcallMethod(names.acquire.ptr(), given, 1, keywords.ptr())));
+        }
+        nb::object object;
+        CallLock *native;
+    };
+    struct Release {
+        const Running &running;
+        const Names &names;
+        ~Release() {
+            if (running.native) {
+                running.native->release();
+                return;
+            }
+            PyObject *const given[] = {running.object.ptr()};
+            PyObject *const done = PyObject_VectorcallMethod(names.release.ptr(), given, 1, nullptr);
+            if (!done) PyErr_WriteUnraisable(running.object.ptr());
+            Py_XDECREF(done);
+        }
+    };
+
+    // Notes that the preparations are in use.
+    void count() {
+        const Names &names = surroundings_.names;
+        if (!came_back_) {
+            call_method(here_, names.called, prepared_);
+            came_back_ = true;
+            return;
+        }
+        const nb::object one = number(1), now = checked(PyNumber_Add(attribute(here_, names.calls).ptr(), one.ptr()));
+        set_attribute(here_, names.calls, now);
+        set_attribute(prepared_, names.called_at, now);
+    }
+    nb::object run(const Given &given, nb::handle group) const {
+        std::vector<nb::object> buffers;
+        buffers.reserve(steps_->size());
+        inputs_->make_each(given, buffers);
+        buffers.resize(steps_->size());
+        steps_->run(buffers, group);
+        nb::list results;
+        for (size_t place : results_) results.append(buffers[place]);
+        return results;
+    }
+    void end() {
+        const Names &names = surroundings_.names;
+        if (counts_->has_layers) {
+            const nb::object refused = call_method(counts_object_, names.end);
+            if (is_true(refused)) call_method(of_, names.refused, refused);
+            return;
+        }
+        counts_->ended = counts_->begun;
+        digest_->end(counts_->begun);
+        if (counts_->is_refused(counts_->begun)) call_method(of_, names.refused, call_method(counts_object_, names.refused));
+    }
+    [[noreturn]] void fail(nb::handle error, nb::handle group) const {
+        call_method(of_, surroundings_.names.failed, error, group);
+        throw std::logic_error("`failed` returned");
+    }
+
+    nb::object of_, surroundings_object_;
+    const Surroundings &surroundings_;
+    nb::object group_, kind_, prepared_, chosen_, here_, counts_object_, digest_object_, health_object_, what_, steps_object_;
+    CallCounts *counts_;
+    CallDigest *digest_;
+    const Health *health_;
+    const PlainSteps *steps_;
+    uint64_t fingerprint_;
+    bool any_rows_, differentiated_, notes_, on_gpu_, came_back_ = false;
+    bool native_[2];  // outside of captures, and in them
+    std::optional<Recipe> inputs_;
+    Recipe returned_;
+    std::vector<size_t> results_;
+};
+
+// A call that is not known. key: of calls like it; None if they never repeat. family: of such calls with any rows.
+struct UnknownCall {
+    nb::object key, family;
+};
+
+// The known calls of a function.
+class KnownCalls {
+  public:
+    // calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
+    // forward_ad: the globals of torch.autograd.forward_ad.
+    KnownCalls(nb::object reader, nb::dict calls, nb::dict families, nb::tuple identified, nb::tuple unusual, nb::object is_grad_enabled,
+               nb::dict forward_ad)
+        : reader_object_(reader), reader_(*nb::cast<const LayoutReader *>(reader)), calls_(calls), families_(families),
+          identified_(identified), is_grad_enabled_(is_grad_enabled), forward_ad_(forward_ad) {
+        for (nb::handle one : unusual) unusual_.push_back(nb::borrow(one));
+    }
+
+    nb::object repeat(nb::tuple positional, nb::dict named) const {
+        if (nb::cast<int64_t>(nb::object(forward_ad_[level_])) >= 0) return unknown(nb::none(), nb::none());
+        for (const nb::object &one : unusual_)
+            if (is_true(call(one))) return unknown(nb::none(), nb::none());
+        const bool gradients = is_true(call(is_grad_enabled_));
+        const nb::object key = reader_.call(positional, named, gradients, identified_, -1);
+        if (key.is_none()) return unknown(key, key);
+        const Given given{positional, named};
+        const nb::object known = found(calls_, key);
+        if (known.is_valid()) {
+            if (known.is_none()) return unknown(known, known);
+            nb::object result = nb::cast<KnownCall *>(known)->repeat(given, -1);
+            return result.is_valid() ? result : unknown(key, nb::none());
+        }
+        const int64_t rows = reader_.rows_of_first(positional);
+        if (rows < 0) return unknown(key, nb::none());
+        const nb::object family = reader_.call(positional, named, gradients, identified_, rows);
+        const nb::object passing = found(families_, family);
+        nb::object result;
+        if (passing.is_valid()) result = nb::cast<KnownCall *>(passing)->repeat(given, rows);
+        return result.is_valid() ? result : unknown(key, family);
+    }
+
+  private:
+    static nb::object unknown(nb::object key, nb::object family) {
+        return nb::cast(UnknownCall{std::move(key), std::move(family)});
+    }
+    static nb::object found(nb::handle dict, nb::handle key) {
+        PyObject *const value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+        if (!value && PyErr_Occurred()) throw nb::python_error();
+        return nb::borrow(value);  // a reference of its own: the call may be forgotten meanwhile
+    }
+
+    nb::object reader_object_;
+    const LayoutReader &reader_;
+    nb::dict calls_, families_;
+    nb::tuple identified_;
+    std::vector<nb::object> unusual_;
+    nb::object is_grad_enabled_;
+    nb::dict forward_ad_;
+    nb::object level_ = interned("_current_level");  // negative outside of forward-mode gradients
+};
+
+}  // namespace weft
+
+using namespace weft;
+
+void register_replay(nb::module_ &m) {
+    nb::class_<Recipe>(m, "Recipe", "How a value is made from the tensors of a call.")
+        .def(nb::init<nb::handle>(), nb::arg("written"))
+        .def(
+            "__call__", [](const Recipe &self, nb::object positional, nb::dict named) { return self.make({positional, named}); },
+            nb::arg("positional"), nb::arg("named"));
+    nb::class_<Surroundings>(m, "Surroundings", "What known calls of a process look at.")
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), nb::arg("groups"),
+             nb::arg("coalescing"), nb::arg("is_any_autocast_enabled"), nb::arg("is_autocast_enabled"), nb::arg("is_capturing"));
+    nb::class_<KnownCall>(m, "KnownCall", "A recorded call, to be repeated with other tensors.")
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::list, nb::object, bool, bool>(), nb::arg("of"),
+             nb::arg("surroundings"), nb::arg("inputs").none(), nb::arg("steps").none(), nb::arg("results"), nb::arg("returned"),
+             nb::kw_only(), nb::arg("usual"), nb::arg("captured"));
+    nb::class_<UnknownCall>(m, "UnknownCall", "A call that is not known.")
+        .def_ro("key", &UnknownCall::key)
+        .def_ro("family", &UnknownCall::family);
+    nb::class_<KnownCalls>(m, "KnownCalls", "The known calls of a function.")
+        .def(nb::init<nb::object, nb::dict, nb::dict, nb::tuple, nb::tuple, nb::object, nb::dict>(), nb::arg("reader"),
+             nb::arg("calls"), nb::arg("families"), nb::arg("identified"), nb::arg("unusual"), nb::arg("is_grad_enabled"),
+             nb::arg("forward_ad"))
+        .def("__call__", &KnownCalls::repeat, nb::arg("positional"), nb::arg("named"));
+}

@@ -1,0 +1,494 @@
+"""Calls that native code repeats, on stand-ins for a group, its preparations and torch's collectives: what they run, count and
+return, where they take the slow path, and what remains after an error in any step. Cheapest first."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from weft import _core
+from weft.runtime.layouts import READER
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.symm.calls import GroupCalls
+
+pytestmark = pytest.mark.skipif(READER is None, reason="tensors of this torch offer no DLPack exchange API")
+
+WORLD = 2
+STEPS = [
+    ("all_gather", "x", ("x_shard",), torch.float32),
+    ("matmul", "y", ("x", "w"), torch.float32),
+    ("reduce_scatter", "part", ("y",), torch.float32),
+    ("all_reduce", "part", ("part",), torch.float32),
+]
+BUFFERS = ["x_shard", "w", "x", "y", "part"]
+
+
+class Group:
+    """Stands for a process group whose ranks have equal tensors."""
+
+
+class Work:
+    waited = 0
+
+    def wait(self) -> None:
+        Work.waited += 1
+
+
+class Torch:
+    """Collectives of `Group`. at: called with the name of each step before it runs."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.at: Callable[[str], object] = lambda name: None
+
+    def _note(self, name: str) -> None:
+        self.ran.append(name)
+        self.at(name)
+
+    def gather(self, group: Group, out: torch.Tensor, x: torch.Tensor, options: str) -> None:
+        self._note("gather")
+        out.copy_(torch.cat([x] * WORLD))
+
+    def scatter(self, group: Group, out: torch.Tensor, x: torch.Tensor, options: str) -> Work:
+        self._note("scatter")
+        out.copy_(x[: len(out)] * WORLD)
+        return Work()
+
+    def reduce(self, group: Group, xs: list[torch.Tensor], options: str) -> None:
+        self._note("reduce")
+        xs[0].mul_(WORLD)
+
+    def mm(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        self._note("mm")
+        return torch.mm(a, b)
+
+    def calls(self) -> _core.TorchCalls:
+        assert READER is not None
+        return _core.TorchCalls(
+            reader=READER, mm=self.mm, scaled_mm=torch._scaled_mm, scaled_elsewhere=scaled_matmul, byte=torch.uint8,
+            gather=self.gather, gather_options="g", scatter=self.scatter, scatter_options="s", reduce=self.reduce,
+            reduce_options="r",
+        )  # fmt: skip
+
+
+class Here:
+    calls = 0
+
+    def called(self, prepared: Prepared) -> None:
+        prepared.came_back, self.calls = True, self.calls + 1
+        prepared.called_at = self.calls
+
+
+class Prepared:
+    chosen: object = "serial"
+    called_at, came_back = 0, False
+
+
+class Recorded:
+    """The Python part of a call."""
+
+    kind, chosen, what, fingerprint, any_rows, differentiated, notes = "cuda", "serial", "op", 7, False, False, False
+
+    def __init__(self, group: Group, **changes: Any) -> None:
+        self.group_ref, self.prepared, self.here = weakref.ref(group), Prepared(), Here()
+        self.counts, self.health, self.ready = GroupCalls(), _core.Health(1.0), True
+        self.digest = self.counts.made
+        self.begins: Callable[[int], int | None] = lambda rows: 100 + rows
+        self.told: list[Any] = []
+        vars(self).update(changes)
+
+    def failed(self, error: BaseException, group: Group) -> None:
+        self.told.append(("failed", error))
+        raise error
+
+    def refused(self, text: str) -> None:
+        self.told.append(("refused", text))
+
+    def is_ready(self, capturing: bool) -> bool:
+        return self.ready
+
+    def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[Any]:
+        self.told.append(("run", capturing))
+        return [p[0] + 1]
+
+    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: Group) -> str:
+        return "on CPU"
+
+    def note(self, p: tuple[Any, ...], k: dict[str, Any]) -> None:
+        self.told.append("noted")
+
+    def begin(self, rows: int) -> int | None:
+        return self.begins(rows)
+
+
+class Played:
+    """A known call of (x_shard, [w]), and what is around it."""
+
+    def __init__(self, *, overlapped: bool = False, **changes: Any) -> None:
+        assert READER is not None
+        self.group, self.torch, self.capturing, self.autocast = Group(), Torch(), False, False
+        self.groups: dict[Any, Any] = {self.group: None}
+        self.coalescing: dict[Any, Any] = {}
+        self.of = Recorded(self.group, **changes)
+        around = _core.Surroundings(
+            groups=self.groups, coalescing=self.coalescing, is_any_autocast_enabled=lambda: self.autocast,
+            is_autocast_enabled=lambda kind: self.autocast,
+            is_capturing=lambda: self.capturing,
+        )  # fmt: skip
+        inputs = ("list", [("given", 0), ("given", 1, 0)])
+        steps = _core.PlainSteps(self.torch.calls(), BUFFERS, STEPS, WORLD)
+        result = ("given", 0)
+        self.forward = {"_current_level": -1}
+        self.calls: dict[bytes, Any] = {}
+        self.families: dict[bytes, Any] = {}
+        self._known = _core.KnownCalls(
+            READER, self.calls, self.families, (Group,), (), torch.is_grad_enabled, self.forward
+        )
+        self.w = torch.randn(3, 4)
+        missed = self()
+        kept, key = (self.families, missed.family) if self.of.any_rows else (self.calls, missed.key)
+        usual = not overlapped
+        kept[key] = _core.KnownCall(
+            self.of, around, inputs, steps, ["part"], result, usual=usual, captured=usual and not self.of.any_rows
+        )  # fmt: skip
+
+    def __call__(self, rows: int = 2) -> Any:
+        self.x = torch.randn(rows, 3)
+        return self._known((self.x, [self.w]), {"group": self.group})
+
+    def is_slow(self) -> bool:
+        before = self.counts()
+        found = self()
+        if isinstance(found, _core.UnknownCall):
+            assert self.counts() == before, "the slow path counts"
+            assert self.is_free()
+        return isinstance(found, _core.UnknownCall)
+
+    def counts(self) -> tuple[int, ...]:
+        counts = self.of.counts
+        return counts.begun, counts.ended, counts.made.last, counts.made.digest
+
+    def is_free(self) -> bool:
+        """True if no thread is in a call."""
+        got: list[bool] = []
+
+        def look() -> None:
+            got.append(self.of.counts.running.acquire(blocking=False))
+            if got[0]:
+                self.of.counts.running.release()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return got == [True]
+
+    def expected(self) -> torch.Tensor:
+        return (torch.cat([self.x] * WORLD) @ self.w)[: len(self.x)] * WORLD * WORLD
+
+
+def test_recipes_make_what_they_say() -> None:
+    x, y = torch.arange(6.0).view(2, 3), torch.arange(4.0)
+    named = {"y": y, "ys": [x, y]}
+
+    def made(recipe: tuple[Any, ...]) -> Any:
+        return _core.Recipe(recipe)((x, [y]), named)
+
+    assert made(("given", 0)) is made(("named", "ys", 0)) is x
+    assert made(("given", 1, 0)) is made(("named", "y")) is y
+    assert made(("view", ("given", 0), (6,))).shape == (6,)
+    assert made(("as_strided", ("named", "y"), (2,), (2,))).tolist() == [0, 2]
+    assert made(("tuple", [("constant", None), ("list", [("given", 0)])])) == (None, [x])
+    assert made(("dict", {"a": ("given", 0)})) == {"a": x}
+    assert made(("call", divmod, [("constant", 7), ("constant", 2)])) == (3, 1)
+    for wrong in (("given", -1), ("unknown", 1), ("view", ("given", 0))):
+        with pytest.raises(ValueError, match="no recipe"):
+            _core.Recipe(wrong)
+    with pytest.raises(KeyError, match="z"):
+        made(("named", "z"))
+    with pytest.raises(IndexError):
+        made(("given", 2))
+
+
+def test_steps_run_in_order_and_return_every_buffer() -> None:
+    played = Torch()
+    steps = _core.PlainSteps(played.calls(), BUFFERS, STEPS, WORLD)
+    x, w, waited = torch.randn(2, 3), torch.randn(3, 4), Work.waited
+    found = steps.run({"w": w, "x_shard": x}, Group())
+    assert played.ran == ["gather", "mm", "scatter", "reduce"]
+    assert Work.waited == waited + 1
+    assert list(found) == BUFFERS
+    assert torch.equal(found["x"], torch.cat([x, x]))
+    assert torch.equal(found["part"], (torch.cat([x, x]) @ w)[:2] * 4)
+    with pytest.raises(ValueError, match="missing"):
+        steps.run({"w": w}, Group())
+    with pytest.raises(ValueError, match="no buffer"):
+        steps.run({"v": w}, Group())
+    for wrong in (("addmm", "y", ("x", "w"), None), ("matmul", "y", ("x",), None), ("matmul", "z", ("x", "w"), None)):
+        with pytest.raises(ValueError, match="no "):
+            _core.PlainSteps(played.calls(), BUFFERS, [wrong], WORLD)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_fp8_is_gathered_as_bytes_and_multiplied_with_its_scales(rows: int) -> None:
+    played = Torch()
+    fp8 = torch.float8_e4m3fn
+    x, w = torch.randn(rows, 16).to(fp8), torch.randn(32, 16).to(fp8).t()
+    scale_x, scale_w, bias = torch.tensor(0.5), torch.tensor([[2.0]]), torch.randn(1, 32)
+    buffers = ["x_shard", "w", "sx", "sw", "b", "x", "y"]
+    made = ("scaled_matmul", "y", ("x", "w", "sx", "sw", "b"), torch.float32)
+    steps = _core.PlainSteps(played.calls(), buffers, [("all_gather", "x", ("x_shard",), fp8), made], WORLD)
+    found = steps.run({"x_shard": x, "w": w, "sx": scale_x, "sw": scale_w, "b": bias}, Group())
+    assert found["x"].dtype == fp8
+    assert found["y"].shape == (2 * rows, 32)
+    assert torch.equal(found["y"], torch.cat([x.float(), x.float()]) @ w.float() + bias)
+
+
+def test_scales_are_passed_where_cublas_can_read_them() -> None:
+    scales, bias, given = torch.rand(9, 1), torch.rand(1, 4), []
+
+    def function(*arguments: Any, **named: Any) -> str:
+        given.append((arguments, named))
+        return "product"
+
+    for scale_a in (scales[:4], scales[1:5]):
+        assert _core.scaled_mm(function, "a", "b", scale_a, "sb", bias, "bf16", True, None) == "product"
+        (_, _, scale, _, added), named = given.pop()
+        assert scale.data_ptr() % 16 == 0
+        assert (scale is scale_a) == (scale_a.data_ptr() % 16 == 0)
+        assert torch.equal(scale, scale_a)
+        assert torch.equal(added, bias[0])
+        assert named == {"out_dtype": "bf16", "use_fast_accum": True}
+    _core.scaled_mm(function, "a", "b", scales, "sb", None, "bf16", False, "out")
+    assert given.pop() == (("a", "b", scales, "sb", None), {"out_dtype": "bf16", "use_fast_accum": False, "out": "out"})
+
+
+def test_a_call_runs_and_counts() -> None:
+    played = Played()
+    like = GroupCalls()
+    for number in range(1, 5):
+        assert torch.equal(played(), played.expected())
+        like.made.note(7, "op")
+        like.begin()
+        like.end()
+        assert played.counts() == (number, number, number, like.made.digest)
+        assert played.of.prepared.called_at == played.of.here.calls == number
+        assert played.of.counts.made.what == "op"
+        assert played.is_free()
+    assert played.of.counts.made.news() == like.made.news()
+
+
+def test_options_of_layers_travel_with_the_next_call() -> None:
+    played = Played()
+    played.of.counts.layers.note("Layer(a)", 5, True)
+    played()
+    words = played.of.counts.made.words
+    assert words != (0, 0)
+    assert not played.of.counts.has_layers
+    played()
+    assert played.of.counts.made.words_at(2) == words
+    assert b"Layer(a)" in played.of.counts.made.news()
+
+
+def test_what_has_changed_since_takes_the_slow_path() -> None:
+    played = Played()
+    of, counts = played.of, played.of.counts
+    assert not played.is_slow()
+    del played.groups[played.group]
+    assert played.is_slow()
+    played.groups[played.group] = None
+    of.prepared.chosen = "other"
+    assert played.is_slow()
+    of.prepared.chosen = of.chosen
+    played.autocast = True
+    assert played.is_slow()
+    played.autocast = False
+    played.forward["_current_level"] = 0
+    assert played.is_slow()
+    played.forward["_current_level"] = -1
+    played.coalescing[played.group] = []
+    assert played.is_slow()
+    played.coalescing.clear()
+    counts.unanswered = 1
+    assert played.is_slow()
+    counts.unanswered = 0
+    other = GroupCalls()
+    for _ in range(counts.begun + 1):
+        other.begin()
+    assert counts.heard(other.refuse("rank 1: bad")) == ""
+    assert played.is_slow(), "a peer has refused it"
+    counts.begin()
+    assert not played.is_slow(), "that was another call"
+    assert not played.is_slow()
+
+
+def test_a_group_in_trouble_takes_the_slow_path() -> None:
+    played = Played()
+    health = played.of.health
+    word = ctypes.c_int64.from_address(health.failed_address)
+    assert not played.is_slow()
+    word.value = 1
+    assert played.is_slow()
+    word.value = 0
+    health.looks.append(print)
+    assert played.is_slow()
+    health.looks.clear()
+    health.looked_at -= 2
+    assert health.is_stale()
+    assert played.is_slow()
+
+
+def test_a_group_that_is_gone_takes_the_slow_path() -> None:
+    played = Played()
+    known = next(iter(played.calls.values()))
+    played.groups.clear()
+    played.group = Group()
+    assert played.of.group_ref() is None
+    assert isinstance(played(), _core.UnknownCall)
+    played.calls[played().key] = known  # a new group at the old one's address
+    assert isinstance(played(), _core.UnknownCall)
+
+
+def test_another_thread_takes_the_slow_path_during_a_call() -> None:
+    played = Played()
+    slow: list[bool] = []
+
+    def other(name: str) -> None:
+        played.torch.at = lambda name: None
+        thread = threading.Thread(target=lambda: slow.append(isinstance(played(), _core.UnknownCall)))
+        thread.start()
+        thread.join()
+
+    played.torch.at = other
+    played()
+    assert slow == [True]
+    assert played.counts()[:2] == (1, 1)
+    assert played.is_free()
+
+
+def test_a_call_inside_of_a_call_is_another_call() -> None:
+    played = Played()
+    inner: list[torch.Tensor] = []
+
+    def nested(name: str) -> None:
+        played.torch.at = lambda name: None
+        kept = played.x
+        inner.extend((played(), played.expected()))
+        played.x = kept
+
+    played.torch.at = nested
+    assert torch.equal(played(), played.expected())
+    assert torch.equal(*inner)
+    assert played.counts()[:2] == (2, 2)
+    assert played.is_free()
+
+
+@pytest.mark.parametrize("step", ["gather", "mm", "scatter", "reduce"])
+def test_an_error_in_a_step_is_told_and_leaves_the_call(step: str) -> None:
+    played = Played()
+    played()
+
+    def fail(name: str) -> None:
+        if name == step:
+            raise KeyboardInterrupt(name)
+
+    played.torch.at = fail
+    with pytest.raises(KeyboardInterrupt, match=step) as caught:
+        played()
+    assert played.of.told == [("failed", caught.value)]
+    assert "fail" in [one.name for one in caught.traceback]
+    assert played.counts()[:2] == (2, 1)
+    assert played.is_free()
+    played.torch.at = lambda name: None
+    assert torch.equal(played(), played.expected())
+
+
+def test_an_error_of_torch_is_told() -> None:
+    played = Played()
+    played.torch.at = lambda name: played.w.resize_(5, 4) if name == "gather" else None
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        played()
+    assert played.of.told[0][0] == "failed"
+    assert played.is_free()
+
+
+def test_a_call_that_is_forgotten_meanwhile_ends() -> None:
+    played = Played()
+    entry = weakref.ref(played.of)
+    played.torch.at = lambda name: played.calls.clear()
+    assert torch.equal(played(), played.expected())
+    played.of = None  # type: ignore[assignment]
+    assert entry() is None
+
+
+def test_a_peers_refusal_during_the_call_ends_the_group() -> None:
+    played = Played()
+    other = GroupCalls()
+    other.begin()
+    message = other.refuse("rank 1: bad")
+    played.torch.at = lambda name: played.of.counts.heard(message) if name == "mm" else None
+    played()
+    assert played.of.told == [("refused", "rank 1: bad")]
+    assert played.of.counts.heard(message) == "rank 1: bad", "this rank has made the call"
+
+
+def test_python_runs_what_overlaps() -> None:
+    played = Played(overlapped=True, notes=True)
+    for capturing in (False, True):
+        played.capturing = capturing
+        assert torch.equal(played(), played.x + 1)
+        assert played.of.told == [("run", capturing), "noted"]
+        played.of.told.clear()
+    assert played.counts()[:2] == (2, 2)
+    played.of.ready = False
+    assert played.is_slow()
+    before = played.of.counts.made.digest
+    played = Played(overlapped=True, differentiated=True)
+    played()
+    assert played.of.counts.made.digest == 0 != before, "its forward notes it"
+    assert Played(kind="cpu")() == "on CPU"
+
+
+def test_a_call_that_passes_takes_any_number_of_rows() -> None:
+    played = Played(any_rows=True)
+    like = GroupCalls()
+    for rows in (2, 5, 2):
+        assert torch.equal(played(rows), played.expected())
+        like.made.note(100 + rows, "op")
+    assert played.of.counts.made.digest == like.made.digest
+    assert played.of.here.calls == 0
+    played.of.begins = lambda rows: None
+    assert played.is_slow()
+    played.of.begins, played.capturing = lambda rows: 1, True
+    assert played.is_slow()
+
+
+def test_calls_keep_nothing() -> None:
+    played = Played(what="".join(["o", "p"]))
+    for _ in range(10):
+        played()
+    of = played.of
+    watched = [played.group, played.w, of, of.counts, of.counts.running, of.prepared, of.what]
+    gc.collect()
+    before, blocks = [sys.getrefcount(one) for one in watched], sys.getallocatedblocks()
+    for _ in range(2000):
+        played()
+        assert played.of.told == []
+    gc.collect()
+    assert [sys.getrefcount(one) for one in watched] == before
+    assert sys.getallocatedblocks() - blocks < 500
+    played.torch.at = lambda name: 1 / 0
+    for _ in range(300):
+        with pytest.raises(ZeroDivisionError):
+            played()
+        played.of.told.clear()
+    gc.collect()
+    assert [sys.getrefcount(one) for one in watched] == before
+    assert sys.getallocatedblocks() - blocks < 1500
