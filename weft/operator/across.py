@@ -14,7 +14,6 @@ difference.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
@@ -24,13 +23,12 @@ import torch
 
 from weft import env
 from weft.errors import RefusedError
+from weft.operator.agreement import agreement_on
 from weft.operator.spec import Operator
-from weft.runtime.meeting import Topic, meeting_of
+from weft.runtime.meeting import Topic
 from weft.symm import Domain
-from weft.symm.calls import calls_of
 from weft.words import by_rank, counted
 
-_SUMS = struct.Struct("<QQ")
 _MASK = (1 << 64) - 1
 _BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprint of a call's backward another one
 
@@ -42,12 +40,13 @@ class AcrossRanks:
     """
 
     def __init__(self, op: Operator[Any], domain: Domain, what: str, said: str, fingerprint: int | None = None) -> None:
-        self._op, self._domain, self.what, self._is_cpu = op, domain, what, domain.device.type == "cpu"
-        self._made = None if self._is_cpu else calls_of(domain.group).made
+        self._op, self._domain, self.what = op, domain, what
+        self._agreement = agreement_on(domain.device)
+        self._made = self._agreement.digest(domain.group)
         self.fingerprint = _number(f"{op.name} {said}") if fingerprint is None else fingerprint
         self._topic = Topic(f"counts of {what}", said)
         self._compares_all = env.check_calls()
-        self._compares_pairs = type(op).pairs is not Operator.pairs and (self._is_cpu or self._compares_all)
+        self._compares_pairs = type(op).pairs is not Operator.pairs and (self._agreement.meets or self._compares_all)
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
 
     def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> None:
@@ -73,11 +72,7 @@ class AcrossRanks:
         sent, expected = (table.reshape(world, -1).cpu().numpy() for table in pairs)
         weights = _weights(world, sent.shape[1])
         sums = _sum(sent, weights[domain.rank]), _sum(expected, weights[:, domain.rank])
-        if self._is_cpu:
-            said = meeting_of(domain).meet(self._topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
-            both = [_SUMS.unpack(one) for one in said]
-        else:
-            both = domain.all_gather(sums, what=f"counts of {self.what}", deadline_s=deadline_s)
+        both = self._agreement.exchange_sums(domain, self._topic, sums, deadline_s)
         if sum(one for one, _ in both) % 2**64 == sum(other for _, other in both) % 2**64:
             return
         tables = domain.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self.what}")

@@ -21,6 +21,7 @@ from weft import plan
 from weft.arguments import checked_deadline
 from weft.builders import Problem
 from weft.operator import select
+from weft.operator.agreement import agreement_on
 from weft.operator.cache import PASSING_ON, Table
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import (
@@ -32,6 +33,7 @@ from weft.operator.flops import counted, flops_of, is_counter_there
 from weft.operator.replay import seen
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
+from weft.runtime.capture import is_captured
 from weft.runtime.layouts import READER
 from weft.runtime.unfused.turn import Turn
 from weft.symm.groups import group_of
@@ -175,8 +177,8 @@ def prepared_for(
     forward.
     """
     pinned, table, device, given = plan.pinned(schedule), TABLES[op.name], _device_of(op, call), op.given(call)
-    # On CPU ranks meet as those who make calls of one shape, which says all that they compare.
-    key = (op.key(call), pinned, given if device.type == "cpu" else "")
+    # Ranks that meet do so as makers of calls of one shape, which says all that they compare.
+    key = (op.key(call), pinned, given if agreement_on(device).meets else "")
     prepared = table.find(group, key)
     if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
         return prepared
@@ -186,7 +188,7 @@ def prepared_for(
         p = _described(op, call, world)
         if p is not None and p.family[0] is not p and p.has_work:
             family, rows = (p.family[0], given, wanted), _rows_of(op, call)
-            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            capturing = is_captured(device)
             typical = table.of_group(group).passes(family, rows, capturing)
             if typical is not None:
                 said = op.said(call, world)

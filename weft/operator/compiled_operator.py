@@ -20,7 +20,10 @@ from weft.builders import NotApplicableError, named
 from weft.errors import WeftError
 from weft.operator import select
 from weft.operator.across import AcrossRanks, passing_fingerprint
+from weft.operator.agreement import agreement_on
 from weft.operator.spec import Operator
+from weft.runtime.capture import is_captured
+from weft.runtime.device import synchronize
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
@@ -73,7 +76,7 @@ class CompiledOperator:
         self.chosen: select.Chosen | None = None
         self._executors: list[Executor] = []  # of `chosen`
         self._turns: Turns | None = None
-        if self.domain is not None and device.type == "cpu":
+        if self.domain is not None and agreement_on(device).meets:
             self._turns = Turns(f"{op.title}, {shown}", self.domain, said, op.arguments)
         self._serial = named(p, "serial").build()
         self.results = [b.name for b in self._serial.buffers if b.role == "output"]
@@ -97,7 +100,7 @@ class CompiledOperator:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
-        op, capturing = self.op, self.capturing()
+        op, capturing = self.op, is_captured(self.device)
         if self._across:
             self.across(call).begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
@@ -256,8 +259,7 @@ class CompiledOperator:
         self._ran.clear()
         self._ready.clear()
         if chosen is not None and not self.stale:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronize(self.device)
             chosen.close()
 
     @property
@@ -281,7 +283,7 @@ class CompiledOperator:
         return 0 if self.chosen is None else self.chosen.nbytes
 
     def capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
         """True if calls are known to run unfused. Raise the group's error, if it has one.

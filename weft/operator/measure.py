@@ -13,6 +13,7 @@ from weft.builders import Candidate, Problem, named
 from weft.operator import this_machine
 from weft.plan import gemms
 from weft.plan.predict import library_gemms
+from weft.runtime.device import synchronize
 from weft.runtime.executors import Tensors, executor
 from weft.schedule import Schedule
 from weft.sim.model import MatmulShape
@@ -133,8 +134,7 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
     for _ in range(1 + _REPETITIONS):
         start = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append((time.perf_counter() - start) * 1e6)
     return min(times[1:])
 
@@ -142,20 +142,17 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
 def _queued_us(call: Callable[[], object], domain: Domain, deadline_s: float | None) -> float:
     """Return the mean time of several calls in a row. On a GPU the device sleeps until all are enqueued. Collective."""
     device = domain.device
-    on_gpu = device.type == "cuda"
     call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     call()
     host_us = (time.perf_counter() - start) * 1e6
-    if on_gpu:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     mine = (host_us, (time.perf_counter() - start) * 1e6)
     every = domain.all_gather(mine, what="how long a call takes", deadline_s=deadline_s)
     host_us, us = (max(of_ranks) for of_ranks in zip(*every, strict=True))
     calls = max(3, min(_MOST_IN_A_ROW, int(_IN_A_ROW_US / us)))
-    if not on_gpu:
+    if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):
             call()

@@ -15,11 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import env, symm
 from weft.arguments import check_tensor
+from weft.operator.agreement import agreement_on
 from weft.operator.cache import Table
 from weft.operator.calls import check_options
 from weft.operator.compiled_operator import whole
 from weft.operator.select import verify_once
 from weft.operator.together import agree, together
+from weft.runtime.capture import is_captured
+from weft.runtime.device import synchronize
 from weft.runtime.executor import Executor
 from weft.runtime.executors import executor as executor_of
 from weft.runtime.opaque import opaque
@@ -27,7 +30,6 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Buffer, Schedule
 from weft.schedule.text import fingerprint
 from weft.symm import Domain
-from weft.symm.calls import calls_of
 from weft.symm.groups import group_of
 from weft.timeline import Timeline
 from weft.words import counted, kind
@@ -96,8 +98,8 @@ def run_schedule(
             )
         device = _checked(schedule, tensors, group.rank())
         compiled = _compiled(schedule, group, device, deadline_s)
-        if device.type == "cuda":
-            calls_of(group).made.note(compiled.number, compiled.what)
+        if (digest := agreement_on(device).digest(group)) is not None:
+            digest.note(compiled.number, compiled.what)
         made = _run(compiled.executor, dict(tensors), deadline_s, timeline)
         return {b.name: made.get(b.name, tensors[b.name]) for b in schedule.buffers if b.role == "output"}
 
@@ -138,12 +140,11 @@ class _Compiled:
         return self.executor.nbytes
 
     def capturing(self) -> bool:
-        return _is_capturing(self.domain.device)
+        return is_captured(self.domain.device)
 
     def close(self) -> None:
         if not self.stale:
-            if self.domain.device.type == "cuda":
-                torch.cuda.synchronize(self.domain.device)
+            synchronize(self.domain.device)
             self.executor.close()
 
 
@@ -161,7 +162,7 @@ def _compiled(
         return found
 
     def check() -> tuple[str, str, int]:
-        if _is_capturing(device):
+        if is_captured(device):
             raise ValueError(f"run {what} once before capturing it in a CUDA graph")
         return what, f"{what}, fingerprint {digest[:16]}", 0
 
@@ -180,10 +181,6 @@ def _fingerprint(schedule: Schedule) -> str:
         found = _fingerprints[id(schedule)] = fingerprint(schedule)
         weakref.finalize(schedule, _fingerprints.pop, id(schedule), None).atexit = False
     return found
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _checked(schedule: Schedule, tensors: Any, rank: int) -> torch.device:

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import struct
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -38,13 +36,11 @@ from torch.utils.checkpoint import _StopRecomputationError
 from weft import env, symm
 from weft.builders import NotApplicableError
 from weft.caller import caller
-from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError, WeftError
-from weft.runtime.meeting import Topic, meeting_of, said_on, shown
+from weft.errors import PoisonedGroupError, RefusedError, WeftError
+from weft.operator.agreement import agreement_on
+from weft.runtime.meeting import said_on
 from weft.symm.calls import GroupCalls, calls_of
-from weft.symm.layers import differ, difference
-from weft.words import by_rank
 
-_NUMBER = struct.Struct("<qq")
 _TOLD = "_weft_told"  # of an error: peers have been told
 
 
@@ -130,18 +126,9 @@ class together:
         text = str(error) if is_input else f"{self._operator}: {error!r}"
         if said and isinstance(error, NotApplicableError):  # to what ranks have agreed on: all raise it
             return
-        if device.type == "cpu" and isinstance(error, Exception) and not said:
-            with symm.set_up_within(deadline_s):
-                meeting = meeting_of(symm.domain(group, device))
-            refusals = meeting.refuse(text, deadline_s=deadline_s)
-            if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
-                raise RefusedError(refusals) from error
-        elif device.type == "cuda" and is_input:
-            domain = symm.domain(group, device, deadline_s=deadline_s)
-            domain.tell_refusal(text)
-            raise RefusedError(f"rank {domain.rank}: {text}") from error
-        elif (domain_ := symm.open_domain(group, device.type)) is not None:
-            domain_.poison(text)
+        refused = agreement_on(device).refuse(error, text, group, device, deadline_s, said)
+        if not refused and (domain := symm.open_domain(group, device.type)) is not None:
+            domain.poison(text)
 
 
 def failed(
@@ -191,63 +178,7 @@ def agree(
     """
     if group.size() == 1:
         return [check()[2]]
-    if device.type == "cpu":
-        text, details, number = check()  # an error leaves the call, and is published
-        extra = _NUMBER.pack(number, 0)
-        with symm.set_up_within(deadline_s):
-            meeting = meeting_of(symm.domain(group, device))
-        topic = Topic(
-            f"{operator} of a shape that is new here: {text}", details, hint=hint,
-            difference=shown(meeting.domain, details),
-        )  # fmt: skip
-        extras = meeting.meet(topic, deadline_s=_set_up(deadline_s), extra=extra)
-        return [_NUMBER.unpack(extra)[0] for extra in extras]
-    if device.type != "cuda":
-        return [check()[2]]
-    text, details, number, refusal = "", "", 0, ""
-    try:
-        text, details, number = check()
-    except Exception as error:
-        refusal = str(error)
-    domain = symm.domain(group, device, deadline_s=deadline_s)
-    noted = calls_of(group).layers.take()
-    mine = refusal, calls_of(group).begun, text, _short(details), number, noted
-    try:
-        calls = domain.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
-    except DeadlineError as error:
-        here = f"This rank had refused the call: {refusal}" if refusal else f"New on this rank: {text}"
-        raise DeadlineError(f"{error}. {here}") from error
-    if refusals := by_rank((rank, refused) for rank, (refused, *_) in enumerate(calls) if refused):
-        raise RefusedError(refusals)
-    for rank, (_, count, theirs, their_details, *_) in enumerate(calls):
-        if (count, theirs, their_details) != calls[0][1:4]:
-            if (count, theirs) == calls[0][1:3] and "\n" in their_details:
-                _end(domain, f"ranks call {operator} differently: {shown(domain, details)()}")
-            more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
-            text = (
-                f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
-                f"{rank}, call {count}: {theirs}{more[1]}"
-            )
-            _end(domain, text)
-    if differ([noted.records for *_, noted in calls]):
-        _end(domain, difference([noted.texts for *_, noted in calls]))
-    return [number for *_, number, _ in calls]
-
-
-def _short(details: str) -> str:
-    """Return details as ranks exchange them: several lines, which may be many, by a digest."""
-    return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
-
-
-def _end(domain: symm.Domain, text: str) -> NoReturn:
-    """For what all ranks find out alike."""
-    domain.end(text)
-    raise DisagreementError(f"{text}. The ranks are out of step: this group has ended, make a new one")
-
-
-def _set_up(deadline_s: float | None) -> float | None:
-    """Return the deadline for set-up: no rank compiles anything before ranks have agreed."""
-    return env.setup_deadline_s() if deadline_s is None else deadline_s
+    return agreement_on(device).at_first_call(operator, group, device, check, deadline_s, hint)
 
 
 @functools.cache

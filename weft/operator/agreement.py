@@ -1,0 +1,178 @@
+"""How the ranks of a group agree on a call, and hear that one of them refuses it: two ways, by what their hosts can afford.
+
+|               | hosts that meet: CPU processes                  | hosts that do not: GPUs                                |
+|---------------|-------------------------------------------------|--------------------------------------------------------|
+| first call    | a meeting, as before every call                 | an exchange over the sockets                           |
+| later calls   | a meeting before each (`weft.runtime.meeting`)  | a digest, off the critical path (`weft.symm.calls`)    |
+| bad input     | published in the meeting: every rank refuses    | sent to every peer: it refuses, or has made the call   |
+|               |                                                 | already and ends the group                             |
+| other errors  | as bad input before the meeting; later the end  | the end of the group                                   |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from weft import env, symm
+from weft.errors import DeadlineError, DisagreementError, RefusedError
+from weft.runtime.meeting import Topic, meeting_of, shown
+from weft.symm import Domain
+from weft.symm.calls import MadeCalls, calls_of
+from weft.symm.layers import differ, difference
+from weft.words import by_rank
+
+Check: TypeAlias = Callable[[], tuple[str, str, int]]
+"""Returns a text and details that must be the same on all ranks, and this rank's number; or raises `ValueError`."""
+
+_NUMBER = struct.Struct("<qq")
+_SUMS = struct.Struct("<QQ")
+
+
+class Agreement:
+    """The ranks of a device on which nothing joins them, such as meta: each looks at its own call only."""
+
+    meets = False
+    """True if hosts meet before every call."""
+
+    def at_first_call(
+        self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
+    ) -> list[int]:  # fmt: skip
+        """Compare a call of a shape that is new here (`weft.operator.together.agree`)."""
+        return [check()[2]]
+
+    def refuse(
+        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
+    ) -> bool:  # fmt: skip
+        """Have every rank refuse the call that `error` has left. Raise `RefusedError`, or return True if the caller raises `error`
+        itself. Return False if the error cannot be a refusal.
+
+        said: True if this rank has told its peers that it takes part.
+        """
+        return False
+
+    def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
+        """Return the digest to which each call of the group adds itself; None if ranks compare calls otherwise."""
+        return None
+
+    def exchange_sums(
+        self, domain: Domain, topic: Topic, sums: tuple[int, int], deadline_s: float | None
+    ) -> list[tuple[int, int]]:
+        """Return both sums of every rank."""
+        return domain.all_gather(sums, what=topic.text, deadline_s=deadline_s)
+
+
+class HostsMeet(Agreement):
+    """CPU processes: a meeting takes microseconds through shared memory."""
+
+    meets = True
+
+    def at_first_call(
+        self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
+    ) -> list[int]:  # fmt: skip
+        text, details, number = check()  # an error leaves the call, and is published
+        extra = _NUMBER.pack(number, 0)
+        with symm.set_up_within(deadline_s):
+            meeting = meeting_of(symm.domain(group, device))
+        topic = Topic(
+            f"{operator} of a shape that is new here: {text}", details, hint=hint,
+            difference=shown(meeting.domain, details),
+        )  # fmt: skip
+        extras = meeting.meet(topic, deadline_s=_set_up(deadline_s), extra=extra)
+        return [_NUMBER.unpack(extra)[0] for extra in extras]
+
+    def refuse(
+        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
+    ) -> bool:  # fmt: skip
+        if said or not isinstance(error, Exception):
+            return False
+        with symm.set_up_within(deadline_s):
+            meeting = meeting_of(symm.domain(group, device))
+        refusals = meeting.refuse(text, deadline_s=deadline_s)
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
+            raise RefusedError(refusals) from error
+        return True
+
+    def exchange_sums(
+        self, domain: Domain, topic: Topic, sums: tuple[int, int], deadline_s: float | None
+    ) -> list[tuple[int, int]]:
+        said = meeting_of(domain).meet(topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
+        return [_SUMS.unpack(one) for one in said]
+
+
+class HostsApart(Agreement):
+    """GPUs: a meeting would cost the host more than the call."""
+
+    def at_first_call(
+        self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
+    ) -> list[int]:  # fmt: skip
+        text, details, number, refusal = "", "", 0, ""
+        try:
+            text, details, number = check()
+        except Exception as error:
+            refusal = str(error)
+        domain = symm.domain(group, device, deadline_s=deadline_s)
+        noted = calls_of(group).layers.take()
+        mine = refusal, calls_of(group).begun, text, _short(details), number, noted
+        try:
+            calls = domain.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
+        except DeadlineError as error:
+            here = f"This rank had refused the call: {refusal}" if refusal else f"New on this rank: {text}"
+            raise DeadlineError(f"{error}. {here}") from error
+        if refusals := by_rank((rank, refused) for rank, (refused, *_) in enumerate(calls) if refused):
+            raise RefusedError(refusals)
+        for rank, (_, count, theirs, their_details, *_) in enumerate(calls):
+            if (count, theirs, their_details) != calls[0][1:4]:
+                if (count, theirs) == calls[0][1:3] and "\n" in their_details:
+                    _end(domain, f"ranks call {operator} differently: {shown(domain, details)()}")
+                more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
+                text = (
+                    f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
+                    f"{rank}, call {count}: {theirs}{more[1]}"
+                )
+                _end(domain, text)
+        if differ([noted.records for *_, noted in calls]):
+            _end(domain, difference([noted.texts for *_, noted in calls]))
+        return [number for *_, number, _ in calls]
+
+    def refuse(
+        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
+    ) -> bool:  # fmt: skip
+        if not isinstance(error, ValueError | TypeError):
+            return False
+        domain = symm.domain(group, device, deadline_s=deadline_s)
+        domain.tell_refusal(text)
+        raise RefusedError(f"rank {domain.rank}: {text}") from error
+
+    def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
+        return calls_of(group).made
+
+
+_NOTHING_SHARED = Agreement()
+_BY_DEVICE = {"cpu": HostsMeet(), "cuda": HostsApart()}
+
+
+def agreement_on(device: torch.device) -> Agreement:
+    """Return how ranks agree on calls on this type of device."""
+    return _BY_DEVICE.get(device.type, _NOTHING_SHARED)
+
+
+def _short(details: str) -> str:
+    """Return details as ranks exchange them: several lines, which may be many, by a digest."""
+    return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
+
+
+def _end(domain: symm.Domain, text: str) -> NoReturn:
+    """For what all ranks find out alike."""
+    domain.end(text)
+    raise DisagreementError(f"{text}. The ranks are out of step: this group has ended, make a new one")
+
+
+def _set_up(deadline_s: float | None) -> float | None:
+    """Return the deadline for set-up: no rank compiles anything before ranks have agreed."""
+    return env.setup_deadline_s() if deadline_s is None else deadline_s

@@ -1,0 +1,11 @@
+"""Devices as callers see them: work on GPUs is enqueued, work on CPU is done when a call returns."""
+
+from __future__ import annotations
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work that is enqueued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
