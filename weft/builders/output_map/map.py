@@ -30,16 +30,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
+from weft.builders.fetched import Fetched
 from weft.builders.output_map.routes import CollectiveName, Entry, StoreOp, routes_of
-from weft.builders.output_map.steps import Gemm, Product, scheduled
-from weft.builders.partial_products import Add
+from weft.builders.output_map.steps import Gemm, write
+from weft.builders.partial_products import Add, By, Chunk, PartialProducts
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.builders.registry import NotApplicableError
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import CopyBy
+from weft.schedule.steps import Buffer, CopyBy
 
 Sender: TypeAlias = Literal["store", "dma"]
 """The sender of a chunk that only this rank computes: the GEMM's stores (remote_map) or a copy engine (dma_map)."""
@@ -154,6 +155,14 @@ class OutputMap:
         """
         return schedule_of([self] * problem.world_size, problem, gemm=gemm, add=add, by=by, engines=engines, name=name)
 
+    def reduce(
+        self, o: PartialProducts, y: Buffer, *, gemm: Gemm = "chunks", add: Add = "reduce", by: CopyBy = "dma",
+        sender: str = "to peers", fetched: Fetched | None = None,
+    ) -> list[Chunk]:  # fmt: skip
+        """Write a reduce-scatter of these products into `y`, as `weft.builders.output_map.steps.write` does."""
+        routes = routes_of("reduce_scatter", o.p.world_size, self.chunks, ((self.order, self.entries),))
+        return write(o, routes, y, gemm=gemm, add=add, by=by, sender=sender, fetched=fetched)
+
     def __str__(self) -> str:
         return "\n".join([f"output of {self.rows} rows in {self.chunks} chunks", *(f"  {e}" for e in self.entries)])
 
@@ -198,7 +207,11 @@ def schedule_of(
     plain = [(one.order, one.entries) for one in maps]
     same = all(one is first for one in maps)
     routes = routes_of(p.collective, p.world_size, first.chunks, tuple(plain[:1] if same else plain))
-    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), gemm=gemm, add=add, by=by, engines=engines)
+    product = MatmulReduceScatter(p.world_size, rows, p.n, p.k, p.dtype)
+    o = PartialProducts(name, product, own_rows=p.collective == "all_gather")
+    y = o.parts("y", 1 if p.collective == "reduce_scatter" else p.world_size, "output")
+    write(o, routes, y, gemm=gemm, add=add, by=by, engines=engines)
+    return o.d.schedule()
 
 
 def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
@@ -226,21 +239,26 @@ def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInt
 
 
 def ring_reduce_scatter(
-    rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", rank: Index = RANK
-) -> OutputMap:
+    rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", to: Literal["left", "right"] = "left",
+    rank: Index = RANK,
+) -> OutputMap:  # fmt: skip
     """Figures 7, 11 and 12: sums travel to the left, and each rank adds its own product to the sum from the right.
 
     The first chunk receives nothing. With first="store" the GEMM stores it straight into the neighbour's memory; with first="dma"
     a copy engine sends it like the others."""
-    made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    made, neighbour = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    if to == "right":
+        owners = [(rank + world - distance) % world for distance in range(1, world + 1)]
+        order = tuple(owner * per_rank + piece for owner in owners for piece in range(per_rank))
+        made, neighbour = replace(made, order=order), (rank + 1) % world
     for chunk in range(world * per_rank):
         distance = chunk // per_rank
         if distance == world - 1:
             made = made.local(chunk)
         elif distance or first == "dma":
-            made = made.dma_map(chunk, to=left, op="update", after=2 if distance else 1)
+            made = made.dma_map(chunk, to=neighbour, op="update", after=2 if distance else 1)
         else:
-            made = made.remote_map(chunk, to=left, op="update")
+            made = made.remote_map(chunk, to=neighbour, op="update")
     return made
 
 
@@ -252,6 +270,29 @@ def direct_reduce_scatter(
     sliced: one chunk for every peer before a second for any, so that all links are busy from the first chunk on. Otherwise all of
     a peer's rows come before those of the next peer."""
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
+
+
+def direct_sums(
+    o: PartialProducts, y: Buffer, *, chunks: int, by: By, add: Add, fetched: Fetched | None = None
+) -> list[Chunk]:
+    """Write the direct reduce-scatter of these products into `y`, with a GEMM for each chunk; return the chunks."""
+    sender: Sender = "store" if by == "store" else "dma"
+    out = direct_reduce_scatter(o.m * o.p.world_size, o.p.world_size, per_rank=chunks, by=sender)
+    return out.reduce(o, y, add=add, by="kernel" if by == "kernel" else "dma", fetched=fetched)
+
+
+def tracked_sums(
+    o: PartialProducts, y: Buffer, *, chunks: int, to: Sender, fetched: Fetched | None = None
+) -> list[Chunk]:
+    """Write the direct reduce-scatter of these products into `y`, with one tracked GEMM; return the chunks."""
+    if o.scaled is not None:
+        raise NotApplicableError("its kernel does not support fp8: use direct[...] or scatter")
+    if to == "store" and chunks > 1:
+        raise NotApplicableError("tiles go to their owner one by one, not in chunks: use chunks=1")
+    if o.p.m % o.p.world_size:
+        raise NotApplicableError(f"m={o.p.m} must be divisible by world_size={o.p.world_size}: use another schedule")
+    out = direct_reduce_scatter(o.p.m, o.p.world_size, per_rank=chunks, by=to)
+    return out.reduce(o, y, gemm="tracked", fetched=fetched)
 
 
 def all_to_all(
