@@ -28,8 +28,8 @@ from typing import Literal
 
 from weft.builders.fetched import ChunkRegion, Fetched
 from weft.builders.operands import cut, starts
-from weft.builders.output_map.map import direct_sums, tracked_sums
 from weft.builders.partial_products import Add, By, Chunk, PartialProducts
+from weft.builders.partial_sums import direct_sums, tracked_sums
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup

@@ -23,8 +23,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from weft.builders.operands import peer
-from weft.builders.output_map.map import direct_sums, ring_reduce_scatter, tracked_sums
+from weft.builders.output_map.map import ring_reduce_scatter
 from weft.builders.partial_products import Add, By, PartialProducts
+from weft.builders.partial_sums import direct_sums, mapped_sums, tracked_sums
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.builders.registry import NotApplicableError, builder
@@ -99,7 +100,7 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
         raise NotApplicableError("a ring needs at least three ranks: use direct")
     o = PartialProducts.overlapped("ring", p)
     out = ring_reduce_scatter(p.m, p.world_size, per_rank=chunks, first="dma", to="right")
-    out.reduce(o, _result(o), add="gemm", by=by, sender="to the right")
+    mapped_sums(o, out, _result(o), add="gemm", by=by, sender="to the right")
     return o.d.schedule()
 
 

@@ -30,17 +30,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from weft.builders.fetched import Fetched
 from weft.builders.output_map.routes import CollectiveName, Entry, StoreOp, routes_of
 from weft.builders.output_map.steps import Gemm, write
-from weft.builders.partial_products import Add, By, Chunk, PartialProducts
+from weft.builders.partial_products import Add, PartialProducts
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.builders.registry import NotApplicableError
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Buffer, CopyBy
+from weft.schedule.steps import CopyBy
 
 Sender: TypeAlias = Literal["store", "dma"]
 """The sender of a chunk that only this rank computes: the GEMM's stores (remote_map) or a copy engine (dma_map)."""
@@ -155,14 +154,6 @@ class OutputMap:
         """
         return schedule_of([self] * problem.world_size, problem, gemm=gemm, add=add, by=by, engines=engines, name=name)
 
-    def reduce(
-        self, o: PartialProducts, y: Buffer, *, gemm: Gemm = "chunks", add: Add = "reduce", by: CopyBy = "dma",
-        sender: str = "to peers", fetched: Fetched | None = None,
-    ) -> list[Chunk]:  # fmt: skip
-        """Write a reduce-scatter of these products into `y`, as `weft.builders.output_map.steps.write` does."""
-        routes = routes_of("reduce_scatter", o.p.world_size, self.chunks, ((self.order, self.entries),))
-        return write(o, routes, y, gemm=gemm, add=add, by=by, sender=sender, fetched=fetched)
-
     def __str__(self) -> str:
         return "\n".join([f"output of {self.rows} rows in {self.chunks} chunks", *(f"  {e}" for e in self.entries)])
 
@@ -270,29 +261,6 @@ def direct_reduce_scatter(
     sliced: one chunk for every peer before a second for any, so that all links are busy from the first chunk on. Otherwise all of
     a peer's rows come before those of the next peer."""
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
-
-
-def direct_sums(
-    o: PartialProducts, y: Buffer, *, chunks: int, by: By, add: Add, fetched: Fetched | None = None
-) -> list[Chunk]:
-    """Write the direct reduce-scatter of these products into `y`, with a GEMM for each chunk; return the chunks."""
-    sender: Sender = "store" if by == "store" else "dma"
-    out = direct_reduce_scatter(o.m * o.p.world_size, o.p.world_size, per_rank=chunks, by=sender)
-    return out.reduce(o, y, add=add, by="kernel" if by == "kernel" else "dma", fetched=fetched)
-
-
-def tracked_sums(
-    o: PartialProducts, y: Buffer, *, chunks: int, to: Sender, fetched: Fetched | None = None
-) -> list[Chunk]:
-    """Write the direct reduce-scatter of these products into `y`, with one tracked GEMM; return the chunks."""
-    if o.scaled is not None:
-        raise NotApplicableError("its kernel does not support fp8: use direct[...] or scatter")
-    if to == "store" and chunks > 1:
-        raise NotApplicableError("tiles go to their owner one by one, not in chunks: use chunks=1")
-    if o.p.m % o.p.world_size:
-        raise NotApplicableError(f"m={o.p.m} must be divisible by world_size={o.p.world_size}: use another schedule")
-    out = direct_reduce_scatter(o.p.m, o.p.world_size, per_rank=chunks, by=to)
-    return out.reduce(o, y, gemm="tracked", fetched=fetched)
 
 
 def all_to_all(
