@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support import combine_call_ranks as calls
 from support import combine_ranks as ranks
-from support import expert_module_ranks, matmul_ranks
+from support import expert_module_ranks, on_ranks
 from support.expert_ranks import tokens_gradient_alone
 
 import weft
@@ -162,7 +162,7 @@ def captured(group: dist.ProcessGroup, schedule: str) -> str:
             graph.replay()
             torch.cuda.synchronize()
             case.check(y)
-        return matmul_ranks.told(lambda: _captured_without_rows(call))
+        return on_ranks.told(lambda: _captured_without_rows(call))
 
 
 def _captured_without_rows(call: Callable[..., torch.Tensor]) -> None:

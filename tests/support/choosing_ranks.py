@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.dispatch import expected, inputs, random_splits
-from support.matmul_ranks import close
+from support.on_ranks import close
 
 from weft import symm
 from weft.hw import load_machine

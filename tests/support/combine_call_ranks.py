@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.combine_ranks import Case
 from support.expert_ranks import dual_takes, traffic
-from support.matmul_ranks import device, own_group, told
+from support.on_ranks import device, own_group, told
 
 import weft
 from weft.runtime import exchanged

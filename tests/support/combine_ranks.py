@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.combine import expected, inputs, received_of, segments
 from support.dispatch import Splits
 from support.expert_ranks import Traffic, dual_takes, poisoned_memory, traffic
-from support.matmul_ranks import close, device, own_group
+from support.on_ranks import close, device, own_group
 
 import weft
 from weft.runtime import exchanged

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from support.dispatch import Splits, expected, inputs, random_splits
-from support.matmul_ranks import close, device, own_group, told
+from support.on_ranks import close, device, own_group, told
 
 import weft
 from weft.operator import choosing
