@@ -11,6 +11,7 @@ import torch
 from support.on_ranks import BF16, F16, F32, FP8
 from support.operators.call import Case
 from support.operators.cases import by
+from support.operators.experts import Experts
 from support.operators.gemms import Gathered, Gemm
 from support.operators.scaled import ScaledGathered, ScaledGemm
 
@@ -281,6 +282,40 @@ SCALED_MATMUL_REDUCE_SCATTER = Row(
     marks=[needs_fp8],
 )
 
+COMBINES = ["combine[chunks=1,by=dma]", "combine[chunks=1,by=store]"]
+TOLD = ["combine[chunks=1,by=kernel]", "combine[chunks=1,by=store]", "combine_by_expert[chunks=2,by=kernel]"]
+
+
+def experts(case: Experts, *schedules: str | None) -> dict[str, Case]:
+    """Return `case` with each schedule, by name."""
+    how = "exact" if case.exact else "told"
+    return {f"{how}, {case.traffic}, {case.dtype}, {one.schedule}": one for one in by(case, *schedules)}
+
+
+MATMUL_ALL_TO_ALL = Row(
+    results={
+        **experts(Experts(3, BF16), None, "serial", *COMBINES),
+        **experts(Experts(3, BF16, "all to one"), None, "serial", *COMBINES),
+        **experts(Experts(3, BF16, "one has nothing"), None, "serial", *COMBINES),
+        **experts(Experts(3, BF16, "nothing"), None, "serial", *COMBINES),
+        **experts(Experts(2, BF16, "uneven", False, True, 64, 40), None, "serial", *TOLD),
+        **experts(Experts(2, F16, "uneven", False, True, 64, 40), None, "serial", *TOLD),
+        **experts(Experts(2, F32, "uneven", False, True, 64, 40), None, "serial", *TOLD),
+    },
+    steps=[(Experts(schedule="serial"), {"library_grouped_matmul", "permute", "exchange ordered -> y"})],
+    calls=6,
+)
+
+ALL_TO_ALL_MATMUL = Row(
+    results={},
+    steps=[
+        (
+            Experts(schedule="serial"),
+            {"exchange splits -> received", "exchange tokens -> unordered", "permute", "library_grouped_matmul"},
+        )
+    ],
+)
+
 ROWS = {
     "all_gather_matmul": ALL_GATHER_MATMUL,
     "matmul_reduce_scatter": MATMUL_REDUCE_SCATTER,
@@ -288,4 +323,6 @@ ROWS = {
     "matmul_all_gather": MATMUL_ALL_GATHER,
     "all_gather_scaled_matmul": ALL_GATHER_SCALED_MATMUL,
     "scaled_matmul_reduce_scatter": SCALED_MATMUL_REDUCE_SCATTER,
+    "all_to_all_matmul": ALL_TO_ALL_MATMUL,
+    "matmul_all_to_all": MATMUL_ALL_TO_ALL,
 }

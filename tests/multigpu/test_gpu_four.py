@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import dispatch_ranks
+import gpu_all_to_all_matmul_ranks as dispatch_ranks
 import gpu_ranks
 import pytest
 import schedule_ranks

@@ -103,19 +103,11 @@ def _gradients(
     group: dist.ProcessGroup, call: Call, wanted: Sequence[bool], compiled: bool, schedule: str | None,
     weighed: Sequence[int] | None,
 ) -> None:  # fmt: skip
-    rank = group.rank()
-    exact_inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
-    exact = call.reference(exact_inputs)
-    weights = [
-        [data(r, tuple(y.shape), torch.float32, 70 + i) for i, y in enumerate(of_rank)]
-        for r, of_rank in enumerate(exact)
-    ]
-
-    counted = range(len(exact[rank])) if weighed is None else weighed
+    weights, exact = right_gradients(call, weighed)
 
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         ys = call.kept(call(group.group_name, *inputs))
-        return sum((ys[i] * weights[rank][i]).sum() for i in counted)  # type: ignore[return-value]
+        return sum((ys[i] * weight).sum() for i, weight in weights.items())  # type: ignore[return-value]
 
     inputs = [t.clone().requires_grad_(want) for t, want in zip(call.mine, wanted, strict=True)]
     torch._dynamo.reset()
@@ -123,14 +115,27 @@ def _gradients(
         run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
         with weft.plan.use(schedule), call.poisoned():
             run(*inputs).backward()
-    losses = [(ys[i] * ws[i].double()).sum() for ys, ws in zip(exact, weights, strict=True) for i in counted]
-    torch.stack(losses).sum().backward()
-    for found, in_float64, want in zip(inputs, exact_inputs[rank], wanted, strict=True):
+    for found, right, want in zip(inputs, exact, wanted, strict=True):
         assert (found.grad is not None) == want
         if want:
             assert found.grad is not None
-            right = torch.zeros_like(in_float64) if in_float64.grad is None else in_float64.grad  # of no weighed result
             torch.testing.assert_close(found.grad.double(), right, rtol=2e-4, atol=2e-3)
+
+
+def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[dict[int, torch.Tensor], Tensors]:
+    """Return a random weighing of this rank's results, and in float64 the gradients of its inputs for the sum of all ranks' weighed
+    results."""
+    inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
+    mine, losses = dict[int, torch.Tensor](), list[torch.Tensor]()
+    for rank, ys in enumerate(call.reference(inputs)):
+        for i in range(len(ys)) if weighed is None else weighed:
+            weight = data(rank, tuple(ys[i].shape), torch.float32, 70 + i)
+            losses.append((ys[i] * weight.double()).sum())
+            if rank == call.rank:
+                mine[i] = weight
+    torch.stack(losses).sum().backward()
+    # No gradient reaches what only other results depend on.
+    return mine, [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs[call.rank]]
 
 
 def many_sizes(group: dist.ProcessGroup, operator: str, case: Any) -> None:
@@ -235,11 +240,15 @@ def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: b
 
 
 def steps(group: dist.ProcessGroup, operator: str, case: Case) -> set[str]:
-    """Return the names of this rank's steps in a timeline. A second call fills none."""
-    call, timeline = CALLS[operator](case, group, 1), weft.Timeline()
-    call.check(group, call(group, timeline=timeline))
-    assert all(span.duration_us >= 0 for span in timeline)
-    return {span.name for span in timeline if span.rank == group.rank()}
+    """Return the names of this rank's steps in a timeline: the same whether the call pins the schedule or a block does."""
+    call, timelines = CALLS[operator](case, group, 1), (weft.Timeline(), weft.Timeline())
+    call.check(group, call(group, timeline=timelines[0]))
+    with weft.plan.use(case.schedule):
+        call(group, schedule=None, timeline=timelines[1])
+    pinned, in_block = ({span.name for span in found if span.rank == group.rank()} for found in timelines)
+    assert pinned == in_block
+    assert all(span.duration_us >= 0 for found in timelines for span in found)
+    return pinned
 
 
 def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:
