@@ -20,8 +20,8 @@ import torch
 
 from weft.bench.core.console import print_table
 from weft.bench.core.records import append, environment
-from weft.runtime.cuda.add_up import AddUp, Norm, Place
-from weft.runtime.cuda.tracked_matmul import TrackedMatmul
+from weft.runtime.cuda.add_up import Address, AddUp, SumNorm
+from weft.runtime.cuda.tracked_matmul import TrackedMatmulLauncher
 
 DEVICE = torch.device("cuda", 0)
 SUMS = [(rows, 8192, parts) for rows in (16, 128, 2048, 8192) for parts in (2, 3, 4, 8)]
@@ -77,8 +77,8 @@ def of_sum(rows: int, cols: int, count: int) -> dict[str, Any]:
     parts = [torch.randn(rows, cols, device=DEVICE).bfloat16() for _ in range(count)]
     weight, out, normed = torch.randn(1, cols, device=DEVICE).bfloat16(), parts[0].clone(), parts[0].clone()
     bases = [t.data_ptr() for t in (out, *parts, normed, weight)]
-    at = [Place(i, 0, 2 * cols) for i in range(count + 2)]
-    norm = Norm(at[-1], Place(count + 2, 0, 0), 1e-6)
+    at = [Address(i, 0, 2 * cols) for i in range(count + 2)]
+    norm = SumNorm(at[-1], Address(count + 2, 0, 0), 1e-6)
     one, other = (
         AddUp(DEVICE, torch.bfloat16, (rows, cols), at[0], at[1:-1], fixed=bases, norm=following)
         for following in (None, norm)
@@ -113,7 +113,7 @@ def of_gemm(m: int, n: int, k: int) -> dict[str, Any]:
     entries = np.array([(*tile, (tile[0] * n + tile[2]) * 2, n * 2, 0) for tile in tiles], np.int64)
     times = []
     for splits in (1, None):
-        made = TrackedMatmul(
+        made = TrackedMatmulLauncher(
             DEVICE, entries, [(len(tiles), [word.data_ptr()])], rows=height, cols=256, sets=1, itemsize=2, relative=True,
             splits=splits,
         )  # fmt: skip

@@ -18,7 +18,20 @@ from weft import env
 
 HERE = Path(__file__).parent
 _GENERATED = "<!-- Generated from {source} by `python docs/generate.py`: edit there. -->\n\n"
-_MODULES = ("embedding", "nn", "parallel", "plan", "schedule", "sim", "symm", "trace", "hw", "timeline", "launch")
+_MODULES = (
+    "builders",
+    "embedding",
+    "nn",
+    "parallel",
+    "plan",
+    "schedule",
+    "sim",
+    "symm",
+    "trace",
+    "hw",
+    "timeline",
+    "launch",
+)
 
 
 def api() -> str:

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.builders.operands import peer
 from weft.launch import run_ranks
-from weft.operator.choosing import executor as executor_of
+from weft.runtime.executors import executor as executor_of
 from weft.schedule import RANK, Draft, Schedule
-from weft.schedule.operands import peer
 from weft.schedule.verify import verify
 from weft.timeline import Timeline
 from weft.trace import draw_overlap, write_trace

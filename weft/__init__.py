@@ -19,7 +19,7 @@ _HOME = {
     "EmbeddingSharding": "weft.embedding",
     "KeyedJaggedTensor": "weft.embedding",
     "KeyedTensor": "weft.embedding",
-    "OutputMap": "weft.schedule.output_map",
+    "OutputMap": "weft.builders",
     "Timeline": "weft.timeline",
     "all_gather_matmul": "weft.ops.all_gather_matmul",
     "all_gather_scaled_matmul": "weft.ops.all_gather_scaled_matmul",
@@ -34,7 +34,20 @@ _HOME = {
     "place_tables": "weft.embedding",
     "scaled_matmul_reduce_scatter": "weft.ops.scaled_matmul_reduce_scatter",
 }
-_MODULES = ("embedding", "errors", "hw", "nn", "parallel", "plan", "schedule", "sim", "symm", "timeline", "trace")
+_MODULES = (
+    "builders",
+    "embedding",
+    "errors",
+    "hw",
+    "nn",
+    "parallel",
+    "plan",
+    "schedule",
+    "sim",
+    "symm",
+    "timeline",
+    "trace",
+)
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import across_ranks
 import pytest
 import torch
+from support import across_ranks
 
 import weft
 import weft.ops

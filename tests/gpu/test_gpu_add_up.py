@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from add_up_cases import CASES, play
+from support.add_up_cases import CASES, play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

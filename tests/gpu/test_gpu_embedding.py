@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Problem, assert_close, problem, tables_of
+from support.reference import Problem, assert_close, problem, tables_of
 
 import weft
 from weft import symm

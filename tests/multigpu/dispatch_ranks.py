@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch import added_to, assert_rows, expected, inputs, random_splits
 from schedule_ranks import device
+from support.dispatch import added_to, assert_rows, expected, inputs, random_splits
 
 from weft import symm
+from weft.builders import AllToAllMatmul, NotApplicableError, candidates, named
 from weft.runtime.cuda.schedule import CudaSchedule
-from weft.schedule import AllToAllMatmul, NotApplicableError, candidates, named
 from weft.timeline import Timeline
 
 
@@ -78,9 +78,9 @@ class Case:
 def every_candidate(
     group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool, to_one: bool = False, names: Sequence[str] = ()
 ) -> int:
-    """Every schedule of `weft.schedule.dispatch` but the library's, or those of these names, four times in a row with fresh sizes,
-    memory poisoned once; how many there were. to_one: in the last two, which bring far more rows to a rank, everything goes to the
-    first expert."""
+    """Every schedule of `weft.builders.all_to_all_matmul` but the library's, or those of these names, four times in a row with
+    fresh sizes, memory poisoned once; how many there were. to_one: in the last two, which bring far more rows to a rank,
+    everything goes to the first expert."""
     domain, count = symm.domain(group, device()), 0
     for candidate in [named(p, name) for name in names] or candidates(p, ("dispatch", "dispatch_by_expert")):
         try:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Problem, assert_close
+from support.reference import Problem, assert_close
 
 from weft import symm
 from weft.embedding import as_jagged

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import close
-from scatter_ranks import late
+from support.matmul_ranks import close
+from support.scatter_ranks import late
 
 from weft import symm
+from weft.builders import Problem, named
 from weft.operator.calls import operator_named
 from weft.runtime.cuda.schedule import CudaSchedule
-from weft.runtime.unfused import Unfused
-from weft.schedule import Problem, named
+from weft.runtime.unfused import STRAIGHT
+from weft.runtime.unfused.serial import Unfused
 
 
 class Case:
@@ -26,14 +27,14 @@ class Case:
         self.inputs = self.op.inputs(p, mine)
         self.results = {name: y.fill_(torch.nan) for name, y in self.op.outputs(mine, group.size()).items()}
         self.exact = self.op.expected(p, self.rank, calls)
-        self.usual = self.op.unfused(p, mine, group, None) or self._serial(group)
+        self.usual = self.op.unfused(p, mine, group, STRAIGHT) or self._serial(group)
 
     def check(self) -> None:
         for y, exact, usual in zip(self.results.values(), self.exact, self.usual, strict=True):
             close(y, exact, usual)
 
     def _serial(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        made = Unfused(named(self.p, "serial").build(), self.rank).run(self.inputs, None, group)
+        made = Unfused(named(self.p, "serial").build(), self.rank).run(self.inputs, STRAIGHT, group)
         return [made[name] for name in self.results]
 
     def _generator(self, seed: int) -> torch.Generator:

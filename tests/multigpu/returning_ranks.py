@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from combine import assert_rows, inputs, received_of
-from dispatch import random_splits
 from schedule_ranks import device
+from support.combine import assert_rows, inputs, received_of
+from support.dispatch import random_splits
 
 from weft import symm
+from weft.builders import MatmulAllToAll, NotApplicableError, candidates
 from weft.runtime.cuda.schedule import CudaSchedule
-from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
 from weft.timeline import Timeline
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.builders import AllGatherMatmul, NotApplicableError, candidates
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
 from weft.timeline import Timeline
 
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import across_ranks
 import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from across_ranks import error_of
+from support import across_ranks
+from support.across_ranks import error_of
 
 import weft
 from weft.launch import Pool

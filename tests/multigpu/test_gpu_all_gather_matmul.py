@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gpu_ranks
-import matmul_ranks as ranks
 import pytest
 import torch
+from support import matmul_ranks as ranks
 
 from weft.launch import Pool
 

@@ -7,13 +7,13 @@ import product_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from matmul_ranks import close
+from support.matmul_ranks import close
 
 import weft
+from weft.builders import AllGatherMatmulGradients
 from weft.launch import Pool
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul_gradients import OPERATOR
-from weft.schedule import AllGatherMatmulGradients
 
 pytestmark = gpu_ranks.MARKS
 SIZES = {"one weight": (2048, (512,), 256), "three weights": (1024, (384, 128, 128), 512), "odd": (602, (19, 7), 43)}
@@ -21,8 +21,9 @@ SIZES = {"one weight": (2048, (512,), 256), "three weights": (1024, (384, 128, 1
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_behind_stragglers_and_replayed(pair: Pool, sizes: str, dtype: str) -> None:
-    pair.run(product_ranks.on_streams, AllGatherMatmulGradients(2, *SIZES[sizes], dtype), "direct", timeout_s=60)
+@pytest.mark.parametrize("schedule", ["direct", "direct[add=gemm]"])
+def test_behind_stragglers_and_replayed(pair: Pool, schedule: str, sizes: str, dtype: str) -> None:
+    pair.run(product_ranks.on_streams, AllGatherMatmulGradients(2, *SIZES[sizes], dtype), schedule, timeout_s=60)
 
 
 def _backward(group: dist.ProcessGroup) -> set[str]:
@@ -59,4 +60,4 @@ def test_chosen_unasked(pair: Pool) -> None:
     taken = pair.run(_backward, timeout_s=60)
     # The choice rests on GEMMs that are timed here: it says nothing where ranks share a GPU. Other machines may choose otherwise.
     known = torch.cuda.get_device_name() == "NVIDIA H200" and torch.cuda.device_count() > 1
-    assert not known or taken == [{"direct"}] * 2
+    assert not known or all("serial" not in names for names in taken)

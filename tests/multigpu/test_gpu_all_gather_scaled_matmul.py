@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import gpu_ranks
 import pytest
-import scaled_ranks as ranks
 import torch
-from scaled_ranks import FP8, Case
+from support import scaled_ranks as ranks
+from support.scaled_ranks import FP8, Case
 
 from weft.launch import Pool
 

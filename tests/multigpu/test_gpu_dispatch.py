@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dispatch_ranks as ranks
-import expert_ranks
 import gpu_ranks
 import pytest
+from support import expert_ranks
 
+from weft.builders import AllToAllMatmul
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul
 
 pytestmark = gpu_ranks.MARKS
 

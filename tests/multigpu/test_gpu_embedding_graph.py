@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import TRANSPORTS
-from reference import problem
+from support.reference import problem
 
 import weft
 from weft.launch import Pool

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import FUSED, assert_right, error_of
-from reference import Problem, problem
+from support.reference import Problem, problem
 
 import weft
 from weft import symm

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import dispatch_ranks
-import gathered_gradient_ranks
-import gathered_product_ranks
 import gpu_ranks
-import matmul_ranks
-import output_maps
 import pytest
-import reduce_ranks
-import scatter_ranks
 import schedule_ranks
 import torch
+from support import (
+    gathered_gradient_ranks,
+    gathered_product_ranks,
+    matmul_ranks,
+    output_maps,
+    reduce_ranks,
+    scatter_ranks,
+)
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul
 from weft.launch import Pool
-from weft.schedule import AllGatherMatmul, AllToAllMatmul
 
 pytestmark = gpu_ranks.MARKS
 

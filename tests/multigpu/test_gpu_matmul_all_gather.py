@@ -4,14 +4,14 @@ CPU tests. Those with a `group` argument run on the ranks.
 
 from __future__ import annotations
 
-import gathered_product_ranks as ranks
 import gpu_ranks
 import product_ranks
 import pytest
 import torch
+from support import gathered_product_ranks as ranks
 
+from weft.builders import MatmulAllGather
 from weft.launch import Pool
-from weft.schedule import MatmulAllGather
 
 pytestmark = gpu_ranks.MARKS
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

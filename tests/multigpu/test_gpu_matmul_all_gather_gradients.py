@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gathered_gradient_ranks as ranks
 import gpu_ranks
 import product_ranks
 import pytest
 import torch
-from scatter_ranks import every
+from support import gathered_gradient_ranks as ranks
+from support.scatter_ranks import every
 
+from weft.builders import MatmulAllGatherGradients
 from weft.launch import Pool
-from weft.schedule import MatmulAllGatherGradients
 
 pytestmark = gpu_ranks.MARKS
 SIZES = {"whole": (2048, 1024, 256), "odd": (601, 1030, 43), "few columns": (301, 19, 7)}

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import combine_call_ranks as calls
-import combine_ranks as ranks
 import dispatch_ranks
-import expert_module_ranks
 import gpu_ranks
-import matmul_ranks
 import pytest
 import returning_ranks
 import torch
 import torch.distributed as dist
-from expert_ranks import tokens_gradient_alone
+from support import combine_call_ranks as calls
+from support import combine_ranks as ranks
+from support import expert_module_ranks, matmul_ranks
+from support.expert_ranks import tokens_gradient_alone
 
 import weft
+from weft.builders import AllToAllMatmul, MatmulAllToAll
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul, MatmulAllToAll
 
 pytestmark = gpu_ranks.MARKS
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gpu_ranks
-import measuring_ranks as ranks
 import pytest
+from support import measuring_ranks as ranks
 
 from weft.launch import Pool
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gpu_ranks
 import product_ranks
 import pytest
-import reduce_ranks as ranks
 import torch
+from support import reduce_ranks as ranks
 
+from weft.builders import MatmulAllReduce
 from weft.launch import Pool
-from weft.schedule import MatmulAllReduce
 
 pytestmark = gpu_ranks.MARKS
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,15 +5,15 @@ The functions that run on the ranks are those of the CPU tests but for `captured
 from __future__ import annotations
 
 import gpu_ranks
-import output_maps as maps
 import pytest
 import torch
 import torch.distributed as dist
-from matmul_ranks import close, device
+from support import output_maps as maps
+from support.matmul_ranks import close, device
 
 from weft import symm
 from weft.launch import Pool
-from weft.operator.choosing import executor
+from weft.runtime.executors import executor
 
 pytestmark = gpu_ranks.MARKS
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import FUSED, ORDERS, TRANSPORTS, assert_right
-from reference import Problem, assert_close, problem, tables_of
+from support.reference import Problem, assert_close, problem, tables_of
 
 import weft
 from weft import symm

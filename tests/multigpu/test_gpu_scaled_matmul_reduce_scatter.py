@@ -11,13 +11,13 @@ from dataclasses import replace
 import gpu_ranks
 import product_ranks
 import pytest
-import scaled_scatter_ranks as ranks
-import scatter_ranks
 import torch
-from scaled_scatter_ranks import Case
+from support import scaled_scatter_ranks as ranks
+from support import scatter_ranks
+from support.scaled_scatter_ranks import Case
 
+from weft.builders import ScaledMatmulReduceScatter
 from weft.launch import Pool
-from weft.schedule import ScaledMatmulReduceScatter
 
 FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [*gpu_ranks.MARKS, pytest.mark.skipif(not FP8_GPU, reason="fp8 GEMMs need compute capability 8.9")]

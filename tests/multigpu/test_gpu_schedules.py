@@ -12,8 +12,8 @@ import gpu_ranks
 import pytest
 import schedule_ranks as ranks
 
+from weft.builders import AllGatherMatmul, candidates
 from weft.launch import Pool
-from weft.schedule import AllGatherMatmul, candidates
 from weft.sim import NULL, simulate
 
 pytestmark = gpu_ranks.MARKS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import gpu_ranks
 import pytest
-import self_calibration_ranks as ranks
 import torch
+from support import self_calibration_ranks as ranks
 
 from weft.launch import Pool
 

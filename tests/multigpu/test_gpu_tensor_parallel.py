@@ -6,12 +6,11 @@ import importlib.util
 
 import gpu_ranks
 import pytest
-import style_ranks as styles
-import styled_layers as layers
-import tensor_parallel_ranks as ranks
-import titan_functions
-import titan_ranks
 import torch
+from support import style_ranks as styles
+from support import styled_layers as layers
+from support import tensor_parallel_ranks as ranks
+from support import titan_functions, titan_ranks
 
 from weft.launch import Pool
 

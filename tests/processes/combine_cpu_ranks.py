@@ -7,12 +7,12 @@ import random
 import time
 
 import torch
-from combine import assert_rows, inputs, received_of
-from dispatch import random_splits
 from schedule_cpu_ranks import applicable, domain_of
+from support.combine import assert_rows, inputs, received_of
+from support.dispatch import random_splits
 
+from weft.builders import MatmulAllToAll, NotApplicableError, candidates
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
 
 
 def every_candidate(group, p: MatmulAllToAll, seed: int, runs: int) -> int:

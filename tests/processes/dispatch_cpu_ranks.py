@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from dispatch import added_to, assert_rows, expected, inputs, random_splits
 from schedule_cpu_ranks import domain_of, poison
+from support.dispatch import added_to, assert_rows, expected, inputs, random_splits
 
+from weft.builders import AllToAllMatmul, Candidate, NotApplicableError, candidates, named
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import AllToAllMatmul, Candidate, NotApplicableError, candidates, named
 
 
 def every_candidate(group, p: AllToAllMatmul, seed: int, runs: int, names: Sequence[str] = ()) -> int:

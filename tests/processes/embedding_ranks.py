@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from reference import Problem
+from support.reference import Problem
 
 from weft import symm
 from weft.embedding.options import EmbeddingOptions, Order

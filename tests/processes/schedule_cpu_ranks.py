@@ -18,21 +18,11 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.builders import AllGatherMatmul, AllToAllMatmul, Candidate, NotApplicableError, candidates
 from weft.errors import WeftError
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import (
-    RANK,
-    AllGatherMatmul,
-    AllToAllMatmul,
-    Candidate,
-    Copy,
-    Draft,
-    NotApplicableError,
-    Schedule,
-    Step,
-    candidates,
-)
+from weft.schedule import RANK, Copy, Draft, Schedule, Step
 from weft.symm import Domain
 
 Tensors = dict[str, torch.Tensor]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import matmul_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
+from support import matmul_ranks as ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft

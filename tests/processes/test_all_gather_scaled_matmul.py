@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import scaled_ranks as ranks
 import torch
-from scaled_ranks import FP8, Case
-from slow import slow
+from support import scaled_ranks as ranks
+from support.scaled_ranks import FP8, Case
+from support.slow import slow
 
 from weft.launch import Pool
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import expert_ranks as ranks
 import pytest
 import torch
+from support import expert_ranks as ranks
 
+from weft.builders import AllToAllMatmul, NotApplicableError, candidates
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 EACH = "dispatch[by=kernel,rest=each]"

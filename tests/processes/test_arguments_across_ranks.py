@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import across_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from operators_called import OPERATORS, TABLES, Arguments, leaves
 from pool import error_of
+from support import across_ranks
 
 import weft
 from weft.launch import Pool

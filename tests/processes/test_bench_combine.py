@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from combine import expected, received_of
+from support.combine import expected, received_of
 
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch import expected
+from support.dispatch import expected
 
 from weft.bench.core import measure
 from weft.bench.core.harness import Ranks
@@ -20,8 +20,8 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
 from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchVariants, MoeShape
 from weft.bench.report import markdown
+from weft.builders import AllToAllMatmul, candidates
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul, candidates
 
 SHAPE = MoeShape(m=24, n=40, k=16, experts=6, top_k=2, skew=0.7, sources=("by hand",))
 ODD = "24x10x16-e6-top2"

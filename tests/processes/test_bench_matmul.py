@@ -28,18 +28,18 @@ from weft.bench.core.operators import SCALED, measured, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
 from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants
-from weft.bench.ops.gemms import Shape, cannot, roundings
+from weft.bench.ops.gemms import GemmShape, cannot, roundings
 from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
 from weft.bench.ops.matmul_reduce_scatter import ScatterVariants
+from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described
+from weft.builders.problem import PROBLEMS
 from weft.hw import load_machine
 from weft.launch import Pool
-from weft.operator import choosing
+from weft.operator import this_machine
 from weft.plan import choose
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described
-from weft.schedule.problem import PROBLEMS
 from weft.sim import model_of
 
-SHAPE = Shape(24, 10, 16, ("by hand",))
+SHAPE = GemmShape(24, 10, 16, ("by hand",))
 PUT = "shard[chunks=1,send=in_turn,by=dma]"
 UNCUT = "shard[chunks=500,send=in_turn,by=dma]"
 ONE_PEER = "shard[chunks=1,send=at_once,by=dma]"
@@ -184,7 +184,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
 
 def _scaled(group: dist.ProcessGroup) -> list[dict]:
     ranks, options = _ranks(group), _options(variants=("weft", PUT), dtype="fp8", preset="24x16x32")
-    shape = Shape(24, 16, 32, ())
+    shape = GemmShape(24, 16, 32, ())
     found = OPERATOR.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
     assert not found.wrong
     return found.records
@@ -213,7 +213,7 @@ def test_fp8_is_the_scaled_operator(pool: Pool) -> None:
 
 
 def _scattered(group: dist.ProcessGroup) -> tuple[tuple[float, float, float], list[dict]]:
-    ranks, shape = _ranks(group), Shape(24, 10, 16, ())
+    ranks, shape = _ranks(group), GemmShape(24, 10, 16, ())
     options = BenchOptions(scattering.name, preset=shape.name, quick=True, seconds=0.01, variants=("weft", "scatter"))
     found = scattering.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
     assert not found.wrong
@@ -231,12 +231,12 @@ def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Poo
 def _planned(group: dist.ProcessGroup) -> list[dict]:
     """Measure as on a machine with a model."""
     symm.domain(group, "cpu").close()  # and with it what other tests' calls of this shape chose
-    model, original = model_of(load_machine("h200"), group.size()), choosing.machine_model
-    choosing.machine_model = lambda device, world_size: model  # type: ignore[assignment]
+    model, original = model_of(load_machine("h200"), group.size()), this_machine.machine_model
+    this_machine.machine_model = lambda device, world_size: model  # type: ignore[assignment]
     try:
         return _measured(group, "fp32")
     finally:
-        choosing.machine_model = original
+        this_machine.machine_model = original
         symm.domain(group, "cpu").close()  # and with it what was chosen
 
 

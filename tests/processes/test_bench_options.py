@@ -16,7 +16,7 @@ from weft.bench.core.operators import operator
 from weft.bench.core.run import ceilings_for
 from weft.bench.ops import any_operator
 from weft.launch import Pool
-from weft.operator import choosing
+from weft.operator import select
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:
@@ -77,8 +77,8 @@ def _chosen(group: dist.ProcessGroup) -> dict[str, Any]:
     )
     op = operator("matmul_all_reduce")
     (shape,) = op.presets(typed)
-    work, found, original = op.workload(shape, _ranks(group), typed), {}, choosing._names_near
-    choosing._names_near = lambda *given, **named: (TAKEN, TAKEN)  # type: ignore[assignment]
+    work, found, original = op.workload(shape, _ranks(group), typed), {}, select._names_near
+    select._names_near = lambda *given, **named: (TAKEN, TAKEN)  # type: ignore[assignment]
     try:
         with contextlib.suppress(KeyError):
             found["not called"] = work.taken("weft", "queued")
@@ -86,7 +86,7 @@ def _chosen(group: dist.ProcessGroup) -> dict[str, Any]:
         work.called("weft")
         found["serial is noise"] = work.twins("queued")
     finally:
-        choosing._names_near = original
+        select._names_near = original
     made, any_operator.prepared_calls = any_operator.prepared_calls, lambda op, group: []  # type: ignore[assignment]
     try:
         found["forgotten"] = work.taken("weft", "queued")

@@ -20,11 +20,11 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.ops import tensor_parallel
 from weft.bench.ops.tensor_parallel import OPERATOR, Comparison
-from weft.bench.ops.tensor_parallel_arms import Arm, Block, Model, StockAttention, StockMLP, arms_of
+from weft.bench.ops.tensor_parallel_arms import Arm, Block, ModelSizes, StockAttention, StockMLP, arms_of
 from weft.bench.report import markdown
 from weft.launch import Pool
 
-TINY = Model(32, 48, 4, 2, 24)
+TINY = ModelSizes(32, 48, 4, 2, 24)
 MLP, ATTENTION = Block("tiny", "mlp", TINY), Block("tiny", "attention", TINY)
 WHOLE = [Block("whole", kind, TINY._replace(whole=True)) for kind in ("mlp", "attention")]
 CPU = torch.device("cpu")

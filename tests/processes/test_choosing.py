@@ -1,7 +1,7 @@
 """Which schedule a call takes, on CPU processes: of all_to_all_matmul, whose outputs are functions of their rows."""
 
-import choosing_ranks as ranks
 import pytest
+from support import choosing_ranks as ranks
 
 from weft.launch import Pool
 

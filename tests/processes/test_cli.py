@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow import slow
+from support.slow import slow
 from typer.testing import CliRunner
 
 import weft

@@ -17,11 +17,12 @@ import torch
 from typer.testing import CliRunner
 
 from weft.bench.core import console
+from weft.builders import MatmulAllReduce, builder, unregister
+from weft.builders import matmul_all_reduce as all_reduce
+from weft.builders.problem import PROBLEMS
 from weft.cli.app import app, main
 from weft.cli.plan import print_explanation
 from weft.plan import explanation
-from weft.schedule import MatmulAllReduce, all_reduce, builder, unregister
-from weft.schedule.problem import PROBLEMS
 
 plan = importlib.import_module("weft.cli.plan")  # the name in its package is the command
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})

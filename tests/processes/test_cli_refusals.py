@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from slow import slow
+from support.slow import slow
 from typer.testing import CliRunner
 
 from weft.bench.__main__ import main as bench_main

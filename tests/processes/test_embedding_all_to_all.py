@@ -16,7 +16,7 @@ import torch
 from embedding_ranks import DTYPES, ORDERS, TRANSPORTS, assert_same_bits, pooled_here
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference import Problem, assert_as_exact_as_torch, assert_close, even, problem, tables_of
+from support.reference import Problem, assert_as_exact_as_torch, assert_close, even, problem, tables_of
 
 import weft
 from weft.embedding import EmbeddingBagConfig

@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import assert_same_bits
-from measuring_ranks import instead, on_h200s
 from pool import error_of
-from reference import Problem, assert_close, tables_of
+from support.measuring_ranks import instead, on_h200s
+from support.reference import Problem, assert_close, tables_of
 from test_embedding_module_close import BATCH, WIDTH, features, made, mapped_bytes
 
 import weft
 from weft.hw import load_machine
 from weft.launch import Pool
-from weft.operator import choosing
+from weft.operator import measure, this_machine
 from weft.sim import model_of
 
 
@@ -54,7 +54,7 @@ def timed_as(**us: float) -> Iterator[list[str]]:
         seen.append(next(names))
         return us[seen[-1]]
 
-    with instead(choosing, time_us=made_up):
+    with instead(measure, time_us=made_up):
         yield seen
 
 
@@ -82,7 +82,7 @@ def by_models(group: dist.ProcessGroup, p: Problem) -> dict[str, tuple[str, torc
     slow = replace(h200, signal_kernel_us=1e5)
     for name, model in {"h200": h200, "slow": slow}.items():
         own = dist.new_group(list(range(world)))
-        with on_h200s(world), instead(choosing, _calibrated_model=lambda device, size, model=model: model):
+        with on_h200s(world), instead(this_machine, calibrated_model=lambda device, size, model=model: model):
             found[name] = taken(own, p)
     return found
 

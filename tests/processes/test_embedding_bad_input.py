@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
 from pool import error_of
-from reference import Problem, problem, tables_of
+from support.reference import Problem, problem, tables_of
 
 import weft
 from weft.embedding import EmbeddingSharding, KeyedJaggedTensor

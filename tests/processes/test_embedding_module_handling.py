@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pool import error_of
-from slow import slow
+from support.slow import slow
 
 import weft
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor

@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from slow import slow
+from support.slow import slow
 
+from weft.builders import MatmulReduceScatter, named, unregister
 from weft.errors import ScheduleError
 from weft.hw import load_machine
-from weft.schedule import MatmulReduceScatter, named, unregister
 from weft.schedule.verify import verify
 from weft.sim import model_of, simulate
 

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from slow import slow
+from support.slow import slow
 
 
 def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:
@@ -38,7 +38,7 @@ def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: floa
 LEAVES = """
     import sys, torch, torch.distributed as dist, weft
     from weft.ops import all_gather_matmul
-    from weft.runtime import unfused
+    from weft.runtime.unfused import collectives
 
     rank, directory = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
@@ -51,7 +51,7 @@ LEAVES = """
     y = call(30)
     y = call(0.5)
     if rank == 1:
-        for module in (unfused, all_gather_matmul):
+        for module in (collectives, all_gather_matmul):
             module.all_gather_single = lambda *_, **__: sys.stdin.read()  # until the other process has ended
     try:
         y.backward() if "backward" in sys.argv else call(0.5)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import expert_module_ranks as ranks
 import pytest
+from support import expert_module_ranks as ranks
 
 from weft.launch import Pool
 

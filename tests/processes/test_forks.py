@@ -21,10 +21,10 @@ from schedule_cpu_ranks import build, domain_of, tensors_of
 
 import weft
 from weft import symm
+from weft.builders import AllGatherMatmul
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import AllGatherMatmul
 
 P = AllGatherMatmul(2, (4, 4), (3,), 8, "fp32")
 TABLES = [weft.EmbeddingBagConfig(10, 4, "one", ["a"]), weft.EmbeddingBagConfig(10, 4, "two", ["b"])]

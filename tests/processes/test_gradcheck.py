@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-import gradcheck_ranks as ranks
 import pytest
-from slow import slow
+from support import gradcheck_ranks as ranks
+from support.slow import slow
 
 import weft.ops
 from weft.launch import Pool

@@ -26,8 +26,8 @@ from pool import assert_deadline, error_of
 import weft
 from weft import symm
 from weft.launch import Pool, RankDiedError
-from weft.operator import choosing
-from weft.runtime import unfused
+from weft.operator import select
+from weft.runtime.unfused import collectives
 
 BAD_RANK = 1
 LONG_S = 30.0
@@ -282,11 +282,11 @@ def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[st
         x = torch.ones(4, K, requires_grad=True)
         return weft.all_gather_matmul(x, [w], 0, own, return_A=False, schedule="serial", deadline_s=0.5)[1][0]
 
-    native, choosing._fastest = choosing._fastest, lambda p, *_: (taken, taken)
+    native, select._fastest = select._fastest, lambda p, *_: (taken, taken)
     try:
         forward().sum().backward()
     finally:
-        choosing._fastest = native
+        select._fastest = native
     y = forward()
     if rank != BAD_RANK:
         return error_of(lambda: y.sum().backward())
@@ -315,7 +315,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
     """Rank 1 comes, and then does not begin the collective: it raises, gets Ctrl-C, or does nothing until the others give up."""
     own = own_group(group)
     call(own, "all_gather_matmul")
-    native = unfused.all_gather_single
+    native = collectives.all_gather_single
 
     def instead(*_: Any, **__: Any) -> None:
         if doing == "raise":
@@ -326,7 +326,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
 
     ignored = signal.getsignal(signal.SIGINT)
     if group.rank() == BAD_RANK:
-        unfused.all_gather_single = instead
+        collectives.all_gather_single = instead
         signal.signal(signal.SIGINT, signal.default_int_handler)
     error = "", ""
     try:
@@ -334,7 +334,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
     except (Exception, KeyboardInterrupt) as raised:
         error = type(raised).__name__, str(raised)
     finally:
-        unfused.all_gather_single = native
+        collectives.all_gather_single = native
         signal.signal(signal.SIGINT, ignored)
     return error, again(own, "all_gather_matmul")
 
@@ -363,7 +363,7 @@ def killed(group: dist.ProcessGroup, when: str) -> list[tuple[str, str]]:
     if group.rank() == BAD_RANK:
         if when == "before":
             instead()
-        unfused.all_gather_single = instead
+        collectives.all_gather_single = instead
     return [error_of(lambda: call(group, "all_gather_matmul", deadline_s=LONG_S)) for _ in range(2)]
 
 

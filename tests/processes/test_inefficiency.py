@@ -15,22 +15,22 @@ import torch.distributed as dist
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
-from weft.bench.table_1 import Gemm
+from weft.bench.table_1 import GatheredGemm
 from weft.launch import Pool
 from weft.studies.inefficiency_measure import (
     BASELINES,
     TRANSPORTS,
     CpuSide,
-    Effort,
-    Lane,
     Matrices,
+    MeasuringEffort,
+    StudyLane,
     balance,
     check_cuts,
     measure,
 )
 
 CPU = torch.device("cpu")
-TINY = Gemm("tiny", "TP", "by hand", 128, 24, 192)
+TINY = GatheredGemm("tiny", "TP", "by hand", 128, 24, 192)
 PIECES = 8
 SHARD = PIECES * 512
 
@@ -133,13 +133,13 @@ def _lanes(group: dist.ProcessGroup) -> dict:
         return lambda: threads.setdefault(by, threading.get_ident())
 
     with CpuSide(ranks, SHARD) as side:
-        side.play([Lane(note("gemm"), 2, "gemm"), Lane(note("dma"), 3, "dma")])
-        marks = side.play([Lane(note("gemm"), 2, "gemm"), Lane(note("kernel"), 4, "kernel")])
-        lanes = (Lane(note("gemm"), 3, "gemm"), Lane(note("dma"), 5, "dma"))
+        side.play([StudyLane(note("gemm"), 2, "gemm"), StudyLane(note("dma"), 3, "dma")])
+        marks = side.play([StudyLane(note("gemm"), 2, "gemm"), StudyLane(note("kernel"), 4, "kernel")])
+        lanes = (StudyLane(note("gemm"), 3, "gemm"), StudyLane(note("dma"), 5, "dma"))
         seconds = [[0.0, 1.0], [0.0, 2.0 + 2.0 * ranks.rank]]
         balance(lanes, seconds, side, longer=2)
         try:
-            side.play([Lane(lambda: 1 / 0, 1, "library")])
+            side.play([StudyLane(lambda: 1 / 0, 1, "library")])
         except ZeroDivisionError as error:
             threads["error"] = str(error)
     return {"threads": threads, "marks": marks, "counts": [lane.count for lane in lanes]}
@@ -158,7 +158,9 @@ def test_lanes_run_where_their_transport_says(pool: Pool) -> None:
 
 def _found(group: dist.ProcessGroup) -> dict:
     shares: list[float] = []
-    found = measure(TINY, torch.float32, _ranks(group), Effort(1e-3, 5e-3, 2), lambda what, share: shares.append(share))
+    found = measure(
+        TINY, torch.float32, _ranks(group), MeasuringEffort(1e-3, 5e-3, 2), lambda what, share: shares.append(share)
+    )
     return {"found": found, "shares": sum(shares)}
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from made_up import require_runnable_on_gpus
+from support.made_up import require_runnable_on_gpus
 
 from weft.errors import ScheduleError
 from weft.launch import Pool

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft.builders import Problem, builder
 from weft.errors import WeftError
 from weft.launch import Pool
-from weft.operator.calls import made, registered
-from weft.operator.prepared import group_of, rank_of, size_of
+from weft.operator.calls import made
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
-from weft.schedule import Draft, Problem, Schedule, builder
+from weft.schedule import Draft, Schedule
+from weft.symm.groups import group_of, rank_of, size_of
 
 
 @dataclass(frozen=True, slots=True)

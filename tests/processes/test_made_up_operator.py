@@ -19,13 +19,15 @@ from weft.bench.core import records
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.report import markdown
+from weft.builders import Problem, builder
+from weft.builders.operands import peer
 from weft.launch import Pool
-from weft.operator.calls import made, registered
+from weft.operator.calls import made
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.plan import explain
-from weft.runtime.unfused import all_gather
-from weft.schedule import RANK, Draft, Problem, Schedule, builder
-from weft.schedule.operands import peer
+from weft.runtime.unfused.collectives import all_gather
+from weft.schedule import RANK, Draft, Schedule
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 

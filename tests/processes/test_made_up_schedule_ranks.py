@@ -8,19 +8,20 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import made_up
-import matmul_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
 from pool import error_of
+from support import made_up
+from support import matmul_ranks as ranks
 
 import weft
 from weft import symm
+from weft.builders import AllGatherMatmul
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.null import NullSchedule
-from weft.schedule import RANK, AllGatherMatmul, Draft, Reduce, Schedule, Set, Wait, lookup
+from weft.schedule import RANK, Draft, Reduce, Schedule, Set, Wait, lookup
 from weft.schedule.verify import verify
 from weft.timeline import Timeline
 

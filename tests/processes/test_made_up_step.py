@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from made_up import require_runnable_on_gpus
+from support.made_up import require_runnable_on_gpus
 
 import weft.runtime
 from weft.errors import ScheduleError
@@ -25,11 +25,11 @@ from weft.runtime.cpu.places import Places
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.cpu.steps import bind
 from weft.schedule import RANK, Draft, Index, Region, Schedule, Step
-from weft.schedule.order import issue_order
 from weft.schedule.regions import Access, Declared, read, written
 from weft.schedule.steps import base
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
+from weft.schedule.verify.issue_order import issue_order
 from weft.sim import NULL, simulate
 from weft.symm import domain
 

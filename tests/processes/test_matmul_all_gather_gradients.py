@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import gathered_gradient_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from scatter_ranks import every, late
 from schedule_cpu_ranks import domain_of, poison
-from slow import pairs
+from support import gathered_gradient_ranks as ranks
+from support.scatter_ranks import every, late
+from support.slow import pairs
 
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
+from weft.builders import MatmulAllGatherGradients
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import MatmulAllGatherGradients
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import combine_call_ranks as calls
-import combine_ranks as ranks
 import pytest
 import torch
-from slow import slow
+from support import combine_call_ranks as calls
+from support import combine_ranks as ranks
+from support.slow import slow
 
+from weft.builders import MatmulAllToAll
 from weft.launch import Pool
-from weft.schedule import MatmulAllToAll
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DMA, STORE = "combine[chunks=1,by=dma]", "combine[chunks=1,by=store]"

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import gathered_product_ranks as gathered
 import pytest
-import reduce_ranks as reduced
-import scatter_ranks as scattered
 import torch
 import torch.distributed as dist
-from slow import pairs, slow
+from support import gathered_product_ranks as gathered
+from support import reduce_ranks as reduced
+from support import scatter_ranks as scattered
+from support.slow import pairs, slow
 from typer.testing import CliRunner
 
 from weft.bench.core.options import BenchOptions

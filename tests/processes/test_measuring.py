@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import measuring_ranks as ranks
 import pytest
-from slow import mostly
+from support import measuring_ranks as ranks
+from support.slow import mostly
 
 from weft.launch import Pool
 

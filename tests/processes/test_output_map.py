@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-import output_maps as maps
 import pytest
 import torch
-from slow import slow
+from support import output_maps as maps
+from support.slow import slow
 
 from weft.launch import Pool
 

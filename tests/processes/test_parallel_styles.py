@@ -7,12 +7,11 @@ import importlib.util
 from typing import Any
 
 import pytest
-import style_ranks as ranks
-import styled_layers as layers
-import titan_functions
-import titan_ranks
 import torch
-from slow import slow
+from support import style_ranks as ranks
+from support import styled_layers as layers
+from support import titan_functions, titan_ranks
+from support.slow import slow
 
 from weft.launch import Pool
 

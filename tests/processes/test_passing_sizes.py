@@ -13,7 +13,7 @@ from test_replay import long_ways
 import weft
 from weft.launch import Pool
 from weft.operator import calls
-from weft.operator.prepared import PASSING, PASSING_ON
+from weft.operator.cache import PASSING, PASSING_ON
 
 K, N = 8, 6
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import scaled_scatter_ranks as ranks
 import torch
 import torch.distributed as dist
-from scaled_scatter_ranks import Case
+from support import scaled_scatter_ranks as ranks
+from support.scaled_scatter_ranks import Case
 from typer.testing import CliRunner
 
 from weft.bench.__main__ import options_of
@@ -18,7 +18,7 @@ from weft.bench.core.harness import Ranks
 from weft.bench.core.operators import operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
-from weft.bench.ops.gemms import Shape
+from weft.bench.ops.gemms import GemmShape
 from weft.bench.ops.matmul_reduce_scatter import SCALED as measuring
 from weft.cli.app import app
 from weft.launch import Pool
@@ -169,7 +169,7 @@ def test_it_is_measured(pool: Pool) -> None:
 
 def moved(group: dist.ProcessGroup) -> tuple[float, float, float]:
     ranks_here = Ranks(group, group, torch.device("cpu"))
-    return measuring.variants(measuring.spec, Shape(64, 32, 48, ()), ranks_here, "fp8").moved()
+    return measuring.variants(measuring.spec, GemmShape(64, 32, 48, ()), ranks_here, "fp8").moved()
 
 
 def test_operands_are_counted_with_one_byte_and_what_travels_with_two(pool: Pool) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import combine_cpu_ranks as ranks
 import pytest
 from schedule_cpu_ranks import applicable
-from slow import slow
+from support.slow import slow
 
+from weft.builders import MatmulAllToAll
 from weft.launch import Pool
-from weft.schedule import MatmulAllToAll
 
 
 def problem(world: int, experts: int, rows: tuple[int, ...], dtype: str = "fp32", exact: bool = True) -> MatmulAllToAll:

@@ -19,11 +19,12 @@ import schedule_cpu_ranks as ranks
 import torch
 from pool import error_of, traces
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
-from slow import slow
+from support.slow import slow
 
+from weft.builders import AllGatherMatmul
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import RANK, AllGatherMatmul, Draft, Schedule
+from weft.schedule import RANK, Draft, Schedule
 from weft.sim import NULL, simulate
 from weft.timeline import Span, Timeline
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from pool import assert_deadline, error_of
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
 
+from weft.builders import AllGatherMatmul
 from weft.launch import Pool, RankDiedError
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import AllGatherMatmul
 
 BAD_RANK = 1
 THREE = AllGatherMatmul(3, (4, 4, 4), (5,), 8, "fp32")

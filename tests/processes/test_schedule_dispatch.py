@@ -5,10 +5,10 @@ from __future__ import annotations
 import dispatch_cpu_ranks as ranks
 import pytest
 from schedule_cpu_ranks import applicable
-from slow import slow
+from support.slow import slow
 
+from weft.builders import AllToAllMatmul
 from weft.launch import Pool
-from weft.schedule import AllToAllMatmul
 
 
 def problem(

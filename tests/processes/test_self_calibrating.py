@@ -1,6 +1,6 @@
 """Self-calibration at the first call of a group, on CPU processes with a made-up measurer."""
 
-import self_calibration_ranks as ranks
+from support import self_calibration_ranks as ranks
 
 from weft.launch import Pool
 

@@ -12,18 +12,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import made_up
 import pytest
 import torch
 import torch.distributed as dist
 from pool import error_of
 from schedule_cpu_ranks import wait_for_failure
+from support import made_up
 
 import weft
 from weft import plan, symm
+from weft.builders import AllGatherMatmul
 from weft.launch import Pool
-from weft.operator import choosing
-from weft.schedule import AllGatherMatmul, Schedule
+from weft.operator import select
+from weft.schedule import Schedule
 
 BAD_RANK = 1
 LONG_S = 50.0
@@ -91,11 +92,11 @@ def fails_alone(group: dist.ProcessGroup, error: str) -> list[tuple[str, str]]:
         raise {"memory": MemoryError("on purpose"), "file": ValueError("no TOML file: on purpose")}[error]
 
     if group.rank() == BAD_RANK:
-        choosing.plan.autotune = fail
+        select.plan.autotune = fail
     try:
         return [error_of(lambda: call(own)) for _ in range(2)]
     finally:
-        choosing.plan.autotune = native
+        select.plan.autotune = native
 
 
 @pytest.mark.parametrize(("error", "kind"), [("memory", "MemoryError"), ("file", "ValueError")])
@@ -110,7 +111,7 @@ def test_an_error_of_one_rank_between_exchanges(pool: Pool, error: str, kind: st
 
 def picky(p: AllGatherMatmul) -> Schedule:
     """It has no schedule for anything."""
-    raise weft.schedule.NotApplicableError("on principle")
+    raise weft.builders.NotApplicableError("on principle")
 
 
 def errors_of_all(group: dist.ProcessGroup) -> list[str]:

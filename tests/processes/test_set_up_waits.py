@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import assert_deadline, error_of, traces
-from slow import slow
+from support.slow import slow
 
 import weft
 from weft import _core, symm

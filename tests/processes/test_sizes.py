@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-import sizes_ranks as ranks
-from slow import slow
+from support import sizes_ranks as ranks
+from support.slow import slow
 
 from weft.launch import Pool, RankDiedError
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tensor_parallel_ranks as ranks
 import torch
+from support import tensor_parallel_ranks as ranks
 
 from weft.launch import Pool
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from made_up import require_runnable_on_gpus
+from support.made_up import require_runnable_on_gpus
 
+from weft.builders import MatmulReduceScatter, named
 from weft.errors import ScheduleError
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.runtime.unfused import Unfused
-from weft.schedule import RANK, Buffer, Compute, Draft, Expr, MatmulReduceScatter, Schedule, Set, lookup, named
+from weft.runtime.unfused import STRAIGHT
+from weft.runtime.unfused.serial import Unfused
+from weft.schedule import RANK, Buffer, Compute, Draft, Expr, Schedule, Set, lookup
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
@@ -167,7 +169,7 @@ def added_alone(group: dist.ProcessGroup, dtype: str) -> None:
     g = torch.Generator().manual_seed(7)
     x_, w_, c_ = (torch.randn(*size, generator=g).to(ON_CPU[dtype]) for size in ((M, K), (K, N), (M, N)))
     given, exact = {"x": x_, "w": w_ / K**0.5, "c": c_}, c_.double() + x_.double() @ (w_ / K**0.5).double()
-    found = Unfused(d.schedule(), 0).run(given, None, group)["y"]
+    found = Unfused(d.schedule(), 0).run(given, STRAIGHT, group)["y"]
     assert float((found.double() - exact).abs().max()) < TOLERANCE[dtype]
 
 

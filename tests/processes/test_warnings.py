@@ -17,7 +17,7 @@ import weft
 from weft.caller import warn
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.operator import choosing, prepared
+from weft.operator import layout, select
 from weft.plan import store
 
 TABLE = weft.EmbeddingBagConfig(4, 2, "t", ("f",))
@@ -62,13 +62,13 @@ def all_to_all_matmul(group: dist.ProcessGroup) -> None:
 
 
 def without_overlap(group: dist.ProcessGroup) -> None:
-    os.environ["WEFT_QUIET"], choosing.warn_once.__globals__["_warned"] = "0", False  # other tests may have been warned
-    needed, choosing._CLEARLY_US["cpu"] = choosing._CLEARLY_US["cpu"], 1e9  # nothing is that much faster than serial
+    os.environ["WEFT_QUIET"], select.warn_once.__globals__["_warned"] = "0", False  # other tests may have been warned
+    needed, select._CLEARLY_US["cpu"] = select._CLEARLY_US["cpu"], 1e9  # nothing is that much faster than serial
     x, w = torch.randn(2, 37), torch.randn(37, 29)  # for which no other test has chosen
     try:
         weft.all_gather_matmul(x, [w], 0, group)  # the line
     finally:
-        os.environ["WEFT_QUIET"], choosing._CLEARLY_US["cpu"] = "1", needed
+        os.environ["WEFT_QUIET"], select._CLEARLY_US["cpu"] = "1", needed
 
 
 def cannot_be_kept(group: dist.ProcessGroup) -> None:
@@ -115,7 +115,7 @@ CALLS: dict[Callable[[dist.ProcessGroup], None], str] = {
 
 def warned(group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], None]) -> list[tuple[str, str, str]]:
     """(text, file, line) of each warning of weft's."""
-    prepared._warned.clear()
+    layout._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(group)

@@ -24,9 +24,9 @@ import torch
 
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda import issue, sizes, tracked_matmul
-from weft.runtime.cuda.add_up import Norm
+from weft.runtime.cuda.add_up import SumNorm
 from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call
-from weft.runtime.cuda.context import Context, Run, Tensors, own_buffers, rank_schedule
+from weft.runtime.cuda.context import Context, LastRun, Tensors, own_buffers, rank_schedule
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.regions import Regions
 from weft.schedule import Collective, Compute, Schedule, Tiles
@@ -208,7 +208,7 @@ class Recorded:
 
 
 class Move:
-    """In place of `weft.runtime.cuda.move.Move`."""
+    """In place of `weft.runtime.cuda.move.CopyLaunch`."""
 
     def __init__(self, device: torch.device, **what: Any) -> None:
         self._what = {"targets": (), **what}
@@ -226,7 +226,7 @@ class Move:
 class AddUp:
     """In place of `weft.runtime.cuda.add_up.AddUp`."""
 
-    def __init__(self, device: torch.device, *what: Any, norm: Norm | None, fixed: list[int]) -> None:
+    def __init__(self, device: torch.device, *what: Any, norm: SumNorm | None, fixed: list[int]) -> None:
         self.dtype, self.size, self.out, self.parts = what
         self.norm = norm
 
@@ -279,7 +279,7 @@ class Gemms:
 
 
 class TrackedTiles:
-    """In place of `weft.runtime.cuda.tracked_matmul.TrackedMatmul`, with its table."""
+    """In place of `weft.runtime.cuda.tracked_matmul.TrackedMatmulLauncher`, with its table."""
 
     def __init__(
         self, device: torch.device, table: np.ndarray, counters: list, *, relative: bool, adds: bool, **_: int
@@ -377,7 +377,7 @@ def context_of(schedule: Schedule, rank: int, region: SymmetricMemory) -> Contex
         "words": Words(),
         "side": streams[1:-1],
         "monitor": streams[-1],
-        "run": Run(),
+        "run": LastRun(),
     }
     return Context(**vars(mine), device=CPU, own=own, begun_word=torch.zeros(2), **instead)
 
@@ -401,9 +401,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (issue, sizes):
         monkeypatch.setattr(module, "torch", Torch())
     monkeypatch.setattr(sizes, "_compiled_totals", lambda device: None)
-    monkeypatch.setattr(tracked_matmul, "TrackedMatmul", TrackedTiles)
+    monkeypatch.setattr(tracked_matmul, "TrackedMatmulLauncher", TrackedTiles)
     instead = {
-        "Move": Move, "Totals": Totals, "Gemms": Gemms, "collective_call": _collective_call,
+        "CopyLaunch": Move, "Totals": Totals, "Gemms": Gemms, "collective_call": _collective_call,
         "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing,
     }  # fmt: skip
     for name, one in instead.items():

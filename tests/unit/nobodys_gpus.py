@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from weft.hw import Machine, machine_of
-from weft.operator import choosing, self_calibrate
+from weft.operator import self_calibrate, this_machine
 from weft.operator.self_calibrate import _Stand
 from weft.plan import self_calibration
 from weft.plan.machine import versions
-from weft.plan.self_calibration import SelfCalibration, Sizes, sizes_for
+from weft.plan.self_calibration import ProbeSizes, SelfCalibration, sizes_for
 from weft.sim import model_of
 
 NAME = "NVIDIA Nobody's 1"
@@ -47,9 +47,9 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.delenv("WEFT_SELF_CALIBRATION", raising=False)
     monkeypatch.setattr(self_calibration, "_known", {})
     monkeypatch.setattr("weft.caller._said", set())
-    choosing._model_of.cache_clear()
+    this_machine.model_by_name.cache_clear()
     yield
-    choosing._model_of.cache_clear()
+    this_machine.model_by_name.cache_clear()
 
 
 def made(factor: float = 1.1, **changes: Any) -> SelfCalibration:
@@ -122,7 +122,7 @@ class Ranks:
             theirs = self.of_first
         return [mine, theirs] if self.rank == 0 else [theirs, mine]
 
-    def measures(self, domain: Any, sizes: Sizes) -> AbstractContextManager[Any]:
+    def measures(self, domain: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
         self.measured += 1
         return nullcontext(Measured())
 

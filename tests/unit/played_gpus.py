@@ -34,7 +34,7 @@ from modelled_gpus import (
 )
 
 from weft.runtime.cuda import issue
-from weft.runtime.cuda.add_up import Place
+from weft.runtime.cuda.add_up import Address
 from weft.runtime.cuda.context import Context, Tensors, rank_schedule
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -196,7 +196,7 @@ class Played:
         (rows, cols), dtype = sum_of.size, sum_of.dtype
         norm = sum_of.norm
 
-        def at(place: Place, row: int) -> torch.Tensor:
+        def at(place: Address, row: int) -> torch.Tensor:
             return lent(one.bases[place.base] + place.offset + row * place.pitch, [cols], dtype, CPU, ())
 
         for row in range(rows):

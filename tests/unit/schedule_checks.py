@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-from made_up import require_runnable_on_gpus
 from schedule_interpreter import Tensors, interpret
+from support.made_up import require_runnable_on_gpus
 
-from weft.schedule import NotApplicableError, Problem, Schedule, Wait, candidates
-from weft.schedule.order import issue_order
+from weft.builders import NotApplicableError, Problem, candidates
+from weft.schedule import Schedule, Wait
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
+from weft.schedule.verify.issue_order import issue_order
 
 Small: TypeAlias = Callable[[int, int], np.ndarray]
 OfRuns: TypeAlias = list[list[Tensors]]

@@ -3,8 +3,9 @@
 Tiles are done in a random order too, many of them begun at once. embedding_bag sums, for an element b of bags, the rows
 (5 b + 3 j) % rows of the table, j = 0 .. b % 4 - 1; which columns belong to which slot, `dims` says.
 
-It shares nothing with `weft.schedule.order` or an executor but `Schedule.of_rank`. Numbers are float64. What is allocated
-holds NaN: symmetric and scratch buffers once for all runs, outputs at each run; what reads too early gives a wrong result.
+It shares nothing with `weft.schedule.verify.issue_order` or an executor but `Schedule.of_rank`. Numbers are float64. What is
+allocated holds NaN: symmetric and scratch buffers once for all runs, outputs at each run; what reads too early gives a wrong
+result.
 """
 
 from __future__ import annotations

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.builders import AllGatherMatmul, NotApplicableError, candidates
 from weft.hw import load_machine
 from weft.hw.topology import Wiring, mesh, switch
-from weft.schedule import (
-    ITEM_BYTES,
-    RANK,
-    AllGatherMatmul,
-    Collective,
-    Copy,
-    Draft,
-    NotApplicableError,
-    Schedule,
-    candidates,
-)
+from weft.schedule import ITEM_BYTES, RANK, Collective, Copy, Draft, Schedule
 from weft.sim import NULL, Model, model_of
 
 TOY = replace(

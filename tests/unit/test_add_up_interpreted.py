@@ -1,12 +1,12 @@
-"""The kernel that adds up under Triton's interpreter. `tests/interpreted.py` says how."""
+"""The kernel that adds up under Triton's interpreter. `tests/support/interpreted.py` says how."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
-from add_up_cases import CASES, play
-from interpreted import play_all, wrong_in
+from support.add_up_cases import CASES, play
+from support.interpreted import play_all, wrong_in
 
 SMALL = [name for name in CASES if name != "large"]
 

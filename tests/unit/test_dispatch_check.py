@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dispatch import assert_rows, expected, inputs, random_splits
+from support.dispatch import assert_rows, expected, inputs, random_splits
 
-from weft.schedule import AllToAllMatmul
+from weft.builders import AllToAllMatmul
 
 P = AllToAllMatmul(2, 4, (300, 200), 64, 96, "bf16", 300)
 

@@ -1,7 +1,7 @@
 """The Triton kernel of embedding_all_to_all under Triton's interpreter: no GPU, one process plays all ranks in turn.
 
 Peers are buffers of this process, so what a rank would wait for is there before it runs: every rank's "ready" is set
-beforehand, and in the cases that wait also "done" and the flags. `tests/interpreted.py` says how.
+beforehand, and in the cases that wait also "done" and the flags. `tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from interpreted import play_all, wrong_in
-from reference import Problem, assert_close, problem, tables_of
+from support.interpreted import play_all, wrong_in
+from support.reference import Problem, assert_close, problem, tables_of
 
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput
 from weft.embedding.check import CheckedInput, check_jagged
@@ -83,7 +83,7 @@ class Ranks:
 
     def __init__(self, case: Case) -> None:
         from weft.kernels import embedding_all_to_all as device_code
-        from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory, Tables
+        from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, Tables
 
         self.device_code, self.case, self.p = device_code, case, case.p
         self.world = case.p.sharding.world_size
@@ -95,7 +95,7 @@ class Ranks:
         self.signals = torch.zeros(self.world, 3 * self.world, dtype=torch.int64)
         n_flags = max(1, max(case.p.batch_sizes) * sum(self.plan.slices_per_sample))
         self.flags = torch.zeros(self.world, n_flags, dtype=torch.int64)
-        self.memory = Memory(
+        self.memory = RankAddresses(
             Tables.of(
                 *(
                     torch.tensor([t[r].data_ptr() for r in range(self.world)])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import tables_of
+from support.reference import tables_of
 
 from weft import _core
+from weft.builders.embedding_all_to_all import Unit
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.plan import EmbeddingPlan, plan_of
-from weft.schedule.slices import Unit
 
 
 def plan(owners: tuple[int, ...], dims: tuple[int, ...] = (8, 3, 16, 1, 5), **options: Any) -> EmbeddingPlan:

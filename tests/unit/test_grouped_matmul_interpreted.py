@@ -3,7 +3,7 @@
 Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers; what must
 not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); launches that
 add up pieces of k, as schedules have them too; then tables that promise more rows than there are, and arguments that are refused.
-`tests/interpreted.py` says how.
+`tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import play_all, wrong_in
+from support.interpreted import play_all, wrong_in
 
-from weft.schedule import AllToAllMatmul, Tiles, named
+from weft.builders import AllToAllMatmul, named
+from weft.schedule import Tiles
 
 NAN = float("nan")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import weft.builders
 import weft.ops
-import weft.schedule
+from weft.builders import builders_of
+from weft.builders.problem import PROBLEMS
 from weft.operator import calls
 from weft.operator.spec import Operator
-from weft.schedule import builders_of
-from weft.schedule.problem import PROBLEMS
 
 ROOT = Path(__file__).parents[2]
 for _file in pkgutil.iter_modules(weft.ops.__path__):
@@ -24,7 +24,7 @@ for _file in pkgutil.iter_modules(weft.ops.__path__):
 SPECS = {name: one for name, one in calls.OPERATORS.items() if type(one).__module__.startswith("weft.ops.")}
 CALLED = sorted({name for name, one in SPECS.items() if one.title == name} | {"embedding_all_to_all"})
 """By users; the other operators are parts of these."""
-OURS = {name: one for name, one in PROBLEMS.items() if one.__module__.startswith("weft.schedule.problems.")}
+OURS = {name: one for name, one in PROBLEMS.items() if one.__module__.startswith("weft.builders.problems.")}
 
 
 def test_there_are_operators() -> None:
@@ -78,15 +78,15 @@ def test_it_is_described_wherever_users_look(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_problem_is_a_name_of_the_package(name: str) -> None:
-    assert getattr(weft.schedule, OURS[name].__name__, None) is OURS[name], (
-        "without a line in weft/schedule/__init__.py"
+    assert getattr(weft.builders, OURS[name].__name__, None) is OURS[name], (
+        "without a line in weft/builders/__init__.py"
     )
-    assert OURS[name].__name__ in weft.schedule.__all__
+    assert OURS[name].__name__ in weft.builders.__all__
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_problem_says_where_its_builders_are(name: str) -> None:
-    """Its docstring has a sentence "Builders: `weft.schedule.FILE`, ...", which names their files and no others."""
+    """Its docstring has a sentence "Builders: `weft.builders.FILE`, ...", which names their files and no others."""
     said = re.search(r"Builders: ((?:`[\w.]+`(?:,\s+|\s+and\s+)?)+)\.", OURS[name].__doc__ or "")
     modules = {function.__module__ for _, function in builders_of(OURS[name])}
     files = {one for one in modules if one.startswith("weft.")}  # tests add theirs

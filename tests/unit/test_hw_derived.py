@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from weft.builders import AllGatherMatmul, named
 from weft.hw import Machine, here, known_machines, load_machine, machine_of, nvml
 from weft.hw.derived import GIVEN, derived
 from weft.hw.here import _OF_BASE, _from_driver
 from weft.plan.predict import least_us, predict
-from weft.schedule import AllGatherMatmul, named
 from weft.sim import model_of
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "h100-all_gather_matmul.jsonl"

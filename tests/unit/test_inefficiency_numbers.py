@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench.core.options import BenchOptions
-from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm, find_gemms, fit
+from weft.bench.table_1 import SYNTHETIC, TABLE_1, GatheredGemm, find_gemms, fit
 from weft.studies.inefficiency import (
     OPERATOR,
     PAPER_MEANS,
-    Row,
+    LossRow,
     by_chance,
     claims,
     draw,
@@ -48,7 +48,7 @@ PAPERS_RANKS = 8
 
 
 def test_a_gemm_by_hand() -> None:
-    gemm = Gemm("g", "TP", "model", 4, 3, 2)
+    gemm = GatheredGemm("g", "TP", "model", 4, 3, 2)
     assert gemm.ops == 48
     assert gemm.traffic == 2 * (8 + 6 + 12)
     assert gemm.op_to_byte == pytest.approx(48 / 52)
@@ -84,7 +84,9 @@ def test_synthetic_gemms_are_of_table_1s_ranges_and_stay_as_they_are() -> None:
     st.floats(1e7, 1e15),
     st.floats(1e6, 1e12),
 )
-def test_what_fits_keeps_its_character(gemm: Gemm, ranks: int, scale: Fraction, ops: float, nbytes: float) -> None:
+def test_what_fits_keeps_its_character(
+    gemm: GatheredGemm, ranks: int, scale: Fraction, ops: float, nbytes: float
+) -> None:
     fitted = fit(gemm, ranks=ranks, scale=scale, most_ops=ops, most_bytes=nbytes)
     run = fitted.run
     assert run.ops <= ops
@@ -148,7 +150,7 @@ def test_chance_is_counted_over_all_orders() -> None:
     assert by_chance(x, y, -1) > 0.95
 
 
-def _row(gemm: Gemm, loss: Callable[[str], float]) -> Row:
+def _row(gemm: GatheredGemm, loss: Callable[[str], float]) -> LossRow:
     """A row whose losses are as `loss` says."""
     ms = {"whole": 8.0} | {gather_name(by, 1): 2.0 for by in TRANSPORTS}
     for name in [cut_name(*cut) for cut in CUTS] + [gather_name(by) for by in TRANSPORTS]:
@@ -156,10 +158,10 @@ def _row(gemm: Gemm, loss: Callable[[str], float]) -> Row:
     for name in [f(*pair) for f in (gemm_beside, gather_beside) for pair in PAIRS]:
         ms[name] = ms[BASELINES[name]] * loss(name)
     overlap = {name: 0.9 for name in ms if "beside" in name}
-    return Row(gemm, "M/2", gemm.m * gemm.k * BF16, ms, overlap)
+    return LossRow(gemm, "M/2", gemm.m * gemm.k * BF16, ms, overlap)
 
 
-def _as_in_the_paper(gemm: Gemm) -> Row:
+def _as_in_the_paper(gemm: GatheredGemm) -> LossRow:
     def loss(name: str) -> float:
         traffic = gemm.traffic / 1e12
         if "beside" in name:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import problem, tables_of
-from slow import mostly
+from support.reference import problem, tables_of
+from support.slow import mostly
 
 from weft import env
 from weft.embedding import EmbeddingSharding
@@ -195,7 +195,7 @@ def test_bags_are_added_in_the_same_order_whatever_the_world(dims: tuple[int, ..
 def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **key: Any) -> Any:
     usual = {"world_size": 2, "experts": 128, "k": 7168, "n": 4096, "transposed": False, "aligned": True, "tma": False}
     with compiling_for(TARGETS[target]):
-        return grouped_matmul.compile_variant(grouped_matmul.Variant(dtype=dtype, config=config, **usual | key))
+        return grouped_matmul.compile_variant(grouped_matmul.GroupedVariant(dtype=dtype, config=config, **usual | key))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def tracked(target: str, dtype: torch.dtype, **key: Any) -> Any:
         "sets": 1,
     }
     with compiling_for(TARGETS[target]):
-        return tracked_matmul.compile_variant(tracked_matmul.Variant(dtype=dtype, **usual | key))
+        return tracked_matmul.compile_variant(tracked_matmul.TrackedVariant(dtype=dtype, **usual | key))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_tracked_matmul_with_pointers(key: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_sums_read_and_write_16_bytes_at_a_time(dtype: torch.dtype, eps: float | None, tmp_path: Path) -> None:
     for parts, target in ((4, "sm_90"), (11, "sm_90"), (4, "gfx942")):
-        arguments, warps, constants = add_up.arguments_of(add_up.Variant(dtype, parts, 16, 8192, True, eps))
+        arguments, warps, constants = add_up.arguments_of(add_up.SumVariant(dtype, parts, 16, 8192, True, eps))
         with compiling_for(TARGETS[target]):
             built = add_up.device_code.add_up_kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)
         if target == "gfx942":

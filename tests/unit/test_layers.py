@@ -62,7 +62,7 @@ def test_import_weft_loads_neither_torch_nor_numpy() -> None:
     found = _run(
         "import sys, weft; dir(weft); weft.errors, weft.timeline\n"
         "print([name for name in ('torch', 'numpy', 'triton', 'weft._core') if name in sys.modules])\n"
-        "weft.schedule, weft.hw, weft.sim, weft.plan, weft.trace\n"
+        "weft.builders, weft.schedule, weft.hw, weft.sim, weft.plan, weft.trace\n"
         "print('torch' in sys.modules)\n"
     )
     assert found.stdout == "[]\nFalse\n", found.stderr

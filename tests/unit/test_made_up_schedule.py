@@ -10,41 +10,32 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import made_up
 import numpy as np
 import pytest
 from schedule_interpreter import edited
+from support import made_up
 from test_schedule_candidates import PROBLEMS, check
 
+import weft.schedule
 from weft import plan
+from weft.builders import (
+    AllGatherMatmul,
+    AllToAllMatmul,
+    NotApplicableError,
+    Problem,
+    builder,
+    builders_of,
+    candidates,
+    named,
+    problem,
+    unregister,
+)
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.plan.predict import AT_LEAST
 from weft.runtime.cuda.tokens import tokens_of
 from weft.runtime.null import NullSchedule
-from weft.schedule import (
-    RANK,
-    AllGatherMatmul,
-    AllToAllMatmul,
-    Compute,
-    Copy,
-    Draft,
-    Expr,
-    Norm,
-    NotApplicableError,
-    Problem,
-    Reduce,
-    Schedule,
-    Set,
-    Wait,
-    builder,
-    builders_of,
-    candidates,
-    lookup,
-    named,
-    problem,
-    unregister,
-)
+from weft.schedule import RANK, Compute, Copy, Draft, Expr, Norm, Reduce, Schedule, Set, Wait, lookup
 from weft.schedule.verify import verify
 from weft.sim import Model, model_of, simulate
 from weft.timeline import Timeline
@@ -210,7 +201,7 @@ def test_a_builder_of_another_module_is_not_replaced() -> None:
     def serial(p: AllGatherMatmul) -> Schedule:
         raise AssertionError("it was refused, and is never called")
 
-    with pytest.raises(ValueError, match=r"has a builder 'serial' from weft\.schedule\.serial: name yours differently"):
+    with pytest.raises(ValueError, match=r"a builder 'serial' from weft\.builders\.all_gather_matmul: name yours"):
         builder(AllGatherMatmul)(serial)
 
 
@@ -299,3 +290,11 @@ def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     builder(Bare)(own)
     with pytest.raises(ValueError, match="no schedule 'else' for bare: none of its builders has one for m=4, 2 ranks"):
         named(p, "else")
+
+
+@pytest.mark.parametrize("name", ["MatmulReduceScatter", "Problem", "builder", "output_map"])
+def test_a_name_that_moved_to_builders_says_where(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"weft\.schedule\.{name} moved: use weft\.builders"):
+        exec(f"from weft.schedule import {name}")
+    with pytest.raises(AttributeError, match=r"module 'weft.schedule' has no attribute 'Nowhere'; it has .*Draft"):
+        weft.schedule.Nowhere  # noqa: B018

@@ -11,19 +11,10 @@ from typing import Any
 import pytest
 from sim_toys import all_schedules
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulAllToAll
 from weft.errors import RefusedError, ScheduleError
 from weft.runtime.schedule_memory import agree_on_schedule
-from weft.schedule import (
-    RANK,
-    AllGatherMatmul,
-    AllToAllMatmul,
-    Collective,
-    Draft,
-    EmbeddingAllToAll,
-    MatmulAllToAll,
-    Schedule,
-    Tiles,
-)
+from weft.schedule import RANK, Collective, Draft, Schedule, Tiles
 from weft.symm.domain import Domain
 
 SLOTS = tuple(((64 * rank, 32), (64 * rank + 32, 32)) for rank in range(4))

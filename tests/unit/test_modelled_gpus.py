@@ -8,28 +8,21 @@ import contextlib
 from functools import partial
 from typing import Any
 
-import combine
-import dispatch
 import pytest
 import torch
+from support import combine, dispatch
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
 from modelled_gpus import SymmetricMemory, compiled, model, poison
 from played_gpus import Played
 from schedule_interpreter import interpret
-from slow import slow
+from support.slow import slow
 
-from weft.errors import ScheduleError
-from weft.runtime.cuda.context import Tensors
-from weft.runtime.cuda.runnable import require_runnable_on_gpus
-from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
-from weft.schedule import (
+from weft.builders import (
     AllGatherMatmul,
     AllGatherMatmulGradients,
     AllToAllMatmul,
-    Compute,
-    Draft,
     MatmulAllGather,
     MatmulAllGatherGradients,
     MatmulAllReduce,
@@ -39,11 +32,15 @@ from weft.schedule import (
     Problem,
     Scaled,
     ScaledMatmulReduceScatter,
-    Schedule,
     candidates,
     named,
 )
-from weft.schedule import problem as schedule_problem
+from weft.builders import problem as schedule_problem
+from weft.errors import ScheduleError
+from weft.runtime.cuda.context import Tensors
+from weft.runtime.cuda.runnable import require_runnable_on_gpus
+from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
+from weft.schedule import Compute, Draft, Schedule
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 

@@ -8,13 +8,14 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import made_up
 import pytest
+from support import made_up
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul, Candidate, candidates
 from weft.hw import load_machine
 from weft.plan import autotune, choose, known_times, promising
 from weft.plan import machine as here
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, Candidate, Schedule, candidates
+from weft.schedule import Schedule
 from weft.sim import model_of
 
 PROBLEM = AllGatherMatmul.even(4096, 4096, 8192, 2)

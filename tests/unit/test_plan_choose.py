@@ -8,25 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from slow import slow
+from support.slow import slow
 
 from weft import plan
-from weft.hw import load_machine
-from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
-from weft.plan.predict import AT_LEAST, HOPELESS, Mode, predict
-from weft.schedule import (
+from weft.builders import (
     AllGatherMatmul,
     AllToAllMatmul,
     NotApplicableError,
     Problem,
-    Schedule,
     builder,
     candidates,
     described,
     unregister,
 )
-from weft.schedule.gather import gather
-from weft.schedule.operands import all_gather_matmul_operands
+from weft.builders.all_gather_matmul import gather
+from weft.builders.operands import all_gather_matmul_operands
+from weft.hw import load_machine
+from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
+from weft.plan.predict import AT_LEAST, HOPELESS, Mode, predict
+from weft.schedule import Schedule
 from weft.sim import Model, model_of, simulate
 
 module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function

@@ -11,10 +11,10 @@ import pytest
 from weft import plan
 from weft.bench.core.options import DTYPES
 from weft.bench.ops.embedding_presets import Scale, find_presets
+from weft.builders import EmbeddingAllToAll
 from weft.embedding.plan import problem_of
 from weft.hw import known_machines, load_machine
 from weft.plan.choose import ALIKE_US, decide
-from weft.schedule import EmbeddingAllToAll
 from weft.sim import model_of
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-2-ranks.jsonl"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from weft import plan
+from weft.builders import AllGatherMatmul
+from weft.builders.problem import PROBLEMS
 from weft.hw import known_machines, load_machine, machine_of
 from weft.plan.explain import HEADER
-from weft.schedule import AllGatherMatmul
-from weft.schedule.problem import PROBLEMS
 from weft.sim import inefficiencies, model_of
 
 SHAPE = {"M": 8192, "N": 4096, "K": 8192}

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from weft import plan
+from weft.builders import AllGatherMatmul, AllToAllMatmul
 from weft.hw import load_machine
 from weft.plan import gemms
 from weft.plan.choose import decide
 from weft.plan.explain import HERE, LEGEND
-from weft.schedule import AllGatherMatmul, AllToAllMatmul
 from weft.sim import model_of
 from weft.sim.model import MatmulShape
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weft.bench.table_1 import TABLE_1, Gemm
+from weft.bench.table_1 import TABLE_1, GatheredGemm
+from weft.builders import AllGatherMatmul, AllToAllMatmul, candidates, named
 from weft.hw import Machine, Quantity, load_machine
 from weft.plan import pick_here, static_pick
 from weft.plan.heuristic import peak_flops
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, candidates, named
 
 MI300X = load_machine("mi300x")
 PAPERS_RANKS = 8
@@ -23,20 +23,20 @@ BY_OUR_THRESHOLD = {
 }
 
 
-def of(gemm: Gemm) -> AllGatherMatmul:
+def of(gemm: GatheredGemm) -> AllGatherMatmul:
     mine = gemm.sharded(PAPERS_RANKS)
     return AllGatherMatmul.even(mine.m, mine.n, mine.k, PAPERS_RANKS)
 
 
 @pytest.mark.parametrize("gemm", TABLE_1, ids=lambda gemm: gemm.name)
-def test_columns_are_cut_where_the_paper_says_so(gemm: Gemm) -> None:
+def test_columns_are_cut_where_the_paper_says_so(gemm: GatheredGemm) -> None:
     pick = static_pick(of(gemm), MI300X)
     assert (pick == "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]") == (gemm.name in BY_COLUMNS)
     assert pick in {candidate.name for candidate in candidates(of(gemm))}
 
 
 @pytest.mark.parametrize("gemm", [g for g in TABLE_1 if g.name not in BY_COLUMNS], ids=lambda gemm: gemm.name)
-def test_by_our_threshold_the_others_are_classified_as_before(gemm: Gemm) -> None:
+def test_by_our_threshold_the_others_are_classified_as_before(gemm: GatheredGemm) -> None:
     assert gemm.name in BY_OUR_THRESHOLD[static_pick(of(gemm), MI300X)]
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
+from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
 from weft.plan import nearby
 from weft.runtime.cuda.context import rank_schedule
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
 
 MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 

@@ -9,21 +9,14 @@ from dataclasses import replace
 import pytest
 
 from weft import plan
+from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described, named
+from weft.builders.problem import PROBLEMS
 from weft.hw import load_machine
-from weft.schedule import (
-    AllGatherMatmul,
-    AllToAllMatmul,
-    NotApplicableError,
-    candidates,
-    described,
-    named,
-)
-from weft.schedule.problem import PROBLEMS
 from weft.sim import model_of
 
 H200 = model_of(load_machine("h200"), 2)
 LARGE = AllGatherMatmul.even(8192, 4096, 8192, 2)
-HOUSE = [op for op, problem in PROBLEMS.items() if problem.__module__.startswith("weft.schedule.")]
+HOUSE = [op for op, problem in PROBLEMS.items() if problem.__module__.startswith("weft.builders.")]
 OPTIONS = {
     "all_to_all_matmul": {"experts": 8},
     "matmul_all_to_all": {"experts": 8},

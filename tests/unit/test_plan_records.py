@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from weft.builders import named
+from weft.builders.problem import described
 from weft.hw import load_machine
 from weft.plan.predict import least_us, predict
-from weft.schedule import named
-from weft.schedule.problem import described
 from weft.sim import Model, model_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

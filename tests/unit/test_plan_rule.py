@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul, candidates, named
 from weft.hw import load_machine
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY_US, Choice, decide
 from weft.plan.predict import AT_LEAST, Mode, Row, predict
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, For, Schedule, candidates, named
+from weft.schedule import For, Schedule
 from weft.sim import model_of
 
 module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function

@@ -24,7 +24,7 @@ from weft.bench.ops.embedding_presets import (
     jagged_input,
 )
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
-from weft.bench.ops.gemms import CPU_GROUP, Shape, find_shapes, memory_of_schedules, shapes_file
+from weft.bench.ops.gemms import CPU_GROUP, GemmShape, find_shapes, memory_of_schedules, shapes_file
 from weft.bench.table_1 import TABLE_1
 
 CPU = torch.device("cpu")
@@ -191,7 +191,7 @@ def test_families_and_unknown_names() -> None:
 
 def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
     file = shapes_file("all_gather_matmul")
-    everything = shapes_of(Shape, file, None, "cuda")
+    everything = shapes_of(GemmShape, file, None, "cuda")
     assert len(everything) >= 60
     assert len({shape.name for shape in everything}) == len(everything)
     models = {  # hidden, MLP, query heads, key and value heads
@@ -201,7 +201,7 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
         "mixtral-8x7b": (4096, 14336, 32, 8),
     }
     for group, (hidden, mlp, heads, kv) in models.items():
-        shapes = shapes_of(Shape, file, group, "cpu")
+        shapes = shapes_of(GemmShape, file, group, "cpu")
         assert {s.k for s in shapes} == {hidden}
         qkv = [s for s in shapes if f"{group} qkv" in s.sources]
         gate_up = [s for s in shapes if f"{group} gate_up" in s.sources]
@@ -214,24 +214,24 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
 
 def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
     file = shapes_file("all_gather_matmul")
-    small = shapes_of(Shape, file, None, "cpu")
-    assert small == shapes_of(Shape, file, CPU_GROUP, "cuda")
-    assert not {s.name for s in small} & {s.name for s in shapes_of(Shape, file, None, "cuda")}
+    small = shapes_of(GemmShape, file, None, "cpu")
+    assert small == shapes_of(GemmShape, file, CPU_GROUP, "cuda")
+    assert not {s.name for s in small} & {s.name for s in shapes_of(GemmShape, file, None, "cuda")}
     assert all(s.m % 8 == 0 for s in small)
-    assert [s.name for s in shapes_of(Shape, file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == [
+    assert [s.name for s in shapes_of(GemmShape, file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == [
         "8192x4096x8192",
         "8x4x2",
     ]
-    assert shapes_of(Shape, tmp_path / "none.toml", "8x4x2", "cpu") == (Shape(8, 4, 2),)
+    assert shapes_of(GemmShape, tmp_path / "none.toml", "8x4x2", "cpu") == (GemmShape(8, 4, 2),)
     with pytest.raises(ValueError, match=r"no preset 'cpu': give one of nothing \(there is no .*none.toml"):
-        shapes_of(Shape, tmp_path / "none.toml", "cpu", "cpu")
+        shapes_of(GemmShape, tmp_path / "none.toml", "cpu", "cpu")
     with pytest.raises(ValueError, match=r"'8x0x2' is no shape here: write MxNxK of whole numbers above 0"):
-        shapes_of(Shape, file, "8x0x2", "cpu")
+        shapes_of(GemmShape, file, "8x0x2", "cpu")
 
 
 def test_shapes_with_inputs_in_symmetric_memory_are_others() -> None:
     file = shapes_file("all_gather_matmul")
-    both = shapes_of(Shape, file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
+    both = shapes_of(GemmShape, file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
     assert [s.symmetric for s in both] == [False] * 8 + [True] * 9
     assert (both[8].name, both[-1].name) == (f"{both[0].name}-symmetric", "8x4x2-symmetric")
     assert both[8].sources == both[0].sources

@@ -25,13 +25,14 @@ from schedule_checks import applicable
 
 from weft import reading
 from weft.bench.core import records
+from weft.builders import AllGatherMatmul, candidates
 from weft.errors import UnreadableError
 from weft.hw import load_machine, machine_of
 from weft.hw.topology import load_topology
 from weft.plan import Calibration, autotune, calibrated, known_times, self_calibration
 from weft.plan.machine import versions
 from weft.plan.self_calibration import SelfCalibration
-from weft.schedule import AllGatherMatmul, Expr, candidates
+from weft.schedule import Expr
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import model_of

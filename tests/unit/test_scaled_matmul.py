@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.builders import AllGatherMatmul, Scaled, ScaledMatmulReduceScatter
 from weft.operator.gpu_gemms import GemmTimer
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import AllGatherMatmul, Scaled, ScaledMatmulReduceScatter
 
 FP8 = torch.float8_e4m3fn
 

@@ -19,25 +19,13 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
+from weft.builders import MatmulAllReduce, NotApplicableError, candidates, named
 from weft.errors import ScheduleError
 from weft.plan.gemms import ladder
-from weft.schedule import (
-    RANK,
-    Copy,
-    Draft,
-    MatmulAllReduce,
-    Norm,
-    NotApplicableError,
-    Reduce,
-    Schedule,
-    Tiles,
-    Wait,
-    candidates,
-    named,
-)
+from weft.schedule import RANK, Copy, Draft, Norm, Reduce, Schedule, Tiles, Wait
 from weft.schedule.printing import describe
 from weft.schedule.spans import span_name
 from weft.schedule.text import from_json, to_json

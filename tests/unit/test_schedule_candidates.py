@@ -18,21 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import check_value, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
-from slow import mostly
+from support.slow import mostly
 
+from weft.builders import AllGatherMatmul, Candidate, NotApplicableError, Scaled, candidates
 from weft.errors import ScheduleError
 from weft.hw import load_machine
-from weft.schedule import (
-    AllGatherMatmul,
-    Candidate,
-    Compute,
-    Copy,
-    NotApplicableError,
-    Scaled,
-    Schedule,
-    Wait,
-    candidates,
-)
+from weft.schedule import Compute, Copy, Schedule, Wait
 from weft.schedule.verify import verify
 from weft.sim import model_of, simulate
 

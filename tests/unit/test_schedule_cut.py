@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.schedule import NotApplicableError
-from weft.schedule.operands import WHOLE_TILES, cut
+from weft.builders import NotApplicableError
+from weft.builders.operands import WHOLE_TILES, cut
 
 PROPORTIONS = st.lists(st.integers(1, 9), min_size=2, max_size=5)
 

@@ -8,19 +8,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import tables_of
 from schedule_interpreter import Tensors, edited, interpret
+from support.reference import tables_of
 
+from weft.builders import EmbeddingAllToAll, candidates, named
+from weft.builders import embedding_all_to_all as slices
 from weft.embedding import EmbeddingSharding
 from weft.embedding.plan import kernel_of, problem_of
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.runtime.null import NullSchedule
-from weft.schedule import Collective, EmbeddingAllToAll, Schedule, Set, Step, Tiles, Wait, candidates, named, slices
+from weft.schedule import Collective, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.kernels import PooledSlices
-from weft.schedule.order import issue_order
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
+from weft.schedule.verify.issue_order import issue_order
 from weft.sim import Model, Simulated, model_of, simulate
 from weft.timeline import Timeline
 

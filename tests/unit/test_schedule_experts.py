@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import applicable, check_value
-from slow import mostly, slow
+from support.slow import mostly, slow
 
+from weft.builders import AllToAllMatmul, MatmulAllToAll, NotApplicableError, named
+from weft.builders.problems.experts import ExpertsProblem
 from weft.errors import ScheduleError
 from weft.hw import load_machine
-from weft.schedule import AllToAllMatmul, Copy, MatmulAllToAll, NotApplicableError, Schedule, Tiles, named
-from weft.schedule.problems.experts import ExpertsProblem
+from weft.schedule import Copy, Schedule, Tiles
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import model_of, simulate

@@ -14,26 +14,15 @@ from hypothesis import strategies as st
 from schedule_checks import Small, applicable, small_numbers
 from schedule_interpreter import Tensors, edited
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
+from weft.builders import AllGatherMatmulGradients, MatmulAllGatherGradients, NotApplicableError, candidates, named
 from weft.errors import ScheduleError
 from weft.operator.gpu_gemms import GemmTimer
 from weft.ops import all_gather_matmul_gradients, matmul_all_gather_gradients
 from weft.plan.gemms import ladder
-from weft.schedule import (
-    AllGatherMatmulGradients,
-    Compute,
-    Copy,
-    MatmulAllGatherGradients,
-    NotApplicableError,
-    Reduce,
-    Schedule,
-    Tiles,
-    Wait,
-    candidates,
-    named,
-)
+from weft.schedule import Compute, Copy, Reduce, Schedule, Tiles, Wait
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 
@@ -203,10 +192,13 @@ def test_its_gemms_are_timed_on_random_matrices(p: Problem) -> None:
 
 
 def test_the_planner_hides_both_exchanges() -> None:
-    """For the layers of Llama-3-8B, what is sent is hidden; a row of tokens is left to the library."""
-    for n in ((3072,), (7168, 7168)):
+    """The planner hides both exchanges in layers of Llama-3-8B, and chooses serial for few tokens."""
+    # Without a kernel that reduces, 1% is gained behind two large weights: the simpler schedule is as fast.
+    for n, name in (((3072,), "direct[add=gemm]"), ((7168, 7168), "direct")):
         choice = plan.choose(AllGatherMatmulGradients(2, 8192, n, 4096, "bf16"), gpu("h200", 2))
-        assert choice.candidate.name == "direct"
+        assert choice.candidate.name == name
+        by_gemm, reduced, serial = (choice.row(one).predicted_us for one in ("direct[add=gemm]", "direct", "serial"))
+        assert by_gemm < reduced < 0.95 * serial  # type: ignore[operator]
     assert plan.choose(AllGatherMatmulGradients(2, 64, (512,), 512, "bf16"), gpu("h200", 2)).candidate.name == "serial"
 
 

@@ -17,21 +17,12 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
+from weft.builders import MatmulAllGather, NotApplicableError, candidates, named
 from weft.plan.gemms import ladder
-from weft.schedule import (
-    Compute,
-    MatmulAllGather,
-    NotApplicableError,
-    Schedule,
-    Set,
-    Tiles,
-    Wait,
-    candidates,
-    named,
-)
+from weft.schedule import Compute, Schedule, Set, Tiles, Wait
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Optional
 import pytest
 
 from weft import plan
-from weft.schedule import described
-from weft.schedule.options import checked, from_text
-from weft.schedule.problem import option_from_text
+from weft.builders import described
+from weft.builders.options import checked, from_text
+from weft.builders.problem import option_from_text
 
 BY = Literal["dma", "kernel", 2]
 SHAPE: dict[str, Any] = {"M": 16, "N": 16, "K": 16, "ranks": 2, "hw": "h200"}

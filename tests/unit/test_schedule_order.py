@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.builders import AllGatherMatmul, candidates
 from weft.errors import ScheduleError, WeftError
-from weft.schedule import RANK, AllGatherMatmul, Draft, Lane, Schedule, Set, Step, Wait, candidates
-from weft.schedule.happens import Happened
-from weft.schedule.order import Event, issue_order, play
+from weft.schedule import RANK, Draft, Lane, Schedule, Set, Step, Wait
 from weft.schedule.text import describe
+from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.issue_order import Event, issue_order, play
 
 
 def in_words(schedule: Schedule, rank: int) -> list[str]:

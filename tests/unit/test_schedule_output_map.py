@@ -13,30 +13,20 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
-import output_maps
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import require_runnable_on_gpus
 from schedule_checks import check_order, same
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from slow import mostly
+from support import output_maps
+from support.made_up import require_runnable_on_gpus
+from support.slow import mostly
 
 import weft
-from weft.schedule import (
-    RANK,
-    Draft,
-    MatmulInto,
-    MatmulReduceScatter,
-    NotApplicableError,
-    OutputMap,
-    Schedule,
-    Wait,
-    named,
-    schedule_of,
-)
-from weft.schedule import output_map as maps
+from weft.builders import MatmulInto, MatmulReduceScatter, NotApplicableError, OutputMap, named, schedule_of
+from weft.builders.output_map import map as maps
+from weft.schedule import RANK, Draft, Schedule, Wait
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate

@@ -18,26 +18,22 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from slow import mostly
+from support.slow import mostly
 
 from weft import plan
-from weft.operator.gpu_gemms import GemmTimer
-from weft.plan import nearby
-from weft.plan.gemms import ladder
-from weft.schedule import (
-    Compute,
+from weft.builders import (
     MatmulReduceScatter,
     NotApplicableError,
     OutputMap,
     ScaledMatmulReduceScatter,
-    Schedule,
-    Set,
-    Tiles,
-    Wait,
     candidates,
     described,
     named,
 )
+from weft.operator.gpu_gemms import GemmTimer
+from weft.plan import nearby
+from weft.plan.gemms import ladder
+from weft.schedule import Compute, Schedule, Set, Tiles, Wait
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
@@ -294,11 +290,11 @@ def test_gpus_take_the_librarys_way_where_the_others_have_not_run_there(monkeypa
 
     import torch
 
-    from weft.operator import choosing
+    from weft.operator import select
 
     domain: Any = SimpleNamespace(device=torch.device("cuda"))
     p = MatmulReduceScatter(2, 8192, 4096, 4096, "bf16")
     monkeypatch.setattr(MatmulReduceScatter, "tried_on_gpus", False)
-    chosen = choosing.choose(p, domain, {}, None, deadline_s=None)
+    chosen = select.choose(p, domain, {}, None, deadline_s=None)
     assert chosen.names == ("serial", "serial")
     assert chosen.usual is None

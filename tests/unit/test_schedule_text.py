@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from schedule_checks import applicable
 
+from weft.builders import AllGatherMatmul, candidates
 from weft.errors import UnreadableError
-from weft.schedule import RANK, AllGatherMatmul, Copy, Draft, Expr, Region, Schedule, Set, candidates, lookup
+from weft.schedule import RANK, Copy, Draft, Expr, Region, Schedule, Set, lookup
 from weft.schedule.text import fingerprint, from_json, to_json
 
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import Kernel
 from sim_toys import SWITCH
+from support.made_up import Kernel
 
 from weft.errors import ScheduleError
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
-from weft.schedule.order import issue_order, sets_per_run
 from weft.schedule.steps.loops import counted
 from weft.schedule.text import describe, from_json, to_json
 from weft.schedule.verify import SAMPLE, verify
+from weft.schedule.verify.issue_order import issue_order, sets_per_run
 from weft.sim import simulate
 
 T = Expr("t")

@@ -12,33 +12,16 @@ from dataclasses import replace
 
 import pytest
 from schedule_interpreter import edited
-from slow import mostly, slow
+from support.slow import mostly, slow
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
 from weft.errors import ScheduleError
-from weft.schedule import (
-    RANK,
-    AllGatherMatmul,
-    AllToAllMatmul,
-    Buffer,
-    Collective,
-    Copy,
-    Draft,
-    Expr,
-    Lane,
-    NotApplicableError,
-    Region,
-    Schedule,
-    Set,
-    Signals,
-    Step,
-    Wait,
-    candidates,
-)
-from weft.schedule.happens import Happened
-from weft.schedule.polling import held_up
+from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Lane, Region, Schedule, Set, Signals, Step, Wait
 from weft.schedule.steps import CopyBy
-from weft.schedule.tiles import forked
 from weft.schedule.verify import verify
+from weft.schedule.verify.forked_tiles import forked
+from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.occupancy import held_up
 
 
 def push() -> Schedule:

@@ -16,12 +16,12 @@ from nobodys_gpus import BASE, NAME, SIZES, SLOW, SLOW_US, Measured, Ranks, mach
 
 from weft.errors import RefusedError
 from weft.hw import machine_of
-from weft.operator import choosing, self_calibrate
+from weft.operator import self_calibrate, this_machine
 from weft.operator.self_calibrate import _Stand
 from weft.plan import calibrated, self_calibration
 from weft.plan.calibration import Calibration
 from weft.plan.machine import versions
-from weft.plan.self_calibration import Sizes, find, save
+from weft.plan.self_calibration import ProbeSizes, find, save
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_never_in_a_capture_but_after_it(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
 
-    def refuses(domain: Any, sizes: Sizes) -> Any:
+    def refuses(domain: Any, sizes: ProbeSizes) -> Any:
         raise RefusedError("rank 1: OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(ranks, "measures", refuses)
@@ -172,7 +172,7 @@ def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.Monkey
 def test_what_is_dropped_is_said_once_by_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    def busy(domain: Any, sizes: Sizes) -> AbstractContextManager[Any]:
+    def busy(domain: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
         measured = Measured()
         measured.truth = made(host_step_us=SLOW_US)
         return nullcontext(measured)
@@ -188,14 +188,14 @@ def test_what_is_dropped_is_said_once_by_the_first_rank(
 
 
 def test_models_of_calls_change_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "device_name", lambda device: NAME)
+    monkeypatch.setattr(this_machine, "device_name", lambda device: NAME)
     gpu = torch.device("cuda")
-    assert choosing.machine_model(gpu, 2) == BASE
+    assert this_machine.machine_model(gpu, 2) == BASE
     monkeypatch.setitem(self_calibrate.MEASURES, "cpu", lambda domain, sizes: nullcontext(Measured()))
-    choosing.know_machine(Ranks(), None)  # type: ignore[arg-type]
-    model = choosing.machine_model(gpu, 2)
+    this_machine.know_machine(Ranks(), None)  # type: ignore[arg-type]
+    model = this_machine.machine_model(gpu, 2)
     assert model == made().apply(BASE).model
-    assert choosing.machine_model(gpu, 2) is model
+    assert this_machine.machine_model(gpu, 2) is model
 
 
 # -- what times GPUs
@@ -221,9 +221,9 @@ class _Properties:
 
 
 def _on_no_gpu(monkeypatch: pytest.MonkeyPatch, whys: tuple[str, ...] = ()) -> Any:
-    """`gpu_measure` with torch's CPU for a GPU, and this rank's part of a group of two; and what was allocated."""
+    """`weft.runtime.cuda.measure` with torch's CPU for a GPU, and this rank's part of a group of two; and what was allocated."""
     pytest.importorskip("triton", reason="what times GPUs launches Triton's kernels, and there is no Triton here")
-    from weft.operator import gpu_measure
+    from weft.runtime.cuda import measure as gpu_measure
 
     class Domain(Ranks):
         def all_gather(self, mine: Any, *, what: str) -> list[Any]:

@@ -16,7 +16,7 @@ from nobodys_gpus import BASE, NAME, SIZES, SLOW, SLOW_US, TIMES, TODAY, Measure
 
 from weft import plan
 from weft.cli import doctor
-from weft.operator import choosing
+from weft.operator import this_machine
 from weft.plan import calibrated, machine_and_model
 from weft.plan.calibration import Calibration
 from weft.plan.machine import versions
@@ -159,13 +159,13 @@ def test_a_calibration_that_is_not_used_is_said() -> None:
 def test_a_refused_calibration_is_warned_of_at_a_call(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(choosing, "device_name", lambda device: NAME)
+    monkeypatch.setattr(this_machine, "device_name", lambda device: NAME)
     path = Calibration(NAME, 2, "2020-01-01", versions(), (), 3.5, 1.5).save()
     path.write_text("{")
     with pytest.warns(UserWarning, match="planning without a calibration: not calibrated: .*cannot be read"):
-        assert choosing._calibrated_model(torch.device("cuda"), 2) == BASE
-    choosing._model_of.cache_clear()
-    choosing._calibrated_model(torch.device("cuda"), 2)
+        assert this_machine.calibrated_model(torch.device("cuda"), 2) == BASE
+    this_machine.model_by_name.cache_clear()
+    this_machine.calibrated_model(torch.device("cuda"), 2)
     assert len(recwarn) == 0  # said before
 
 

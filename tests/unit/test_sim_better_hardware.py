@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_toys import all_schedules, gpu
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul
 from weft.hw import Machine, Quantity, load_machine
 from weft.plan.predict import MODES, Mode, predict
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, Schedule
+from weft.schedule import Schedule
 from weft.sim import Model, model_of
 
 # What a machine takes: less is better. Of everything else in a file more is.

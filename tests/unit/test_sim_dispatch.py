@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from sim_toys import TOY, all_schedules, gpu
 
-from weft.schedule import AllToAllMatmul, Compute, Draft
+from weft.builders import AllToAllMatmul
+from weft.schedule import Compute, Draft
 from weft.sim import simulate
 from weft.sim.costs import Operand, cost, cost_of_tiles
 from weft.sim.lower import Work, lower

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from sim_toys import SWITCH, TOY, all_schedules, bytes_leaving, gpu, puts
-from slow import slow
+from support.slow import slow
 
+from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError
 from weft.hw.topology import Wiring, mesh
-from weft.schedule import RANK, AllGatherMatmul, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
+from weft.schedule import RANK, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
 from weft.sim import NULL, simulate
 from weft.sim.engine import _Engine
 from weft.sim.lower import lower

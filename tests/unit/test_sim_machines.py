@@ -10,8 +10,9 @@ import pytest
 from sim_toys import all_schedules, gpu
 
 from weft.bench.table_1 import find_gemms
+from weft.builders import AllGatherMatmul
 from weft.hw import load_machine
-from weft.schedule import AllGatherMatmul, Schedule
+from weft.schedule import Schedule
 from weft.schedule.steps import Lane
 from weft.sim import inefficiencies, model_of, simulate
 from weft.sim.losses import communication_us

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from sim_toys import all_schedules
 
+from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError
 from weft.runtime.null import NullSchedule
-from weft.schedule import AllGatherMatmul, Draft, Schedule, Set, Wait
+from weft.schedule import Draft, Schedule, Set, Wait
 from weft.timeline import Timeline
 
 

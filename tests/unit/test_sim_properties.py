@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sim_toys import all_schedules, bytes_leaving, gpu
 
+from weft.builders import AllGatherMatmul
 from weft.hw.topology import Wiring, mesh, ring, switch
-from weft.schedule import AllGatherMatmul, Schedule
+from weft.schedule import Schedule
 from weft.sim import NULL, Model, simulate
 from weft.sim.engine import _Engine
 from weft.sim.lower import lower

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_toys import gpu
 
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, Problem, Schedule, named
+from weft.builders import AllGatherMatmul, AllToAllMatmul, Problem, named
+from weft.schedule import Schedule
 from weft.sim import engine, simulate
 from weft.sim.fair import Load, speeds
 from weft.sim.lower import lower

@@ -9,7 +9,8 @@ import pytest
 from sim_toys import gpu
 
 from weft import plan
-from weft.schedule import Compute, Copy, Draft, MatmulReduceScatter, Region, named
+from weft.builders import MatmulReduceScatter, named
+from weft.schedule import Compute, Copy, Draft, Region
 from weft.sim import simulate
 from weft.sim.costs import Cost, Links, Operand, Rates, cost, cost_of_tiles
 from weft.sim.lower import Work, lower

@@ -11,26 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_toys import SWITCH, TOY, all_schedules, gpu
-from slow import slow
+from support.slow import slow
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulReduceScatter
 from weft.errors import ScheduleError
 from weft.hw.topology import Topology, Wiring, hosts, mesh, ring, torus
-from weft.schedule import (
-    RANK,
-    AllGatherMatmul,
-    AllToAllMatmul,
-    Copy,
-    Draft,
-    EmbeddingAllToAll,
-    Expr,
-    MatmulReduceScatter,
-    Schedule,
-    Set,
-    Tiles,
-    Wait,
-    lookup,
-)
-from weft.schedule.order import issue_order
+from weft.schedule import RANK, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
+from weft.schedule.verify.issue_order import issue_order
 from weft.sim import Model, Simulated, simulate
 from weft.sim.engine import _Engine
 from weft.sim.issue import issue_times

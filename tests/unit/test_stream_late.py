@@ -13,26 +13,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from made_up import require_runnable_on_gpus
 from modelled_gpus import Recorded, SymmetricMemory, context_of
+from support.made_up import require_runnable_on_gpus
 
+from weft.builders import AllToAllMatmul, MatmulAllToAll, MatmulReduceScatter, NotApplicableError, candidates
 from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda.calls import Operation, void
 from weft.runtime.schedule_memory import layout_of
-from weft.schedule import (
-    AllToAllMatmul,
-    Compute,
-    Draft,
-    Expr,
-    MatmulAllToAll,
-    MatmulReduceScatter,
-    NotApplicableError,
-    Schedule,
-    Tiles,
-    candidates,
-)
+from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")
@@ -124,7 +114,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Numbers, "made", [], raising=False)
     monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
-    for name, instead in (("Move", move), ("Totals", Numbers)):
+    for name, instead in (("CopyLaunch", move), ("Totals", Numbers)):
         monkeypatch.setattr(stream_compiler, name, instead)
     for name in ("Agreeing", "ReadAhead", "Gemms"):
         monkeypatch.setattr(stream_compiler, name, lambda *_: SimpleNamespace(begin=0, settle=0, gemms=[], prepare=0))

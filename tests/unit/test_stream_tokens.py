@@ -13,24 +13,22 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
 from modelled_gpus import SymmetricMemory, compiled, model
-from slow import mostly
+from support.slow import mostly
 
-from weft.errors import ScheduleError
-from weft.runtime.cuda.groups import Grouping
-from weft.runtime.cuda.tokens import TOKEN, missing, tokens_of
-from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
-from weft.schedule import (
-    RANK,
+from weft.builders import (
     AllGatherMatmul,
     AllToAllMatmul,
-    Collective,
-    Draft,
     MatmulAllToAll,
     MatmulReduceScatter,
     NotApplicableError,
     candidates,
 )
-from weft.schedule.order import issue_order
+from weft.errors import ScheduleError
+from weft.runtime.cuda.groups import Grouping
+from weft.runtime.cuda.tokens import TOKEN, missing, tokens_of
+from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
+from weft.schedule import RANK, Collective, Draft
+from weft.schedule.verify.issue_order import issue_order
 
 PROBLEMS = {
     "2 ranks": AllGatherMatmul.even(64, 32, 32, 2),

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from weft import plan
 from weft.bench.core import records as files
 from weft.bench.report import rewrite
+from weft.builders import MatmulReduceScatter, named
 from weft.cli.app import app
-from weft.schedule import MatmulReduceScatter, named
 from weft.sim.traffic import traffic
 from weft.studies import t3
 

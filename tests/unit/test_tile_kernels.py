@@ -11,28 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from slow import slow
+from support.slow import slow
 from test_schedule_embedding import PROBLEMS
 
-from weft.schedule import (
-    AllToAllMatmul,
-    Compute,
-    Copy,
-    EmbeddingAllToAll,
-    Index,
-    MatmulAllToAll,
-    NotApplicableError,
-    Schedule,
-    Set,
-    Step,
-    Tiles,
-    candidates,
-    slices,
-    value,
-)
+from weft.builders import AllToAllMatmul, EmbeddingAllToAll, MatmulAllToAll, NotApplicableError, candidates
+from weft.builders import embedding_all_to_all as slices
+from weft.builders.embedding_all_to_all import units_of
+from weft.builders.problems.experts import ExpertsProblem
+from weft.schedule import Compute, Copy, Index, Schedule, Set, Step, Tiles, value
 from weft.schedule.kernels import GroupedMatmul, PooledSlices, ReturningMatmul
-from weft.schedule.problems.experts import ExpertsProblem
-from weft.schedule.slices import units_of
 from weft.schedule.steps import put_in
 from weft.schedule.text import from_json, to_json
 

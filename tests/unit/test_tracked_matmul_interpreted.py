@@ -1,7 +1,7 @@
 """The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors, against float64;
 no memory around them is written, or added to them; each word gets its token when all of its tiles have come, and not before;
 counters are zero again.
-`tests/interpreted.py` says how.
+`tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from interpreted import play_all, wrong_in
+from support.interpreted import play_all, wrong_in
 
 NAN = float("nan")
 ROWS, COLS = 16, 32
@@ -87,7 +87,7 @@ def play(case: Case) -> None:
         table.append(entry)
     targets = [[words.data_ptr() + 8 * i] for i in range(3)]
     numbered = [(n + case.missing * (i == 1), to) for i, (n, to) in enumerate(zip(come, targets, strict=True))]
-    made = tracked_matmul.TrackedMatmul(
+    made = tracked_matmul.TrackedMatmulLauncher(
         torch.device("cpu"), np.array(table, np.int64), numbered[: 3 if case.sets == 2 else 2 * case.sets],
         rows=ROWS, cols=COLS, sets=case.sets, itemsize=item, relative=case.relative, splits=case.splits,
         adds=case.adds is not None,

@@ -2,10 +2,10 @@
 `table_1.toml`.
 
 [m, k] @ [k, n]: A is gathered, or sent all-to-all, and W ranks compute it. The paper's N is the layer's: with tensor parallelism
-W ranks divide the weight's columns, so each computes N / W of them (`Gemm.sharded`). The paper does not state this. But it calls
-the shapes those of models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every study and
-test here reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank has M
-/ W of the rows, and all of N: the same number of operations.
+W ranks divide the weight's columns, so each computes N / W of them (`GatheredGemm.sharded`). The paper does not state this. But
+it calls the shapes those of models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every
+study and test here reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a
+rank has M / W of the rows, and all of N: the same number of operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """
@@ -25,7 +25,7 @@ _MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes
 
 
 @dataclass(frozen=True)
-class Gemm:
+class GatheredGemm:
     """C [m, n] = A [m, k] @ B [k, n]. A is gathered."""
 
     name: str
@@ -53,11 +53,11 @@ class Gemm:
         """Memory of a rank that measures it: A, B, two results, A gathered twice, by copies and by NCCL, and a shard, at most A."""
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
-    def sharded(self, ranks: int) -> Gemm:
+    def sharded(self, ranks: int) -> GatheredGemm:
         """Return the GEMM of one of `ranks` ranks: N over them, rounded up."""
         return replace(self, n=-(-self.n // ranks))
 
-    def piece(self, rows: int = 1, columns: int = 1) -> Gemm:
+    def piece(self, rows: int = 1, columns: int = 1) -> GatheredGemm:
         """Return a piece of the GEMM, if A is cut into this many blocks of rows and of columns."""
         return replace(self, m=self.m // rows, k=self.k // columns)
 
@@ -66,14 +66,14 @@ class Gemm:
 
 
 _ALL = [
-    Gemm(name, **of)
+    GatheredGemm(name, **of)
     for name, of in parse_toml(files("weft.bench").joinpath("table_1.toml").read_text(), "table_1.toml").items()
 ]
 TABLE_1 = tuple(gemm for gemm in _ALL if gemm.model != "synthetic")
 SYNTHETIC = tuple(gemm for gemm in _ALL if gemm.model == "synthetic")
 
 
-def find_gemms(names: Sequence[str], among: Sequence[Gemm] = TABLE_1) -> tuple[Gemm, ...]:
+def find_gemms(names: Sequence[str], among: Sequence[GatheredGemm] = TABLE_1) -> tuple[GatheredGemm, ...]:
     """Return the GEMMs of `among` with these names, in its order; all without names. Raises ValueError for an unknown name."""
     for name in names:
         if name not in {gemm.name for gemm in among}:
@@ -85,8 +85,8 @@ def find_gemms(names: Sequence[str], among: Sequence[Gemm] = TABLE_1) -> tuple[G
 class Fitted:
     """A GEMM of the paper as it is run: N over `ranks`, M, N and K over `all_by`, then the larger of M and K over `large_by`."""
 
-    paper: Gemm
-    run: Gemm
+    paper: GatheredGemm
+    run: GatheredGemm
     ranks: int
     all_by: Fraction
     large_by: int
@@ -97,12 +97,12 @@ class Fitted:
         return ", ".join(said + [f"{large}/{self.large_by}"] * (self.large_by != 1))
 
 
-def fit(gemm: Gemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
+def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
     """Return the GEMM of one of `ranks` ranks, with M, N, K times `scale`, reduced to at most `most_ops` and `most_bytes`.
 
-    Bytes are those of a run (`Gemm.run_bytes`). Each step halves the larger of M and K as long as it stays the larger, because
-    that decides how the GEMM should be cut; then all three are halved. M and K become multiples of 64, so that all pieces are
-    equal. Raises ValueError if nothing is left to halve.
+    Bytes are those of a run (`GatheredGemm.run_bytes`). Each step halves the larger of M and K as long as it stays the larger,
+    because that decides how the GEMM should be cut; then all three are halved. M and K become multiples of 64, so that all
+    pieces are equal. Raises ValueError if nothing is left to halve.
     """
     all_by, large_by = 1 / scale, 1
     while True:

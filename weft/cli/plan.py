@@ -23,8 +23,8 @@ from weft.cli.names import Named
 from weft.files import append_json
 
 if TYPE_CHECKING:
+    from weft.builders import Problem
     from weft.plan import Explanation
-    from weft.schedule import Problem
 
 
 class PlanMode(enum.StrEnum):
@@ -57,7 +57,7 @@ class _Operators(Named):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         from weft.bench.core.operators import LAYERS, SCALED
-        from weft.schedule.problem import PROBLEMS
+        from weft.builders.problem import PROBLEMS
 
         if cmd_name == LAYERS:
             return _layers()
@@ -97,7 +97,7 @@ def _command(name: str, problem: type[Problem]) -> Any:
     Its help is the first paragraph of its problem, and the docstring of its own `sized`, if it has one, about M, N, K, with
     examples. `--option` lists the keywords of `sized` behind the dtype."""
     from weft.bench.core.operators import plain
-    from weft.schedule.problem import Problem
+    from weft.builders.problem import Problem
 
     def command(**given: Any) -> None:
         op, given["dtype"] = plain(name, given["dtype"])
@@ -127,7 +127,7 @@ def _command(name: str, problem: type[Problem]) -> Any:
 
 def _own_options(problem: type[Problem]) -> Any:
     """Return the option for an operator's own options, whose help lists them; hidden if there are none."""
-    from weft.schedule.options import keywords
+    from weft.builders.options import keywords
 
     listed = []
     for keyword in keywords(problem.sized):
@@ -194,9 +194,9 @@ def _run(
     ] = None,
 ) -> None:
     from weft.bench.core.console import progress
+    from weft.builders import described
+    from weft.builders.problem import option_from_text
     from weft.plan import explanation
-    from weft.schedule import described
-    from weft.schedule.problem import option_from_text
 
     m, n, k = _shape(shape, ranks if op == _GEMMS_OF else None)
     options = dict(option_from_text(op, one) for one in option or ())
@@ -260,8 +260,8 @@ def calibrate(
             f"torch sees {found} GPUs here and {max(2, wanted)} are to be measured: there is nothing to calibrate. On CPU "
             f"processes schedules are measured at the first call of each shape"
         )
+    from weft.bench.calibrate import calibrate_ranks
     from weft.launch import run_ranks
-    from weft.operator.gpu_measure import calibrate_ranks
 
     saved = run_ranks(
         wanted, calibrate_ranks, tuple(dtype or ["bf16"]), seconds, backend="nccl", timeout_s=seconds + 300

@@ -5,8 +5,8 @@ A **unit** is what a program or thread takes at a time: pooled vectors of one sa
 a unit only sets how much work is taken at once. On GPUs this size follows from the bytes of a bag and not from `slice_size`
 (`weft.runtime.cuda.embedding_kernel`). The units of a sample are the same for every sample.
 
-Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated. Its
-tiles name their kernel (`kernel_of`).
+Transport, order and slices come from a schedule (`weft.builders.embedding_all_to_all`), the same value that is verified and
+simulated. Its tiles name their kernel (`kernel_of`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import get_args
 
+from weft.builders import EmbeddingAllToAll
+from weft.builders import embedding_all_to_all as slices
+from weft.builders.embedding_all_to_all import Unit, units_of, usual_slice_size
 from weft.embedding.options import EmbeddingOptions, Transport
 from weft.embedding.tables import DTYPE_NAMES, EmbeddingSharding
 from weft.errors import ScheduleError
-from weft.schedule import EmbeddingAllToAll, Schedule, Tiles, slices
+from weft.schedule import Schedule, Tiles
 from weft.schedule.kernels import PooledSlices, SliceTransport
-from weft.schedule.slices import Unit, units_of, usual_slice_size
 
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """One operator as all ranks of its group must describe it. Ranks compare `fingerprint` at every call."""
+    """One operator as all ranks of its group must describe it. Ranks compare `said` at every call."""
 
     sharding: EmbeddingSharding
     options: EmbeddingOptions
@@ -52,6 +54,11 @@ class EmbeddingPlan:
         }
         options = {name: str(value) for name, value in asdict(self.options).items()}
         return {"world_size": str(self.sharding.world_size)} | options | tables
+
+    @cached_property
+    def said(self) -> str:
+        """The same as lines "name: value"."""
+        return "\n".join(f"{name}: {value}" for name, value in self.text.items())
 
     @cached_property
     def fingerprint(self) -> int:
@@ -114,7 +121,9 @@ def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
 
 
 def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
-    """Return a call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(problem_of(...), ...)`.
+    """Return a call as builders know it, to build, simulate and print schedules.
+
+    For example `weft.builders.embedding_all_to_all.direct(problem_of(...), ...)`.
 
     batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one row each.
     """

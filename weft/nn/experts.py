@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft.operator.layers import activated, compare_options, ends_group, fill, require_alike, tells_peers, wrong_device
-from weft.operator.prepared import group_of
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
+from weft.symm.groups import group_of
 from weft.words import kind
 
 _ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")

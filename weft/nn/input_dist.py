@@ -27,8 +27,8 @@ from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offset
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.runtime.collectives import all_to_all_single
-from weft.runtime.in_turn import begun, turn_on
 from weft.runtime.opaque import opaque
+from weft.runtime.unfused.turn import turn_on
 from weft.words import by_rank, counted
 
 _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
@@ -229,7 +229,7 @@ class InputDist:
         received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
         turn = turn_on(self.group, self.device, self._what, self.deadline_s)
         works = [
-            begun(turn, f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)
+            turn.begin(f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)
             for i, parts in enumerate(zip(received, send, into, out, strict=True))
         ]
         for work in works:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.operator.layers import compare_options, given, replicated, tells_peers, wrong_device
-from weft.operator.prepared import group_of
+from weft.symm.groups import group_of
 
 
 class RMSNorm(nn.RMSNorm):

@@ -39,10 +39,10 @@ from weft.operator.layers import (
     tells_peers,
     wrong_device,
 )
-from weft.operator.prepared import group_of
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, row
+from weft.symm.groups import group_of
 from weft.words import kind
 
 

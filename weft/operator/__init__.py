@@ -1,2 +1,3 @@
-"""Operators: their specification (`spec`), and what is made from it: calls in eager mode and under torch.compile, with gradients
-(`calls`); preparations that are kept for a shape (`prepared`); the choice of a schedule (`choosing`)."""
+"""Operators: their specification (`spec`), and what is made from it: calls with gradients in eager mode (`calls`) and under
+torch.compile (`registration`); operators compiled for a shape (`compiled_operator`) and their `cache`; the selection of a schedule
+(`select`, `measure`)."""

@@ -1,56 +1,59 @@
-"""Calls of operators, made from their specs: in eager mode and under torch.compile, and their gradients in both.
+"""Calls of operators, made from their specs, and their gradients in eager mode.
 
-From one call down: the public function (`weft.ops`) normalises its arguments. `made` finds, or makes, what is prepared for calls
-of that shape (`weft.operator.prepared`). That runs the chosen schedule (`weft.operator.choosing`), or torch's collectives and
-GEMMs unfused (`weft.runtime.unfused`).
+From one call down: the public function (`weft.ops`) normalises its arguments. `made` finds the compiled operator for calls of that
+shape (`weft.operator.cache`), or makes one (`weft.operator.compiled_operator`). It runs the selected schedule
+(`weft.operator.select`), or torch's collectives and GEMMs unfused (`weft.runtime.unfused`). `weft.operator.registration` makes the
+same calls under torch.compile.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
-from weft.operator import choosing
+from weft.arguments import checked_deadline
+from weft.builders import Problem
+from weft.operator import select
+from weft.operator.cache import PASSING_ON, Table
+from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import (
-    once,
-    refuse_transforms,
-    refused,
     require_kept,
-    require_no_tangents,
     require_plain,
     require_single,
 )
-from weft.operator.flops import counted, flops_of, is_counter_there, register_formulas
-from weft.operator.prepared import PASSING_ON, Prepared, Table, check_options, group_of
+from weft.operator.flops import counted, flops_of, is_counter_there
 from weft.operator.replay import seen
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
-from weft.runtime.in_turn import Turn
 from weft.runtime.layouts import READER
-from weft.runtime.opaque import never_left_out, opaque
-from weft.schedule import Problem
+from weft.runtime.unfused.turn import Turn
+from weft.symm.groups import group_of
 from weft.timeline import Timeline
 from weft.words import joined, kind
 
-O = TypeVar("O", bound=Operator[Any])  # noqa: E741
-
-_library = torch.library.Library("weft", "FRAGMENT")
 OPERATORS: dict[str, Operator[Any]] = {}
 """All operators that can be called, by name."""
-_tables: dict[str, Table] = {}
-_wanted_outside: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
+TABLES: dict[str, Table] = {}
+"""The cache of each operator."""
+WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
 """The gradients that a call below a dispatch mode wants, where autograd has already been passed.
 
 Peers may have no such mode, for example if one rank counts its FLOPs.
 """
+
+
+def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
+    """Return the deadline. Raise `ValueError` for invalid options, before peers are notified of the call."""
+    if timeline is not None and not isinstance(timeline, Timeline):
+        raise ValueError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
+    return checked_deadline(deadline_s)
 
 
 def made(
@@ -75,11 +78,11 @@ def made(
         options = name, schedule or "", deadline_s or 0.0
         if torch.compiler.is_compiling():
             return op.compiled(*call, *options)  # type: ignore[no-any-return]
-        before = _wanted_outside.set(op.wanted(call))
+        before = WANTED_OUTSIDE.set(op.wanted(call))
         try:
             return op.compiled(*call, *options)  # type: ignore[no-any-return]
         finally:
-            _wanted_outside.reset(before)
+            WANTED_OUTSIDE.reset(before)
     group = group_of(group)
     with together(op.title, group, like, deadline_s):
         call = form(group)
@@ -89,14 +92,13 @@ def made(
         return results
 
 
-def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor]:
+def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
     """Make a call as a part of another call, which has been counted and reports errors. A pinned schedule is for that
     other call."""
-    deadline_s = None if turn is None else turn.deadline_s
     if plan.pinned() is None:
-        return _called(op, call, group, None, deadline_s, None)
+        return _called(op, call, group, None, turn.deadline_s, None)
     with plan.use(None):
-        return _called(op, call, group, None, deadline_s, None)
+        return _called(op, call, group, None, turn.deadline_s, None)
 
 
 def operator_named(name: str) -> Operator[Any]:
@@ -107,23 +109,23 @@ def operator_named(name: str) -> Operator[Any]:
     return OPERATORS[name]
 
 
-def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> bool:
+def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
     """True if calls like this one, `within` another, run overlapped. Also True until one has been made."""
     with plan.use(None):
-        prepared = _prepared_for(op, call, group, None, None if turn is None else turn.deadline_s, op.wanted(call))
+        prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
 
 
-def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Prepared]:
+def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[CompiledOperator]:
     """Return what is prepared for each shape that was called on `group`, the oldest first."""
-    return _tables[op.name].known(group)
+    return TABLES[op.name].known(group)
 
 
 def _called(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     timeline: Timeline | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    table, signature = _tables[op.name], None
+    table, signature = TABLES[op.name], None
     if READER is not None and plan.pinned(schedule) is None:
         signature = READER.signature(call, torch.is_grad_enabled())
         if signature is not None and (known := table.again(group, signature)) is not None:
@@ -141,7 +143,7 @@ def _called(
     differentiated = True in wanted
     if differentiated:
         require_kept(op.name, op.tensors(checked))
-    prepared = _prepared_for(op, checked, group, schedule, deadline_s, wanted)
+    prepared = prepared_for(op, checked, group, schedule, deadline_s, wanted)
     inputs = None if differentiated else op.inputs(prepared.p, checked)
     if signature is not None and checked is call and not prepared.passes:
         table.remember(group, signature, prepared, call, inputs)
@@ -154,7 +156,7 @@ def _called(
 
 
 def _differentiated(
-    op: Operator[Any], table: Table, prepared: Prepared, call: Any, deadline_s: float | None, timeline: Timeline | None
+    op: Operator[Any], table: Table, prepared: CompiledOperator, call: Any, deadline_s: float | None, timeline: Timeline | None
 ) -> list[torch.Tensor]:  # fmt: skip
     results = list(_Function.apply(prepared, call, deadline_s, timeline, *op.tensors(call)))
     if timeline is None:
@@ -162,16 +164,16 @@ def _differentiated(
     return results
 
 
-def _prepared_for(
+def prepared_for(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     wanted: tuple[bool, ...] | None,
-) -> Prepared:  # fmt: skip
+) -> CompiledOperator:  # fmt: skip
     """Find or make what is prepared for a call.
 
     It does not depend on the wanted gradients, but all ranks must want the same. wanted=None: they have agreed on that in
     forward.
     """
-    pinned, table, device, given = plan.pinned(schedule), _tables[op.name], _device_of(op, call), op.given(call)
+    pinned, table, device, given = plan.pinned(schedule), TABLES[op.name], _device_of(op, call), op.given(call)
     # On CPU ranks meet as those who make calls of one shape, which says all that they compare.
     key = (op.key(call), pinned, given if device.type == "cpu" else "")
     prepared = table.find(group, key)
@@ -199,9 +201,9 @@ def _prepared_for(
         p = op.problem(call, world, size)
         _require_problem(op, p)
         if pinned is not None:
-            choosing.check_name(pinned, p)
-        texts[:] = p.text if said == str(p) else said, choosing.wanted_schedule(pinned, p)
-        remembered = pinned is None and world > 1 and choosing.remembers(p, device)
+            select.check_name(pinned, p)
+        texts[:] = p.text if said == str(p) else said, select.wanted_schedule(pinned, p)
+        remembered = pinned is None and world > 1 and select.remembers(p, device)
         return joined(texts[0], given, texts[1], op.described(wanted)), said, 2 * size + remembered
 
     texts: list[str] = []
@@ -209,7 +211,7 @@ def _prepared_for(
     said, (shown, wanted_schedule) = op.said(call, world), texts
     if prepared is None:
         p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
-        made = Prepared(op, p, group, device, pinned, remembered, joined(said, given), joined(shown, given))
+        made = CompiledOperator(op, p, group, device, pinned, remembered, joined(said, given), joined(shown, given))
         prepared = table.keep(group, key, made)
         if family is not None:
             table.of_group(group).prepared(family, prepared)
@@ -258,7 +260,8 @@ def _require_problem(op: Operator[Any], p: Any) -> None:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, prepared: Prepared, call: Any, deadline_s: float | None, timeline: Timeline | None, *_: torch.Tensor | None
+        ctx: Any, prepared: CompiledOperator, call: Any, deadline_s: float | None, timeline: Timeline | None,
+        *_: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         op = prepared.op
         prepared.require_room(call, deadline_s)  # the library's calls need none, but backward may go another way
@@ -273,25 +276,26 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return _backward_of[ctx.prepared.op.name](ctx, *grads)
+        return BACKWARDS[ctx.prepared.op.name](ctx, *grads)
 
 
-_backward_of: dict[str, Callable[..., tuple[Any, ...]]] = {}
+BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}
+"""By operator, `backward_of_call` with refusals in that operator's name."""
 
 
-def _backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
+def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
     prepared, wanted = ctx.prepared, ctx.needs_input_grad[4:]
     of_call = prepared.op, prepared.group, prepared.device, lambda: (prepared, ctx.beside)
 
     def made() -> list[torch.Tensor | None]:
-        return _gradients(*of_call, saved, list(grads), wanted, ctx.deadline_s)
+        return gradients_of_call(*of_call, saved, list(grads), wanted, ctx.deadline_s)
 
     counts = ctx.flops is not None and is_in_torch_dispatch_mode()
     return (None, None, None, None, *(counted(ctx.flops, wanted, made) if counts else made()))
 
 
-def _gradients(
-    op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[Prepared, Any]],
+def gradients_of_call(
+    op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[CompiledOperator, Any]],
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Compute the gradients of a call, with autocast off, which would reach only some of the torch calls.
@@ -300,7 +304,7 @@ def _gradients(
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
-            return _gradients(op, group, device, found, saved, grads, wanted, deadline_s)
+            return gradients_of_call(op, group, device, found, saved, grads, wanted, deadline_s)
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         require_single(op.title, grads)
         prepared, beside = found()
@@ -312,116 +316,3 @@ def _gradients(
                 f"those that are not wanted"
             )
         return made
-
-
-# --- for torch.compile: operators that it does not look into ---
-
-
-def registered(op: O) -> O:
-    """Register `op`, which can then be called, and return it."""
-    if type(op).gradients is not Operator.gradients and not op.gradients_of:
-        raise TypeError(
-            f"{op.name}: its spec has gradients and does not say of what: set gradients_of = {{field: its name}}"
-        )
-    OPERATORS[op.name], _tables[op.name] = op, Table()
-    _backward_of[op.name] = once(op.name)(_backward)
-    fields, options = op.fields, "str group, str schedule, float deadline_s"
-    _library.define(f"{op.name}({fields}, {options}) -> Tensor[]", tags=op.tags)
-
-    @opaque
-    def run(*arguments: Any) -> list[torch.Tensor]:
-        *given, name, schedule, deadline_s = arguments
-        call, group = op.form(*given), group_of(name)
-        with together(op.title, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
-            require_no_tangents(op.name)
-            wanted = _wanted_outside.get() or op.wanted(call)
-            call = op.checked(call, group)
-            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, wanted)
-            return prepared(call, deadline_s or None, None)
-
-    def fake(*arguments: Any) -> list[torch.Tensor]:
-        *given, name, _, _ = arguments
-        require_no_tangents(op.name)
-        return op.fake(op.form(*given), group_of(name).size())
-
-    _implement(op.name, run, fake)
-    if op.gradients_of:
-        _define_backward(op, fields, options)
-    op.compiled = getattr(torch.ops.weft, op.name)
-    register_formulas(op)
-    return op
-
-
-def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, run, key)
-    _library.impl(name, functools.partial(refuse_transforms, name), "FuncTorchDynamicLayerFrontMode")
-    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
-    never_left_out(name)
-
-
-def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `grad` with the strides that the operator's fake says. Copy it if needed: torch's operators may not return their
-    inputs."""
-    if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
-        return grad
-    return torch.empty_like(like).copy_(grad)
-
-
-def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
-    name = f"{op.name}_backward"
-    schema = f"{name}(Tensor?[] saved, Tensor[] grads, {fields}, {options}, bool[] wanted) -> Tensor[]"
-    _library.define(schema, tags=op.backward_tags)
-
-    @opaque
-    def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
-        """Return the gradients that are wanted."""
-        *given, group_name, schedule, deadline_s, wanted = arguments
-        group = group_of(group_name)
-
-        def found() -> tuple[Prepared, Any]:
-            call = op.checked(op.form(*given), group)
-            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, None)
-            return prepared, op.beside(saved)
-
-        made = _gradients(op, group, grads[0].device, found, saved, list(grads), wanted, deadline_s or None)
-        tensors = op.tensors(op.form(*given))
-        return [_laid_out(g, t, grads) for g, t in zip(made, tensors, strict=True) if g is not None and t is not None]
-
-    def fake(saved: Any, grads: Any, *arguments: Any) -> list[torch.Tensor]:
-        *given, _, _, _, wanted = arguments
-        tensors = op.tensors(op.form(*given))
-        return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want and t is not None]
-
-    def set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        *given, group, schedule, deadline_s = inputs
-        call = op.form(*given)
-        tensors = op.tensors(call)
-        saved = op.saved(call, output, [t is not None and t.requires_grad for t in tensors])
-        ctx.count, ctx.rest = len(saved), (group, schedule, deadline_s)
-        ctx.plain = [None if kind.startswith("Tensor") else value for kind, value in zip(op.kinds, call, strict=True)]
-        ctx.lengths = [len(value) if kind.endswith("[]") else 0 for kind, value in zip(op.kinds, call, strict=True)]
-        ctx.save_for_backward(*saved, *tensors)
-
-    def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return one value per tensor, as the call's fields. others: the values of fields that are no tensors."""
-        left = iter(flat)
-        return [
-            other
-            if not kind.startswith("Tensor")
-            else [next(left) for _ in range(n)]
-            if kind.endswith("[]")
-            else next(left)
-            for kind, n, other in zip(op.kinds, ctx.lengths, others, strict=True)
-        ]
-
-    def backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-        both, wanted = ctx.saved_tensors, op.flat(ctx.needs_input_grad)
-        saved, call = list(both[: ctx.count]), in_fields(ctx, both[ctx.count :], ctx.plain)
-        made = iter(getattr(torch.ops.weft, name)(saved, list(grads), *call, *ctx.rest, wanted))
-        flat = [next(made) if want else None for want in wanted]
-        return (*in_fields(ctx, flat, [None] * len(op.kinds)), None, None, None)
-
-    _implement(name, run, fake)
-    torch.library.register_autograd(f"weft::{op.name}", backward, setup_context=set_up, lib=_library)
-    torch.library.register_autograd(f"weft::{name}", refused(op.name), lib=_library)

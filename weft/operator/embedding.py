@@ -17,21 +17,20 @@ import torch
 import torch.distributed as dist
 
 from weft import env, plan, symm
+from weft.builders import Candidate, EmbeddingAllToAll, Problem, named
 from weft.embedding.check import CheckedInput
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.options import Transport
 from weft.embedding.plan import EmbeddingPlan, problem_of
 from weft.errors import DisagreementError, RefusedError, WeftError
-from weft.operator import choosing
+from weft.operator import measure, this_machine
 from weft.operator.together import agree
 from weft.plan.autotune import remembered
 from weft.plan.choose import CLEARLY_US, decide, warn_once
-from weft.runtime.agreement import agree_on_new
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.meeting import drop_closed
-from weft.schedule import Candidate, EmbeddingAllToAll, Problem, named
 from weft.symm import Domain
 from weft.words import counted
 
@@ -157,9 +156,7 @@ def _of(domain: Domain) -> dict[EmbeddingPlan, Any]:
 
 
 def _agree_on_new(p: EmbeddingPlan, domain: Domain, deadline_s: float | None) -> None:
-    if domain.device.type == "cuda":
-        agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", "", 0), deadline_s)
-    agree_on_new(domain, p, deadline_s=deadline_s)
+    agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", p.said, 0), deadline_s)
 
 
 # --- the choice of a transport ---
@@ -172,7 +169,7 @@ def _is_open(domain: Domain) -> bool:
     return (
         domain.device.type == "cuda"
         or _is_tuned()
-        or choosing.machine_model(domain.device, domain.world_size) is not None
+        or this_machine.machine_model(domain.device, domain.world_size) is not None
     )
 
 
@@ -184,7 +181,7 @@ def _transport(p: EmbeddingPlan, domain: Domain, size: int, given: Input, deadli
     """Return the transport for batches of this half octave. Collective."""
     typical, tuned = plan.typical(problem_of(p.sharding, given[2].batch_sizes)), _is_tuned()
     patience_s = env.deadline_s() if deadline_s is None else deadline_s
-    choosing.know_machine(domain, patience_s)
+    this_machine.know_machine(domain, patience_s)
     planned = _planned(p, typical, domain) if domain.rank == 0 and not tuned else None
     said = domain.all_gather((size, tuned, planned), what=f"choosing a transport of {OPERATOR}", deadline_s=patience_s)
     if len({mine[:2] for mine in said}) > 1:
@@ -197,10 +194,10 @@ def _transport(p: EmbeddingPlan, domain: Domain, size: int, given: Input, deadli
 
 def _planned(p: EmbeddingPlan, typical: Problem, domain: Domain) -> Transport:
     """Return the choice by this machine's model, if there is one; by cached times, if there are some of each transport."""
-    model = choosing.machine_model(domain.device, domain.world_size)
+    model = this_machine.machine_model(domain.device, domain.world_size)
     if model is None:
         return "direct"
-    times = remembered(typical, choosing.device_name(domain.device), "queued")
+    times = remembered(typical, this_machine.device_name(domain.device), "queued")
     measured = {name: times[name] for name in p.candidates} if times.keys() >= p.candidates.keys() else None
     choice = decide(typical, model, mode="queued", measured=measured, among=frozenset(p.candidates))
     direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
@@ -220,14 +217,14 @@ def _fastest(p: EmbeddingPlan, typical: Problem, domain: Domain, given: Input, d
 
     def run(candidate: Candidate) -> float:
         operator = compiled(p.sent_by(p.candidates[candidate.name]), domain, deadline_s=deadline_s)
-        return choosing.time_us(lambda: operator(*given, deadline_s=deadline_s), domain, mode, deadline_s)
+        return measure.time_us(lambda: operator(*given, deadline_s=deadline_s), domain, mode, deadline_s)
 
     def slowest(mine: list[float]) -> list[float]:
         times = domain.all_gather(mine, what=f"times of {OPERATOR}", deadline_s=deadline_s)
         return [max(of_one) for of_one in zip(*times, strict=True)]
 
     known = [named(typical, name) for name in p.candidates]
-    times = plan.autotune(typical, known, run, slowest, machine=choosing.device_name(domain.device), mode=mode)
+    times = plan.autotune(typical, known, run, slowest, machine=this_machine.device_name(domain.device), mode=mode)
     taken = p.candidates[min(p.candidates, key=lambda name: times[name])]
     for transport in p.candidates.values():
         if transport != taken and (other := p.sent_by(transport)) in _of(domain).keys() - before:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft.arguments import checked_rows
-from weft.operator.prepared import group_of, size_of
+from weft.symm.groups import group_of, size_of
 
 UNEVEN = (
     "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks; weights have one "

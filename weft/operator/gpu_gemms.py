@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from weft.builders import AllGatherMatmul, Problem, ScaledMatmulReduceScatter
 from weft.plan.predict import library_gemms
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import AllGatherMatmul, Problem, ScaledMatmulReduceScatter
 from weft.sim.model import MatmulShape
 
 _SLEEP_US = 100.0

@@ -18,12 +18,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.operator.derivatives import is_transformed, refuse_transforms, refused, require_kept, require_plain
-from weft.operator.prepared import group_of, size_of
 from weft.operator.together import tell, together
-from weft.runtime.in_turn import turn_on
 from weft.runtime.opaque import never_left_out, opaque
-from weft.runtime.unfused import all_reduce
+from weft.runtime.unfused.collectives import all_reduce
+from weft.runtime.unfused.turn import turn_on
 from weft.symm.calls import calls_of
+from weft.symm.groups import group_of, size_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

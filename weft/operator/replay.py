@@ -31,14 +31,15 @@ from torch.distributed.distributed_c10d import _pg_map
 
 from weft import _core, env, plan
 from weft.operator.across import passing_fingerprint
+from weft.operator.cache import PASSING_ON, Table
+from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import require_kept
-from weft.operator.prepared import PASSING_ON, Prepared, Table
 from weft.operator.spec import Operator
 from weft.operator.together import failed, together
 from weft.runtime.collectives import COALESCING
 from weft.runtime.layouts import READER
 from weft.runtime.opaque import looks_at_frames
-from weft.runtime.unfused import Unfused
+from weft.runtime.unfused.serial import Unfused
 from weft.symm.calls import calls_of
 
 P = ParamSpec("P")
@@ -76,7 +77,7 @@ class Seen(NamedTuple):
 
     op: Operator[Any]
     table: Table
-    prepared: Prepared
+    prepared: CompiledOperator
     call: Any
     inputs: dict[str, Any] | None
     deadline_s: float | None
@@ -290,7 +291,7 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """An unfused call with any number of rows, in a family whose sizes do not come back (`weft.operator.prepared`)."""
+    """An unfused call with any number of rows, in a family whose sizes do not come back (`weft.operator.cache`)."""
 
     any_rows = True
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 import torch
 
-from weft.operator.prepared import warn_of_copy
+from weft.builders import Scaled
+from weft.builders.problems.all_gather_matmul import SCALED_MULTIPLE
+from weft.operator.layout import warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import Scaled
-from weft.schedule.problems.all_gather_matmul import SCALED_MULTIPLE
 
 FP8 = TORCH_DTYPE["fp8"]
 

@@ -27,7 +27,7 @@ from weft.caller import warn_once
 from weft.errors import OutOfSharedMemoryError, RefusedError, WeftError
 from weft.hw import machine_of
 from weft.plan import Measure, calibrated, self_calibration
-from weft.plan.self_calibration import SelfCalibration, Sizes
+from weft.plan.self_calibration import ProbeSizes, SelfCalibration
 from weft.runtime.capture import is_captured
 from weft.sim import model_of
 from weft.symm import Domain
@@ -38,14 +38,14 @@ _settled: weakref.WeakSet[Domain] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def _gpu_measure(domain: Domain, sizes: Sizes) -> Iterator[Measure]:
-    from weft.operator.gpu_measure import QUICK, GpuMeasure  # needs Triton, which a CPU machine may lack
+def _gpu_measure(domain: Domain, sizes: ProbeSizes) -> Iterator[Measure]:
+    from weft.runtime.cuda.measure import QUICK, GpuMeasure  # needs Triton, which a CPU machine may lack
 
     with torch.cuda.device(domain.device), contextlib.closing(GpuMeasure(domain, QUICK, sizes.gemms)) as measure:
         yield measure
 
 
-MEASURES: dict[str, Callable[[Domain, Sizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
+MEASURES: dict[str, Callable[[Domain, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
 """By type of device: makes the measurements. Raises `RefusedError` or `OutOfSharedMemoryError` on every rank, if a rank cannot."""
 
 
@@ -56,7 +56,7 @@ class _Stand(NamedTuple):
     gpu: str  # which of this host's
     known: SelfCalibration | None
     """The first rank's numbers; None on other ranks."""
-    sizes: Sizes | None
+    sizes: ProbeSizes | None
     """What the first rank wants measured; None if it knows something better, or may not measure."""
     unable: str
     """The reason why this rank cannot measure."""
@@ -97,7 +97,7 @@ def _kinds(stands: Sequence[_Stand]) -> int:
     return len({stand.name for stand in stands})
 
 
-def _measured(domain: Domain, sizes: Sizes) -> tuple[SelfCalibration | None, str]:
+def _measured(domain: Domain, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
     """Return the first rank's numbers, which it saves; or None, and the reason. Collective."""
     try:
         with MEASURES[domain.device.type](domain, sizes) as measure:

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_type
 import torch
 import torch.distributed as dist
 
-from weft.runtime.in_turn import Turn
-from weft.schedule import Problem
-from weft.schedule.problem import PROBLEMS
+from weft.builders import Problem
+from weft.builders.problem import PROBLEMS
+from weft.runtime.unfused.turn import Turn
 
 C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]
@@ -186,7 +186,7 @@ class Operator(ABC, Generic[C]):
 
     def gradients(
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
-        turn: Turn | None, beside: Any,
+        turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the wanted gradients, for each tensor of the call. All ranks want the same. They are sums over ranks, not means.
 
@@ -198,7 +198,7 @@ class Operator(ABC, Generic[C]):
 
     # --- the way without overlap, where the steps of the serial schedule do not say it ---
 
-    def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor] | None:
+    def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor] | None:
         """Return the results of torch's collectives and GEMMs; None: `weft.runtime.unfused` runs the serial schedule."""
         return None
 

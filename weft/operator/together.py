@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import struct
 import threading
 from collections.abc import Callable
@@ -35,10 +36,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import _StopRecomputationError
 
 from weft import env, symm
+from weft.builders import NotApplicableError
 from weft.caller import caller
 from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError, WeftError
 from weft.runtime.meeting import Topic, meeting_of, said_on, shown
-from weft.schedule import NotApplicableError
 from weft.symm.calls import GroupCalls, calls_of
 from weft.symm.layers import differ, difference
 from weft.words import by_rank
@@ -186,7 +187,7 @@ def agree(
 
     check: returns a text and details that must be the same on all ranks, and this rank's number, or raises `ValueError`. Raises
     `RefusedError` on every rank if a rank's check does, and `DisagreementError` if texts or details differ; the message shows
-    details if the texts are equal. hint: advice if only sizes differ.
+    details, or their first line that differs, if the texts are equal. hint: advice if only sizes differ.
     """
     if group.size() == 1:
         return [check()[2]]
@@ -210,7 +211,7 @@ def agree(
         refusal = str(error)
     domain = symm.domain(group, device, deadline_s=deadline_s)
     noted = calls_of(group).layers.take()
-    mine = refusal, calls_of(group).begun, text, details, number, noted
+    mine = refusal, calls_of(group).begun, text, _short(details), number, noted
     try:
         calls = domain.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
     except DeadlineError as error:
@@ -220,6 +221,8 @@ def agree(
         raise RefusedError(refusals)
     for rank, (_, count, theirs, their_details, *_) in enumerate(calls):
         if (count, theirs, their_details) != calls[0][1:4]:
+            if (count, theirs) == calls[0][1:3] and "\n" in their_details:
+                _end(domain, f"ranks call {operator} differently: {shown(domain, details)()}")
             more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
             text = (
                 f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
@@ -229,6 +232,11 @@ def agree(
     if differ([noted.records for *_, noted in calls]):
         _end(domain, difference([noted.texts for *_, noted in calls]))
     return [number for *_, number, _ in calls]
+
+
+def _short(details: str) -> str:
+    """Return details as ranks exchange them: several lines, which may be many, by a digest."""
+    return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
 def _end(domain: symm.Domain, text: str) -> NoReturn:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
-from weft.operator.calls import made, operator_named, overlaps, registered, within
+from weft.builders import AllGatherMatmul
+from weft.operator.calls import made, operator_named, overlaps, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
     UNEVEN,
@@ -21,16 +22,16 @@ from weft.operator.flattened import (
     restored,
     rows_of_ranks,
 )
-from weft.operator.prepared import contiguous, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul_gradients import AGAIN, partial_of, reduce_scattered
 from weft.ops.all_gather_matmul_gradients import OPERATOR as ALL_GRADIENTS
 from weft.runtime.collectives import all_gather_single
-from weft.runtime.in_turn import Turn, begun
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_gather
-from weft.schedule import AllGatherMatmul
+from weft.runtime.unfused.collectives import all_gather
+from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 from weft.words import joined
 
@@ -174,7 +175,7 @@ class _AllGatherMatmul(Operator[_Call]):
 
     def gradients(
         self, p: AllGatherMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+        wanted: Sequence[bool], turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
@@ -188,7 +189,7 @@ class _AllGatherMatmul(Operator[_Call]):
         if any(wanted[1:]) and not p.return_gathered and p.world_size > 1:
             if even:
                 whole = x.new_empty(p.m, p.k)
-                gathering = begun(turn, AGAIN, all_gather_single, whole, x.contiguous(), group=group)
+                gathering = turn.begin(AGAIN, all_gather_single, whole, x.contiguous(), group=group)
             else:
                 whole = all_gather(x.contiguous(), list(p.rows), group.rank(), group, turn, AGAIN)
         grad_x = scattering = None
@@ -211,7 +212,7 @@ class _AllGatherMatmul(Operator[_Call]):
 
 
 def _all_at_once(
-    x: torch.Tensor, Bs: Sequence[torch.Tensor], grads: list[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
+    x: torch.Tensor, Bs: Sequence[torch.Tensor], grads: list[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> list[torch.Tensor]:
     call = ALL_GRADIENTS.form(x, grads, [B.t() for B in Bs])
     grad_x, *grad_wts = within(ALL_GRADIENTS, call, group, turn)
@@ -220,7 +221,7 @@ def _all_at_once(
 
 
 def _scattered_by_dual(
-    grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
+    grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
     """Return x's gradient from GEMM and reduce-scatter fused by `matmul_reduce_scatter`; None if that would not be faster."""
     dual: Any = operator_named("matmul_reduce_scatter")

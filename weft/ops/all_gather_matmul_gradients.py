@@ -8,14 +8,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.operator.calls import registered
+from weft.builders import AllGatherMatmulGradients
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.prepared import contiguous, is_scattered, strided
+from weft.operator.layout import contiguous, is_scattered, strided
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single, all_reduce_single
-from weft.runtime.in_turn import Turn, begun
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import AllGatherMatmulGradients
+from weft.runtime.unfused.turn import Turn
 
 AGAIN = "all_gather x_shard again"
 
@@ -59,18 +59,17 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         return call.grads[0].shape[0], [*call.wts, *call.wts]
 
     def unfused(
-        self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+        self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
         """Call NCCL and cuBLAS, each collective concurrently with GEMMs."""
         x, grads, wts = call
         whole = x.new_empty(p.m, p.k)
-        gathering = begun(turn, AGAIN, all_gather_single, whole, x.contiguous(), group=group)
+        gathering = turn.begin(AGAIN, all_gather_single, whole, x.contiguous(), group=group)
         grad_x, scattering = reduce_scattered(partial_of(grads, wts), [p.rows] * p.world_size, group, turn)
         gathering.wait()
         grad_wts = [grad.t() @ whole for grad in grads]
         scattering.wait()
-        if turn is not None:
-            turn.done("gradients", whole)
+        turn.done("gradients", whole)
         return [grad_x, *grad_wts]
 
     def drawn(self, p: AllGatherMatmulGradients, rank: int, generator: torch.Generator) -> _Call:
@@ -99,14 +98,14 @@ def partial_of(
 
 
 def reduce_scattered(
-    partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn | None
+    partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn
 ) -> tuple[torch.Tensor, Any]:
     """Return (this rank's rows of the sum over ranks, the work to wait for before reading them). rows: of all ranks."""
     rank = group.rank()
     if len(set(rows)) == 1 and partial.device.type == "cuda":
         mine = partial.new_empty(rows[rank], partial.shape[1])
         return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
-    work = begun(turn, "reduce-scatter of A_shard's gradient", all_reduce_single, partial, group=group)
+    work = turn.begin("reduce-scatter of A_shard's gradient", all_reduce_single, partial, group=group)
     return partial.split(list(rows))[rank], work
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
-from weft.operator.calls import made, registered
+from weft.builders import AllGatherMatmul, Scaled
+from weft.operator.calls import made
 from weft.operator.flattened import (
     UNEVEN,
     check_weights,
@@ -23,12 +24,13 @@ from weft.operator.flattened import (
     restored,
     rows_of_ranks,
 )
-from weft.operator.prepared import contiguous, rank_of, size_of
+from weft.operator.layout import contiguous
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.scaled import FP8, check_beside, check_on, column_major, refuse_gradients, scale_of
 from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import AllGatherMatmul, Scaled
+from weft.symm.groups import rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, joined
 

@@ -1,7 +1,7 @@
 """weft.all_to_all_matmul: MoE dispatch - tokens go to the ranks of their experts, whose GEMMs start as tokens arrive.
 
 The number of tokens, and where they go, change from call to call: neither is part of a shape. Memory for arriving tokens is
-allocated once, for `capacity` tokens a rank. `weft.runtime.exchanged` has the way without overlap, also of backward.
+allocated once, for `capacity` tokens a rank. `weft.runtime.unfused.experts` has the way without overlap.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
+from weft.builders import AllToAllMatmul
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, operator_named, registered, within
+from weft.operator.calls import made, operator_named, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.prepared import contiguous, strided, warn_of_copy
+from weft.operator.layout import contiguous, strided, warn_of_copy
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
-from weft.runtime.exchanged import (
-    Sizes,
-    exchange_counts,
-    gradients,
-    multiplied_by_library,
-    remember,
-    remember_total,
-    sizes_of,
-)
-from weft.runtime.in_turn import Turn
-from weft.schedule import AllToAllMatmul
+from weft.runtime.unfused import experts
+from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
+from weft.runtime.unfused.permutation import expert_order
+from weft.runtime.unfused.sizes import Sizes, remember, remember_total, sizes_of
+from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.timeline import Timeline
 from weft.words import counted
 
@@ -259,7 +255,7 @@ class _AllToAllMatmul(Operator[_Call]):
 
     def gradients(
         self, p: AllToAllMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
+        wanted: Sequence[bool], turn: Turn, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
@@ -273,10 +269,10 @@ class _AllToAllMatmul(Operator[_Call]):
             return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
         if tokens is None:
             tokens = w.new_empty(sum(beside.host.sent), p.k)
-        return [*gradients(tokens.contiguous(), w, beside, group, grad, wanted, turn), None]
+        return [*gradients_of_experts(tokens.contiguous(), w, beside, group, grad, wanted, turn), None]
 
     def _grad_tokens(
-        self, p: AllToAllMatmul, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, turn: Turn | None, sizes: Sizes
+        self, p: AllToAllMatmul, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, turn: Turn, sizes: Sizes
     ) -> torch.Tensor:  # fmt: skip
         missing = sum(sizes.host.came) - grad.shape[0]  # rows beyond max_rows
         grad = grad.contiguous() if missing <= 0 else torch.cat((grad, grad.new_zeros(missing, p.n)))
@@ -289,15 +285,54 @@ class _AllToAllMatmul(Operator[_Call]):
 
     # --- without overlap ---
 
-    def unfused(
-        self, p: AllToAllMatmul, call: _Call, group: dist.ProcessGroup, turn: Turn | None
-    ) -> list[torch.Tensor]:
+    def unfused(self, p: AllToAllMatmul, call: _Call, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
         tokens = contiguous(call.tokens, "tokens")
-        sizes = Sizes(call.splits, exchange_counts(call.splits, group, turn))
+        sizes = Sizes(call.splits, experts.exchange_counts(call.splits, group, turn))
         remember(sizes)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts")
-        y, x = multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn, return_x=call.return_x)
+        y, x = experts.all_to_all_matmul(tokens, w, sizes, group, call.max_rows, turn, return_x=call.return_x)
         return [y, sizes.received, *([] if x is None else [x])]
+
+
+def gradients_of_experts(
+    tokens: torch.Tensor,
+    w: torch.Tensor,
+    sizes: Sizes,
+    group: dist.ProcessGroup,
+    grad_y: torch.Tensor,
+    wanted: Sequence[bool],
+    turn: Turn = STRAIGHT,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of tokens and of w, each only if wanted. All ranks must want the same.
+
+        grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T, put back into the order of arrival and sent back
+
+    x is exchanged again while grad x is computed, and grad x is sent back while grad w is computed. Gradients of tokens belong to
+    one rank each. Gradients of weights belong to the rank that has the weights: they are sums over the rows of all ranks, not
+    means.
+    """
+    world, came = group.size(), sum(sizes.host.came)
+    missing = came - grad_y.shape[0]  # rows that did not fit in y
+    grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))
+    grad_tokens: torch.Tensor | None = None
+    returning: Any = None
+    arriving = experts.begin_in_expert_order(tokens, sizes, group, turn, "exchange tokens again") if wanted[1] else None
+    if wanted[0]:
+        grad_x = grouped_matmul(grad_y, w.transpose(1, 2), sizes)
+        if world > 1 and w.shape[0] > 1:
+            grad_x = torch.empty_like(grad_x).index_copy_(0, expert_order(sizes.received, came), grad_x)
+        grad_tokens = grad_x
+        if world > 1:
+            grad_tokens = torch.empty_like(tokens)
+            returning = experts.send(
+                grad_x, grad_tokens, sizes.host.came, sizes.host.sent, group, turn, "exchange gradients of tokens"
+            )
+    grad_w = None
+    if arriving is not None:
+        grad_w = grad_of_weights(arriving(), grad_y, w, sizes)
+    if returning is not None:
+        returning.wait()
+    return grad_tokens, grad_w
 
 
 def expert_weights(w: torch.Tensor) -> torch.Tensor:

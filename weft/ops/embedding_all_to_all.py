@@ -1,9 +1,9 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
 The path of a call: this file checks the input. `weft.operator.embedding` finds the compiled operator for (group, device, plan of
-the schedule), requested or selected (`weft.schedule.slices`). `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, for
-both, `weft.runtime.embedding_unfused` runs a rank's side of the call; `csrc/embedding_all_to_all.cpp` or
-`weft.kernels.embedding_all_to_all` does the work.
+the schedule), requested or selected (`weft.builders.embedding_all_to_all`). `weft.runtime.cpu.embedding`,
+`weft.runtime.cuda.embedding` or, for both, `weft.runtime.embedding_unfused` runs a rank's side of the call;
+`csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
 """
 
 from __future__ import annotations

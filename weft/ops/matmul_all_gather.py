@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
-from weft.operator.calls import made, registered, within
+from weft.builders import MatmulAllGather
+from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
     check_weights,
@@ -19,15 +20,16 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.prepared import contiguous, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS
 from weft.ops.matmul_all_gather_gradients import part_of_sum
-from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_gather
-from weft.schedule import MatmulAllGather
+from weft.runtime.unfused.collectives import all_gather
+from weft.runtime.unfused.turn import Turn
+from weft.runtime.unfused.unpack import side_by_side
 from weft.timeline import Timeline
 
 
@@ -151,21 +153,18 @@ class _MatmulAllGather(Operator[_Call]):
         return call.x.shape[0], [call.w]
 
     def unfused(
-        self, p: MatmulAllGather, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+        self, p: MatmulAllGather, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
         """Run the serial schedule, but put columns side by side with one copy."""
         if not p.columns or p.world_size == 1 or not p.m * p.n:
             return None
-        own = torch.mm(call.x, call.w)
-        if turn is not None:
-            turn.done("matmul own", own)
+        own = turn.done("matmul own", torch.mm(call.x, call.w))
         below = all_gather(own, [p.m] * p.world_size, group.rank(), group, turn, "all_gather own -> below")
-        y = below.view(p.world_size, p.m, p.n).transpose(0, 1).reshape(p.shape)
-        return [y if turn is None else turn.done("unpack", y)]
+        return [turn.done("unpack", side_by_side(below, p.world_size))]
 
     def gradients(
         self, p: MatmulAllGather, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+        wanted: Sequence[bool], turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, w), (g,) = saved, grads
         if p.world_size > 1 and all(wanted):

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.operator.calls import registered
+from weft.builders import MatmulAllGather, MatmulAllGatherGradients
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, room_for_grad_of_weight
-from weft.operator.prepared import strided
+from weft.operator.layout import strided
+from weft.operator.registration import registered
 from weft.operator.spec import Operator
-from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import reduce_scatter
-from weft.schedule import MatmulAllGather, MatmulAllGatherGradients
+from weft.runtime.unfused.collectives import reduce_scatter
+from weft.runtime.unfused.turn import Turn
+from weft.runtime.unfused.unpack import below_each_other
 
 
 class _Call(NamedTuple):
@@ -54,13 +55,12 @@ class _MatmulAllGatherGradients(Operator[_Call]):
         return call.x.shape[0], [call.w, call.w]
 
     def unfused(
-        self, p: MatmulAllGatherGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+        self, p: MatmulAllGatherGradients, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
         """Call NCCL and cuBLAS."""
         own = part_of_sum(p, call.g, group, turn)
         grad_x, grad_w = own @ call.w.t(), grad_of_weight(call.x, own, call.w)
-        if turn is not None:
-            turn.done("gradients", own)
+        turn.done("gradients", own)
         return [grad_x, grad_w]
 
     def drawn(self, p: MatmulAllGatherGradients, rank: int, generator: torch.Generator) -> _Call:
@@ -76,12 +76,12 @@ class _MatmulAllGatherGradients(Operator[_Call]):
         return [own @ w.double().t(), x.double().t() @ own]
 
 
-def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None) -> torch.Tensor:
+def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn) -> torch.Tensor:
     """Return the part of the sum over ranks of g in which this rank's product lay."""
     if p.world_size == 1:
         return g
     if p.columns:
-        g = g.reshape(p.m, p.world_size, p.n).transpose(0, 1).reshape(p.world_size * p.m, p.n)
+        g = below_each_other(g, p.world_size)
     what = "reduce-scatter of the result's gradient"
     return reduce_scatter(g.contiguous(), [p.m] * p.world_size, group.rank(), group, turn, what)
 

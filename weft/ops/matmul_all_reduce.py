@@ -9,18 +9,20 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
-from weft.operator.calls import made, registered, within
+from weft.builders import MatmulAllReduce
+from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
-from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
-from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
-from weft.schedule import MatmulAllReduce
+from weft.runtime.unfused.collectives import all_reduce, all_reduce_, reduce_scatter
+from weft.runtime.unfused.turn import Turn
 from weft.schedule.regions import checked_eps
+from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined
 
@@ -226,32 +228,30 @@ class _MatmulAllReduce(Operator[_Call]):
         return call.x.shape[0], [call.w]
 
     def unfused(
-        self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+        self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
         """Run the serial schedule, but add bias and residual with torch, which rounds each time."""
         following = [one for one in (call.bias, call.residual) if one is not None]
         if (not following and call.norm is None) or not p.m * p.n:
             return None
-        y = torch.mm(call.x, call.w)
-        if turn is not None:
-            turn.done("matmul y", y)
+        y = turn.done("matmul y", torch.mm(call.x, call.w))
         if p.world_size > 1:
             y = all_reduce_(y, [p.m] * p.world_size, group.rank(), group, turn, "all_reduce y -> y")
         for one in following:
             y.add_(one)
-        if following and turn is not None:
+        if following:
             turn.done("add y", y)
         if call.norm is None:
             return [y]
         normed = torch.nn.functional.rms_norm(y, (p.n,), call.norm[0], p.eps)
-        return [normed if turn is None else turn.done("norm y -> normed", normed), y]
+        return [turn.done("norm y -> normed", normed), y]
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         return [call.x, call.w, *([] if call.norm is None else [call.norm, results[1]])]
 
     def gradients(
         self, p: MatmulAllReduce, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+        wanted: Sequence[bool], turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         x, w, *normed = saved
         whole, of_norm = grads[-1], None

@@ -1,7 +1,7 @@
 """weft.matmul_all_to_all: MoE combine - rows return to their tokens' ranks as the GEMMs of experts finish them.
 
-It follows `weft.all_to_all_matmul`, whose splits and result have the number of rows for each rank. `weft.runtime.exchanged` has
-the way without overlap.
+It follows `weft.all_to_all_matmul`, whose splits and result have the number of rows for each rank.
+`weft.runtime.unfused.experts` has the way without overlap.
 """
 
 from __future__ import annotations
@@ -14,25 +14,20 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_count, check_tensor
-from weft.operator.calls import made, overlaps, registered, within
+from weft.builders import MatmulAllToAll
+from weft.operator.calls import made, overlaps, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.prepared import contiguous, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
 from weft.ops.all_to_all_matmul import expert_weights, rounded_up
-from weft.runtime.exchanged import (
-    Sizes,
-    begin_in_expert_order,
-    grad_of_weights,
-    grouped_matmul,
-    in_expert_order,
-    returned_by_library,
-    sizes_of,
-    total_of,
-)
-from weft.runtime.in_turn import Turn
-from weft.schedule import MatmulAllToAll
+from weft.runtime.unfused import experts
+from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
+from weft.runtime.unfused.permutation import in_expert_order
+from weft.runtime.unfused.sizes import Sizes, sizes_of, total_of
+from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 from weft.words import counted
 
@@ -285,7 +280,7 @@ class _MatmulAllToAll(Operator[_Call]):
 
     def gradients(
         self, p: MatmulAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
+        wanted: Sequence[bool], turn: Turn, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
@@ -295,7 +290,7 @@ class _MatmulAllToAll(Operator[_Call]):
         grad_h = grad_w = None
         dual = self._dual(p, group, grad, w, beside, turn, wanted[1]) if wanted[0] and p.world_size > 1 else None
         if dual is None:
-            rows = begin_in_expert_order(grad, beside, group, turn, "exchange gradients of y")()
+            rows = experts.begin_in_expert_order(grad, beside, group, turn, "exchange gradients of y")()
             if wanted[0]:
                 grad_h = grouped_matmul(rows, _transposed(w), beside)
         else:
@@ -308,7 +303,7 @@ class _MatmulAllToAll(Operator[_Call]):
         return [grad_h, grad_w, None, None]
 
     def _dual(
-        self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn | None,
+        self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
         """Return a function that makes grad h, only for rows that came from a rank, and with return_x the rows of grad y.
@@ -319,13 +314,11 @@ class _MatmulAllToAll(Operator[_Call]):
 
     # --- without overlap ---
 
-    def unfused(
-        self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn | None
-    ) -> list[torch.Tensor]:
+    def unfused(self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
         h = contiguous(call.h, "h")
         w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts")
         sizes = sizes_of(call.splits, call.received)
-        return [returned_by_library(h, w, sizes, group, call.tokens or 0, turn)]
+        return [experts.matmul_all_to_all(h, w, sizes, group, call.tokens or 0, turn)]
 
 
 def _transposed(w: torch.Tensor) -> torch.Tensor:

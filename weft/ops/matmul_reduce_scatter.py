@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
-from weft.operator.calls import made, registered, within
+from weft.builders import MatmulReduceScatter
+from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import (
     check_even,
@@ -20,14 +21,15 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.layout import contiguous, strided
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
-from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_gather
-from weft.schedule import MatmulReduceScatter
+from weft.runtime.unfused.collectives import all_gather
+from weft.runtime.unfused.turn import Turn
+from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined
 
@@ -171,7 +173,7 @@ class _MatmulReduceScatter(Operator[_Call]):
 
     def gradients(
         self, p: MatmulReduceScatter, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
-        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+        wanted: Sequence[bool], turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, B), (grad,) = saved, grads
         grad_x: torch.Tensor | None = None

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_flag, check_tensor, checked_dimension, checked_shape
-from weft.operator.calls import made, registered
+from weft.builders import ScaledMatmulReduceScatter
+from weft.operator.calls import made
 from weft.operator.flattened import check_even, check_weights, flattened, outer_of, outer_text, restored
-from weft.operator.prepared import contiguous, size_of
+from weft.operator.layout import contiguous
+from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.scaled import FP8, check_beside, check_on, column_major, refuse_gradients, scale_of
 from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import ScaledMatmulReduceScatter
+from weft.symm.groups import size_of
 from weft.timeline import Timeline
 from weft.words import joined
 

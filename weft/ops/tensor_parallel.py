@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from weft.operator.derivatives import once
 from weft.operator.flattened import grad_of_weight
 from weft.operator.layers import require_kept_by, require_plain_by
-from weft.operator.prepared import group_of
 from weft.ops.matmul_all_gather import matmul_all_gather
 from weft.ops.matmul_all_reduce import EPS, matmul_all_reduce, through_norm
+from weft.symm.groups import group_of
 
 _COLUMNS, _ROW = "a column-parallel layer", "a row-parallel layer"
 

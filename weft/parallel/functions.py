@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from weft.operator.derivatives import once
 from weft.operator.layers import compare_options, given, require_kept_by
-from weft.operator.prepared import group_of, size_of
 from weft.operator.together import tell, together
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.symm.groups import group_of, size_of
 
 
 def _gathered(

@@ -17,13 +17,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates
 from weft.caller import warn_once
 from weft.errors import UnreadableError
 from weft.plan import store
 from weft.plan.choose import Choice
 from weft.plan.machine import versions
 from weft.plan.predict import Mode
-from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, candidates
+from weft.schedule import Schedule
 from weft.schedule.text import to_json
 
 _ALWAYS = ("serial", "gather")
@@ -124,7 +125,7 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
-    """True if the builder of `candidate` is not from `weft.schedule`, whose builders weft tests and versions."""
+    """True if the builder of `candidate` is not from `weft.builders`, whose builders weft tests and versions."""
     return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
 
 
@@ -135,7 +136,7 @@ def candidates_from_outside(problem: Problem) -> list[Candidate]:
 
 
 def _is_outside(function: Callable[..., Schedule]) -> bool:
-    return not function.__module__.startswith("weft.schedule.")
+    return not function.__module__.startswith("weft.builders.")
 
 
 def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:

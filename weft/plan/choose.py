@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from weft import env
+from weft.builders import Candidate, NotApplicableError, Problem, builders_of, named
+from weft.builders.registry import cannot_do
 from weft.caller import warn
 from weft.plan import pin
 from weft.plan.heuristic import pick_here
 from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
-from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, named
-from weft.schedule.builders import cannot_do
+from weft.schedule import Schedule
 from weft.sim import Model
 from weft.words import counted
 

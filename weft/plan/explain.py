@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weft.builders import described
 from weft.hw import Machine, load_machine
 from weft.hw.topology import load_topology
 from weft.plan import gemms
@@ -20,7 +21,6 @@ from weft.plan.heuristic import static_pick
 from weft.plan.machine import machine_here, machine_name
 from weft.plan.predict import AT_LEAST, SAME_AS, Mode, Progress, Row
 from weft.plan.source import calibrated
-from weft.schedule import described
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 
@@ -189,7 +189,7 @@ def explain(
 ) -> str:
     """Return text on the choice for `op`, the other candidates, and the reasons.
 
-    op, M, N, K, options: an operator, its sizes, and the other arguments of its problem's `sized` (`weft.schedule.Problem`).
+    op, M, N, K, options: an operator, its sizes, and the other arguments of its problem's `sized` (`weft.builders.Problem`).
     `weft plan OP --help` lists them.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
     topology: the links of its GPUs, as a topology file's name or path; by default the machine file's.

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from weft.builders import Problem
 from weft.plan.choose import decide
 from weft.plan.predict import library_gemms
-from weft.schedule import Problem
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from weft.builders import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Problem, named
 from weft.hw import Machine, load_machine, machine_of
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Problem, named
 
 _ABOVE = 5.0
 """Multiple of the threshold above which the pick is hetero-unfused-1D."""

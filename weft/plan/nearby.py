@@ -11,9 +11,9 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from weft.builders import Problem, builders_of, candidates
 from weft.plan.choose import CLEARLY, Choice, choose
 from weft.plan.predict import Mode
-from weft.schedule import Problem, builders_of, candidates
 from weft.sim import Model
 
 CONTENDERS = 2

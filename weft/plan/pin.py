@@ -4,7 +4,7 @@
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
 A pin holds in this thread (or task) until the block ends. Autograd's backward runs in threads of its own. All ranks must pin the
-same. A name is one that `weft.plan.explain` lists, also with other numbers (`weft.schedule.named`). Two rules pick a schedule:
+same. A name is one that `weft.plan.explain` lists, also with other numbers (`weft.builders.named`). Two rules pick a schedule:
 "autotune" the fastest one by measurement, "heuristic" the pick of FiCCO's static heuristic.
 """
 
@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from weft.words import kind
 
 AUTOTUNE = "autotune"
-"""A rule in place of a schedule's name: measure at the first call of a shape (`weft.operator.choosing`), and cache the times."""
+"""A rule in place of a schedule's name: measure at the first call of a shape (`weft.operator.select`), and cache the times."""
 
 HEURISTIC = "heuristic"
 """A rule in place of a schedule's name: take the pick of FiCCO's static heuristic for the shape (`weft.plan.heuristic`)."""

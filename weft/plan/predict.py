@@ -18,16 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
+from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
 from weft.schedule import (
     ITEM_BYTES,
     MATMULS,
-    Candidate,
     Collective,
     Compute,
     Copy,
     For,
-    NotApplicableError,
-    Problem,
     Read,
     Region,
     Schedule,
@@ -35,9 +33,6 @@ from weft.schedule import (
     Step,
     Tiles,
     Wait,
-    builders_of,
-    candidates,
-    named,
 )
 from weft.schedule.steps import put_in, variables_of
 from weft.sim import Inefficiencies, Model, inefficiencies, simulate
@@ -151,7 +146,8 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
     else:
         us = simulate(schedule, model, mode=mode, runs=2).per_run_us
     us += _signals_of_tiles(schedule) * model.tile_signal_us
-    us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
+    if len(schedule.lanes) > 1:
+        us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
     if schedule.reads_on_host:
         us = max(us, _reading_host_us(schedule, model))
     return max(at_least_us, us)

@@ -33,7 +33,7 @@ _SMALLER = 4  # times, along each side: the second GEMM
 _AGAIN = "a group's first call measures again"
 
 
-class Sizes(NamedTuple):
+class ProbeSizes(NamedTuple):
     """The sizes to measure: bytes of a copy, and GEMMs."""
 
     copy_bytes: int
@@ -125,15 +125,15 @@ def _measuring(shape: MatmulShape, us: float | None) -> Callable[[Model], Model]
     return lambda model: model.with_measured({**model.measured_us, shape: us or 0.0})
 
 
-def sizes_for(base: Model) -> Sizes:
+def sizes_for(base: Model) -> ProbeSizes:
     """Return sizes that take up to 3 ms for a copy and 2 ms for a GEMM, by derived numbers."""
     rate = min(base.copy_bytes_per_us, *(rates[-1][1] for rates in (base.put_bytes_per_us, base.get_bytes_per_us)))
     count = next((count for count in _COPIES if count <= _COPY_US * rate), _COPIES[-1])
     cube = next((c for c in _CUBES if base.matmul_us(c, c, c, _DTYPE) <= _GEMM_US), _CUBES[-1])
-    return Sizes(count, tuple((side, side, side, _DTYPE) for side in (cube, cube // _SMALLER)))
+    return ProbeSizes(count, tuple((side, side, side, _DTYPE) for side in (cube, cube // _SMALLER)))
 
 
-def measure(measure: Measure, sizes: Sizes, budget_s: float = BUDGET_S) -> SelfCalibration:
+def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> SelfCalibration:
     """Measure the most important numbers first, and begin no measurement after `budget_s`. Collective."""
     count = sizes.copy_bytes
     gemms = {shape: partial(measure.gemm_us, *shape) for shape in sizes.gemms}

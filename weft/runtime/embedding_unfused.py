@@ -1,14 +1,14 @@
 """embedding_all_to_all without overlap, on CPU processes and GPUs: one pooling kernel, torch's all_to_all_single, a column
 permutation.
 
-It is the schedule `serial` of `weft.schedule.slices`, as a user would write it.
+It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user would write it.
 
     pooled    [global batch, columns of this rank's tables]
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
 It uses no symmetric memory, so results are ordinary tensors. On CPU, ranks meet before they pool, as with other transports, and
-before they exchange, with this call's deadline (`weft.runtime.in_turn`). On GPUs, NCCL's timeout and errors apply to the
+before they exchange, with this call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout and errors apply to the
 exchange.
 """
 
@@ -24,10 +24,10 @@ from weft.embedding.check import CheckedInput, check_contents
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import column_runs
-from weft.runtime.agreement import agree, refuse, topic_of
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding as cpu
-from weft.runtime.in_turn import Marks, Turn, Turns
+from weft.runtime.meeting import refuse
+from weft.runtime.unfused.turn import Marks, Turn, Turns
 from weft.symm import Domain
 from weft.timeline import Timeline
 from weft.words import counted
@@ -44,7 +44,7 @@ class EmbeddingAllToAllUnfused:
         self._columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(domain.world_size)]
         self._runs = column_runs(sharding)
         self._alone, self._widest = plan.alone(rank), max(slot.dim for slot in sharding.slots)
-        self._topic, self._turns = topic_of(domain, plan), None
+        self._topic, self._turns = cpu.topic_of(domain, plan), None
         if domain.device.type == "cpu":
             self._turns = Turns(f"embedding_all_to_all of {counted(len(sharding.tables), 'table')}", domain)
 
@@ -66,7 +66,7 @@ class EmbeddingAllToAllUnfused:
         except ValueError as error:
             refuse(domain, str(error), deadline_s=deadline_s)
         if self._turns is not None:
-            agree(domain, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
+            cpu.meet(domain, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, domain.device))
         pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.sharding.dtype)
         alone = self._alone

@@ -20,6 +20,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -38,6 +39,7 @@ _LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which t
 _LAYERS_AT = 1 + _EXTRA
 _AT = _LAYERS_AT + _LAYERS.size  # where the compared part begins
 _DIGEST = 16
+_PIECE_BYTES = 32 * 1024  # of details per message; a message carries up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, not a part of "fp32"
 _MISSED = (
     "Every rank must make this call, forward or backward, within that time, which deadline_s or WEFT_DEADLINE_S says: see whether "
@@ -144,8 +146,37 @@ def _refusals(payloads: list[bytes]) -> str:
 
 
 def shown(domain: Domain, details: str) -> Callable[[], str]:
-    """Return a topic's `difference` that shows the details of each rank."""
-    return lambda: by_rank(enumerate(domain.all_gather(details, what="details of a call")))
+    """Return a topic's `difference`, which shows the details of each rank.
+
+    Of details in several lines "name: value", it shows the first line that differs.
+    """
+    return lambda: _difference(domain, details)
+
+
+def _difference(domain: Domain, details: str) -> str:
+    mine, theirs = details.encode(), [b""] * domain.world_size
+    for begin in range(0, max(domain.all_gather(len(mine), what="lengths of details of a call")), _PIECE_BYTES):
+        pieces = domain.all_gather(mine[begin : begin + _PIECE_BYTES], what="details of a call")
+        theirs = [before + piece for before, piece in zip(theirs, pieces, strict=True)]
+    texts = [text.decode() for text in theirs]
+    if not any("\n" in text for text in texts):
+        return by_rank(enumerate(texts))
+    for lines in zip_longest(*(text.split("\n") for text in texts), fillvalue=""):
+        for rank, line in enumerate(lines):
+            if line != lines[0]:
+                name = (lines[0] or line).partition(": ")[0]
+                here, there = (one.partition(": ")[2] or "nothing" for one in (lines[0], line))
+                return f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}"
+    return ""
+
+
+def refuse(domain: Domain, text: str, *, deadline_s: float | None) -> NoReturn:
+    """Take part in a call whose input is bad here. Raise `RefusedError` with `text`, on CPU on every rank."""
+    if domain.device.type == "cpu":
+        raise RefusedError(meeting_of(domain).refuse(text, deadline_s=deadline_s))
+    domain.check()
+    domain.poison(text)
+    raise RefusedError(f"rank {domain.rank}: {text}")
 
 
 _meetings: dict[Domain, Meeting] = {}

@@ -136,7 +136,7 @@ class Permute(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class PooledSlices(TileKernel):
-    """A kernel that pools embeddings and sends them to all ranks in `order`, a slice at a time (`weft.schedule.slices`).
+    """A kernel that pools embeddings and sends them to all ranks in `order`, a slice at a time.
 
     transport "direct": stored where they belong. "put": staged, and copied there."""
 

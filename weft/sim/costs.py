@@ -18,7 +18,7 @@ from weft.schedule import ITEM_BYTES, MATMULS, OPS, PLAIN_MATMULS, Agree, Collec
 from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
 from weft.sim.model import Model
 
-Place: TypeAlias = tuple[str, int]
+ResourcePlace: TypeAlias = tuple[str, int]
 """(kind, distance of the rank that owns the resource). For a link: its kind, and the distance of its `at`."""
 
 
@@ -33,7 +33,7 @@ class Use(NamedTuple):
     """
 
     how: How
-    place: Place
+    place: ResourcePlace
     amount: float
 
 
@@ -176,7 +176,7 @@ def cost_of_tiles(
     another and find it in the cache. of_kernel: see `rates`.
     """
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
-    taken: dict[Place, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
+    taken: dict[ResourcePlace, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
     sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
     parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
     units = sum(times for step, _, times in parts if _is_matmul(step))
@@ -417,7 +417,7 @@ def _cost(
     what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
 ) -> Cost:
     """Return a `Cost` with the uses of each place merged by kind, without those of amount 0."""
-    amounts: dict[tuple[How, Place], float] = {}
+    amounts: dict[tuple[How, ResourcePlace], float] = {}
     for use in uses:
         amounts[use.how, use.place] = amounts.get((use.how, use.place), 0.0) + use.amount
     merged = tuple(Use(how, place, amount) for (how, place), amount in amounts.items() if amount > 0)

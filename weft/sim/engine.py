@@ -24,10 +24,10 @@ from weft._core import Fluid
 from weft.errors import ScheduleError
 from weft.schedule import Schedule
 from weft.sim.issue import issue_times
-from weft.sim.lower import Await, LaneProgram, Program, Raise, Task, Work, lower
+from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
 from weft.sim.machines import NULL
 from weft.sim.model import Model
-from weft.sim.result import Event, Simulated
+from weft.sim.result import Simulated, TaskRun
 from weft.sim.scarce import parts_of, scarce_only
 
 _PULSES = 16
@@ -105,7 +105,11 @@ With a lane: it advances, or begins its work if `works`. Without a lane: `counte
 
 class _Engine:
     def __init__(
-        self, program: Program, late: Sequence[float], issued: dict[tuple[int, int], list[float]] | None, runs: int
+        self,
+        program: LoweredSchedule,
+        late: Sequence[float],
+        issued: dict[tuple[int, int], list[float]] | None,
+        runs: int,
     ) -> None:
         self.program, self.runs = program, runs
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
@@ -117,9 +121,9 @@ class _Engine:
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
             self.lanes.append(_Lane(number, lane, rank, when))
             rank.lanes.append(self.lanes[-1])
-        for (
-            rank
-        ) in self.ranks.values():  # copies are issued first (`weft.schedule.order`), so they get their units first
+        for rank in (
+            self.ranks.values()
+        ):  # copies are issued first (`weft.schedule.verify.issue_order`), so they get their units first
             rank.lanes.sort(key=lambda lane: program.schedule.lanes[lane.program.number].resource != "copy")
         self.now = 0.0
         self.timed: list[_Timed] = []
@@ -127,7 +131,7 @@ class _Engine:
         self.counters = [0] * program.counters
         self.waiting: dict[int, list[tuple[int, _Lane]]] = {}
         self.meeting: dict[tuple[int, int, int], list[_Lane]] = {}
-        self.events: list[Event] = []
+        self.events: list[TaskRun] = []
 
     def run(self) -> Simulated:
         for rank in self.ranks.values():

@@ -1,19 +1,19 @@
 """Issue times: when the host has issued each step of a single run, with nothing queued ahead.
 
-The host issues steps one by one in the order of `weft.schedule.order`, which plays all ranks at once. If rank 0 stands for all
-ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round later. All ranks
-reach a collective in the same round.
+The host issues steps one by one in the order of `weft.schedule.verify.issue_order`, which plays all ranks at once. If rank 0
+stands for all ranks, playing its lanes is enough. The signals that it sets at peers arrive from peers at rank 0, one round
+later. All ranks reach a collective in the same round.
 """
 
 from __future__ import annotations
 
 from weft.schedule import For, Read
-from weft.schedule.order import issue_order
-from weft.sim.lower import Await, LaneProgram, Program, Raise, Work
+from weft.schedule.verify.issue_order import issue_order
+from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Work
 from weft.sim.model import Model
 
 
-def issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[float]]:
+def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int], list[float]]:
     """Return when each task of a (rank, lane) has been issued, from the beginning of the run."""
     times: dict[tuple[int, int], list[float]] = {}
     turns = _Turns(program).order() if program.symmetric and len(program.ranks) == 1 and _is_whole(program) else []
@@ -31,7 +31,7 @@ def issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[fl
     return times
 
 
-def _is_whole(program: Program) -> bool:
+def _is_whole(program: LoweredSchedule) -> bool:
     """True if `program` has a task for each issued step. Steps that only the run knows to be empty are issued too.
 
     False if tiles set signals, which rank 0's lanes alone do not reproduce.
@@ -45,9 +45,9 @@ def _is_whole(program: Program) -> bool:
 
 
 class _Turns:
-    """The rounds of `weft.schedule.order` for one rank."""
+    """The rounds of `weft.schedule.verify.issue_order` for one rank."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: LoweredSchedule) -> None:
         copying = [lane.resource == "copy" for lane in program.schedule.lanes]
         self._lanes = sorted(program.lanes, key=lambda lane: not copying[lane.number])
         self._next = dict.fromkeys((lane.number for lane in program.lanes), 0)

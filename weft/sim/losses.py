@@ -16,25 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from weft.schedule import (
-    RANK,
-    Collective,
-    Copy,
-    Draft,
-    For,
-    Problem,
-    Schedule,
-    Set,
-    Step,
-    Tiles,
-    Wait,
-    candidates,
-    lookup,
-)
-from weft.schedule.operands import peer
+from weft.builders import Problem, candidates
+from weft.builders.operands import peer
+from weft.schedule import RANK, Collective, Copy, Draft, For, Schedule, Set, Step, Tiles, Wait, lookup
 from weft.schedule.steps import put_in
 from weft.sim.engine import simulate
-from weft.sim.lower import Program, Work, lower
+from weft.sim.lower import LoweredSchedule, Work, lower
 from weft.sim.model import Model
 from weft.sim.numbers import values_of_ranks
 from weft.sim.result import Simulated
@@ -136,7 +123,7 @@ def _matmuls(result: Simulated) -> tuple[float, float]:
     )
 
 
-def _alone_us(program: Program, launches: bool) -> dict[int, float]:
+def _alone_us(program: LoweredSchedule, launches: bool) -> dict[int, float]:
     """Return the time of each rank's matmuls, each alone."""
     us = dict.fromkeys(program.ranks, 0.0)
     for lane in program.lanes:

@@ -19,10 +19,10 @@ from typing import NamedTuple, TypeAlias, cast
 from weft.schedule import Compute, Copy, For, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.spans import span_name
 from weft.schedule.steps import LATE_COPY_UNITS, variables_of
-from weft.sim.costs import Cost, How, Links, Operand, Place, What, cost, cost_of_tiles, rates
+from weft.sim.costs import Cost, How, Links, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
 from weft.sim.fair import Load
 from weft.sim.model import Model
-from weft.sim.numbers import Item, Numbers, Origin, SetBy, at_rank, regions_of
+from weft.sim.numbers import NumberedStep, Numbers, Origin, SetBy, at_rank, regions_of
 from weft.sim.symmetry import turns_around
 
 
@@ -80,15 +80,15 @@ class LaneProgram:
 
 
 @dataclass
-class Program:
+class LoweredSchedule:
     schedule: Schedule
     ranks: tuple[int, ...]
     """The simulated ranks. With p of them, rank r also represents ranks r + p, r + 2 p, ..."""
     lanes: list[LaneProgram]
     loads: list[Load]
     counters: int
-    places: dict[Place, int]
-    """The number of each used resource in `loads`. Here `Place` holds a rank in place of a distance."""
+    places: dict[ResourcePlace, int]
+    """The number of each used resource in `loads`. Here `ResourcePlace` holds a rank in place of a distance."""
 
     @property
     def symmetric(self) -> bool:
@@ -101,7 +101,7 @@ class Program:
         return span_name(origin.step, whose, numbers)
 
 
-def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> Program:
+def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> LoweredSchedule:
     """Lower `schedule` for `model`.
 
     alike: let the first ranks represent the others, if schedule and topology allow it. captured: with the costs of a CUDA graph.
@@ -154,7 +154,7 @@ class _Lowering:
         self._period = self.world  # rank r also represents ranks r + period, r + 2 period, ...
         self._costs: dict[object, tuple[Cost, dict[int, int]]] = {}  # with its load at each rank
         self._load_ids: dict[Load, int] = {}
-        self._places: dict[Place, int] = {}
+        self._places: dict[ResourcePlace, int] = {}
         self._counters: dict[tuple, int] = {}
         self._by_streams = _awaited_by_streams(schedule)
         self._late_copies, late_lanes = _late_copies(schedule)
@@ -168,14 +168,14 @@ class _Lowering:
             if isinstance(step, Wait)
         }
 
-    def program(self, alike: bool) -> Program:
+    def program(self, alike: bool) -> LoweredSchedule:
         numbers = Numbers(self.schedule)
         items = [numbers.items(lane.steps) for lane in self.schedule.lanes]
         if alike and self._topology.period < self.world and turns_around(list(itertools.chain(*items)), self.world):
             self._period = self._topology.period
         ranks = tuple(range(self._period))
         different = [{item.same: item for item in of_lane} for of_lane in items]
-        placed: list[tuple[LaneProgram, list[Item], dict[int, Raised]]] = []
+        placed: list[tuple[LaneProgram, list[NumberedStep], dict[int, Raised]]] = []
         sets: Counter[int] = Counter()
         for rank in ranks:
             for number, (lane, its) in enumerate(zip(self.schedule.lanes, items, strict=True)):
@@ -192,11 +192,11 @@ class _Lowering:
             tasks = {same: self._task(alike_items[same], program.rank, sets, of_one) for same, of_one in raised.items()}
             program.tasks = [tasks[item.same] for item in here]
         lanes = [program for program, _, _ in placed]
-        return Program(self.schedule, ranks, lanes, list(self._load_ids), len(self._counters), self._places)
+        return LoweredSchedule(self.schedule, ranks, lanes, list(self._load_ids), len(self._counters), self._places)
 
     # -- tasks
 
-    def _raised(self, item: Item, rank: int) -> Raised:
+    def _raised(self, item: NumberedStep, rank: int) -> Raised:
         """Return the sets of an item at `rank`."""
         step = item.origin.step
         if isinstance(step, Set):
@@ -219,7 +219,7 @@ class _Lowering:
     def _counter(self, rank: int, signal: str, place: int) -> int:
         return self._counters.setdefault((rank, signal, place), len(self._counters))
 
-    def _task(self, item: Item, rank: int, sets: Mapping[int, int], raised: Raised) -> Task:
+    def _task(self, item: NumberedStep, rank: int, sets: Mapping[int, int], raised: Raised) -> Task:
         step = item.origin.step
         if isinstance(step, Set):
             ((counter, one),) = raised
@@ -238,7 +238,7 @@ class _Lowering:
         assert not isinstance(step, For)  # they are written out
         return self._work(step, tuple([at_rank(n, rank) for n in item.numbers]), item.carried, rank)
 
-    def _delay_us(self, item: Item, rank: int, distance: int) -> float:
+    def _delay_us(self, item: NumberedStep, rank: int, distance: int) -> float:
         if not distance:
             engine = self.captured and item.signal in self._for_engines
             return self.model.signal_local_us + (self.model.graph_signal_us if engine else 0.0)
@@ -248,7 +248,7 @@ class _Lowering:
             us += self.model.graph_remote_us
         return us + Links(self._topology, rank).latency_us(0, distance)
 
-    def _stored(self, item: Item, step: Tiles, rank: int, tiles: SetBy) -> tuple[float, float]:
+    def _stored(self, item: NumberedStep, step: Tiles, rank: int, tiles: SetBy) -> tuple[float, float]:
         """Return the shares of the kernel's work between which these tiles end. Whole tiles end in waves of one tile per unit."""
         count = sum(times for _, _, times in item.tiled[rank].parts)
         if not rates(step.kernel, self.model).whole or not count:
@@ -257,7 +257,7 @@ class _Lowering:
         first, last = (share * count / self.model.compute_units for share in (tiles.first, tiles.last))
         return math.floor(first + 1e-9) / waves, math.ceil(last - 1e-9) / waves
 
-    def _tiles(self, item: Item, step: Tiles, rank: int) -> Work:
+    def _tiles(self, item: NumberedStep, step: Tiles, rank: int) -> Work:
         parts = [
             (cast(Copy | Compute, step.body[place]), numbers, times) for place, numbers, times in item.tiled[rank].parts
         ]

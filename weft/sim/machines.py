@@ -104,6 +104,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         graph_remote_us=us("graph.remote") if "graph.remote" in machine.quantities else 0.0,
         graph_signal_us=us("graph.signal") if "graph.signal" in machine.quantities else 0.0,
         sustained=number("compute.sustained"),
+        lanes_run_us=us("lanes.run") if "lanes.run" in machine.quantities else 0.0,
         graph_run_us=us("graph.run"),
         graph_collective_us=us("graph.collective"),
         all_to_all_bytes_per_us=(

@@ -123,6 +123,8 @@ class Model:
     """Rate of the library's algorithm for small collectives; None without one. The other algorithm takes `large_collective_us`
     longer to start. The faster one is used."""
     large_collective_us: float = 0.0
+    lanes_run_us: float = 0.0
+    """Additional time of a run with several lanes, which begin behind the caller's stream and which it then waits for."""
     graph_run_us: float = 0.0
     """Additional time of a run with several lanes in a captured graph, which ends when all lanes have ended."""
     graph_signal_us: float = 0.0

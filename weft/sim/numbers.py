@@ -34,7 +34,7 @@ from weft.schedule import (
 from weft.schedule.expr import Held, Values
 from weft.schedule.kernels import TileKernel
 
-Turn: TypeAlias = tuple[tuple[str, int], ...]
+Iteration: TypeAlias = tuple[tuple[str, int], ...]
 ByRank: TypeAlias = int | np.ndarray
 """A number that all ranks share, or an array of one number per rank, not all equal."""
 
@@ -46,7 +46,7 @@ class Origin(NamedTuple):
     """The origin of a task: its step, and the iterations of the enclosing loops."""
 
     step: Step
-    turn: Turn
+    turn: Iteration
 
 
 class SetBy(NamedTuple):
@@ -75,7 +75,7 @@ class Tiled(NamedTuple):
     read_bytes: int = 0
 
 
-class Item(NamedTuple):
+class NumberedStep(NamedTuple):
     """A step with its numbers.
 
     numbers: rows, columns and distance of each operand; for a `Set` distance and index; for a `Wait` index and count.
@@ -101,14 +101,14 @@ class Numbers:
         # Ranks with the same expected contents are evaluated together.
         self._holds = [tuple(id(held) for held in values.values() if isinstance(held, Held)) for values in self._values]
         self._item_bytes = {b.name: ITEM_BYTES[b.dtype] for b in schedule.buffers}
-        self._vectors: dict[tuple[str, Turn, int | bytes], ByRank] = {}
-        self._distances: dict[tuple[str | int, Turn, int | bytes], ByRank] = {}
+        self._vectors: dict[tuple[str, Iteration, int | bytes], ByRank] = {}
+        self._distances: dict[tuple[str | int, Iteration, int | bytes], ByRank] = {}
         self._found: dict[tuple, tuple[Any, ...]] = {}  # items without their origins
         self._different = 0
 
-    def items(self, steps: Sequence[Step]) -> list[Item]:
+    def items(self, steps: Sequence[Step]) -> list[NumberedStep]:
         """Return the items of a lane, with its loops unrolled."""
-        items: list[Item] = []
+        items: list[NumberedStep] = []
         kernel: Copy | Tiles | None = None
         persistent: TileKernel | None = None
         for step, turn, there in self._flat(steps, (), 1):
@@ -124,7 +124,7 @@ class Numbers:
             items.append(self._item(step, turn, there, carried))
         return items
 
-    def _flat(self, steps: Sequence[Step], turn: Turn, there: ByRank) -> Iterator[tuple[Step, Turn, ByRank]]:
+    def _flat(self, steps: Sequence[Step], turn: Iteration, there: ByRank) -> Iterator[tuple[Step, Iteration, ByRank]]:
         for step in steps:
             if not isinstance(step, For):
                 yield step, turn, there
@@ -133,7 +133,7 @@ class Numbers:
             for i in range(int(np.max(extent))):
                 yield from self._flat(step.body, (*turn, (step.index, i)), _everywhere(there, i < extent))
 
-    def _vector(self, index: Index, turn: Turn, there: ByRank = 1) -> ByRank:
+    def _vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
         """Return `index` at every rank; 0 at ranks without the step."""
         if not isinstance(index, Expr):
             return index
@@ -143,7 +143,7 @@ class Numbers:
             found = self._vectors[key] = self._evaluated(index, turn, there)
         return found
 
-    def _evaluated(self, index: Expr, turn: Turn, there: ByRank) -> ByRank:
+    def _evaluated(self, index: Expr, turn: Iteration, there: ByRank) -> ByRank:
         if isinstance(there, int) and there:
             try:
                 return _at_all_ranks(index, turn, self.world)
@@ -152,7 +152,7 @@ class Numbers:
         values = ({**dict(turn), **of_rank} for of_rank in self._values)
         return _collapse([index.evaluate(v) if at_rank(there, r) else 0 for r, v in enumerate(values)])
 
-    def _distance(self, at: Index, turn: Turn, there: ByRank) -> ByRank:
+    def _distance(self, at: Index, turn: Iteration, there: ByRank) -> ByRank:
         if at is RANK:
             return 0
         key = (_text(at), turn, there if isinstance(there, int) else there.tobytes())
@@ -162,27 +162,27 @@ class Numbers:
             self._distances[key] = found
         return found
 
-    def _item(self, step: Step, turn: Turn, there: ByRank, carried: bool) -> Item:
+    def _item(self, step: Step, turn: Iteration, there: ByRank, carried: bool) -> NumberedStep:
         origin = Origin(step, turn)
         if not turn and not isinstance(step, Tiles) and isinstance(there, int):
             key = (carried, *key_of(step))
             found = self._found.get(key)
             if found is None:
                 found = self._found[key] = self._new(origin, there, carried)[1:]
-            return Item(origin, *found)
+            return NumberedStep(origin, *found)
         return self._new(origin, there, carried)
 
-    def _new(self, origin: Origin, there: ByRank, carried: bool) -> Item:
+    def _new(self, origin: Origin, there: ByRank, carried: bool) -> NumberedStep:
         step, turn = origin
         self._different += 1
         if isinstance(step, Tiles):
             tiled = self._tiled(step, turn, there)
             present = _collapse([int(one != _NO_TILES) for one in tiled])
-            return Item(origin, self._different, present, (), "", carried, tiled)
+            return NumberedStep(origin, self._different, present, (), "", carried, tiled)
         signal = step.signal if isinstance(step, Set | Wait) else ""
-        return Item(origin, self._different, *self._numbers(step, turn, there), signal, carried)
+        return NumberedStep(origin, self._different, *self._numbers(step, turn, there), signal, carried)
 
-    def _numbers(self, step: Step, turn: Turn, there: ByRank) -> tuple[ByRank, tuple[ByRank, ...]]:
+    def _numbers(self, step: Step, turn: Iteration, there: ByRank) -> tuple[ByRank, tuple[ByRank, ...]]:
         """Return the ranks that have the step, and its numbers."""
         if isinstance(step, Set):
             return there, (self._distance(step.at, turn, there), self._vector(step.index, turn, there))
@@ -208,7 +208,7 @@ class Numbers:
 
     # -- tiles
 
-    def _tiled(self, step: Tiles, turn: Turn, there: ByRank) -> tuple[Tiled, ...]:
+    def _tiled(self, step: Tiles, turn: Iteration, there: ByRank) -> tuple[Tiled, ...]:
         extent = self._vector(step.extent, turn, there)
         alike: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
@@ -383,7 +383,7 @@ def regions_of(step: Step) -> tuple[Region, ...]:
 
 
 @lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few thousand
-def _at_all_ranks(index: Expr, turn: Turn, world: int) -> ByRank:
+def _at_all_ranks(index: Expr, turn: Iteration, world: int) -> ByRank:
     with np.errstate(divide="raise"):
         return _collapse(index.over({**dict(turn), "rank": np.arange(world)}))
 

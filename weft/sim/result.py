@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 from weft.sim.costs import What
-from weft.sim.lower import LaneProgram, Program, Work
+from weft.sim.lower import LaneProgram, LoweredSchedule, Work
 from weft.timeline import Span, Timeline
 
-Event: TypeAlias = tuple[LaneProgram, int, int, float, float]
+TaskRun: TypeAlias = tuple[LaneProgram, int, int, float, float]
 """One execution of a task: (lane, task, run, start, end). A plain tuple, since there are very many."""
 
 
@@ -19,10 +19,10 @@ Event: TypeAlias = tuple[LaneProgram, int, int, float, float]
 class Simulated:
     """The result of a simulation. If ranks do the same, only the first of them are simulated and represent the others."""
 
-    program: Program = field(repr=False)
+    program: LoweredSchedule = field(repr=False)
     runs: int
     simulated_ends_us: dict[int, tuple[float, ...]]
-    events: list[Event] = field(repr=False)
+    events: list[TaskRun] = field(repr=False)
 
     @property
     def end_us(self) -> float:

@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from weft.schedule import Set, Wait
-from weft.sim.numbers import ByRank, Item
+from weft.sim.numbers import ByRank, NumberedStep
 
 
-def turns_around(items: Sequence[Item], world: int) -> bool:
+def turns_around(items: Sequence[NumberedStep], world: int) -> bool:
     """True if rank r does what rank 0 does, shifted by r, and waits for the same sets."""
     different = list({item.same: item for item in items}.values())
     if not all(map(_is_alike, different)):
@@ -36,7 +36,7 @@ def turns_around(items: Sequence[Item], world: int) -> bool:
     return all(_turn(sets.get(s, {}).values(), waits.get(s, {}).values(), world) for s in {**sets, **waits})
 
 
-def _is_alike(item: Item) -> bool:
+def _is_alike(item: NumberedStep) -> bool:
     step = item.origin.step
     numbers = item.numbers[:1] if isinstance(step, Set) else item.numbers[isinstance(step, Wait) :]
     if not isinstance(item.present, int) or not all(isinstance(number, int) for number in numbers):
@@ -45,7 +45,7 @@ def _is_alike(item: Item) -> bool:
     return len({(one.parts, one.read_bytes, tuple(s._replace(place=0) for s in one.sets)) for one in different}) <= 1
 
 
-def _sets(item: Item) -> Iterator[tuple[str, int, ByRank]]:
+def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
     """Yield (signal, distance, place) of the sets in a step that all ranks have."""
     if isinstance(item.origin.step, Set):
         distance, place = item.numbers

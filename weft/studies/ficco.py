@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.core.records import last_runs
-from weft.bench.core.tables import Record, Table, geomean, milliseconds, number, share, table
-from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
+from weft.bench.core.tables import Record, ResultTable, geomean, milliseconds, number, share, table
+from weft.bench.table_1 import SYNTHETIC, TABLE_1, GatheredGemm
+from weft.builders import AllGatherMatmul, NotApplicableError, candidates
 from weft.hw import file_of, load_machine
 from weft.plan import AUTOTUNE, static_pick
 from weft.plan.predict import least_us, predict
-from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
 from weft.sim.losses import communication_us, gemms_us
 from weft.studies.pages import bars, block, figure, head, model_for, where
 
@@ -79,13 +79,13 @@ PAPER_SAYS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class GemmRow:
     """One GEMM, as it ran: N over the ranks, M possibly smaller.
 
     pick: the heuristic's, by the file of the machine, or of the paper's. ms: by variant, with serial."""
 
     config: str
-    gemm: Gemm
+    gemm: GatheredGemm
     pick: str
     ms: Mapping[str, float]
     gemm_ms: float
@@ -117,7 +117,7 @@ def simulated(
     hw: str,
     ranks: int,
     topology: str | None = None,
-    gemms: Sequence[Gemm] | None = None,
+    gemms: Sequence[GatheredGemm] | None = None,
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
@@ -151,7 +151,7 @@ def simulated(
     return found
 
 
-def rows_of(records: Sequence[Record]) -> list[Row]:
+def rows_of(records: Sequence[Record]) -> list[GemmRow]:
     """Return a row for each of FiCCO's GEMMs in all_gather_matmul, in the order of first appearance, from its last run.
 
     Raises `ValueError` if there are none, or one lacks serial or the two halves of an ideal overlap."""
@@ -172,29 +172,29 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         machine = load_machine(file_of(first["machine"].rpartition(" x ")[2]) or "mi300x")
         pick = static_pick(AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, first["ranks"], first["dtype"]), machine)
         assert pick is not None
-        rows.append(Row(config, gemm, pick, ms, *halves))
+        rows.append(GemmRow(config, gemm, pick, ms, *halves))
     return rows
 
 
-def _gemm_of(config: str) -> Gemm | None:
+def _gemm_of(config: str) -> GatheredGemm | None:
     """Return the GEMM whose name begins a configuration's ("g1-m4")."""
     return next((gemm for gemm in (*TABLE_1, *SYNTHETIC) if gemm.name == config.partition("-")[0]), None)
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
+def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
     """Return figures 13, 12(b) and 14 and the heuristic's accuracy, without columns that were not recorded."""
     return [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
 
 
-def _over_ratio(rows: Sequence[Row]) -> Table:
-    def gained(row: Row) -> str:
+def _over_ratio(rows: Sequence[GemmRow]) -> ResultTable:
+    def gained(row: GemmRow) -> str:
         best = row.speedup(*EIGHT)
         return "" if best is None or row.ideal <= 1 else f"{(1 - 1 / best) / (1 - 1 / row.ideal):.0%}"
 
     shown = ("shard", "shard, to all at once", "AsyncTP")
     kinds = {kind: KINDS[kind] for kind in shown if any(row.speedup(*KINDS[kind]) for row in rows)} | {"FiCCO": EIGHT}
     speedups = {kind: [of for row in rows if (of := row.speedup(*names))] for kind, names in kinds.items()}
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: dict[str, Callable[[GemmRow], str]] = {
         "GEMM": lambda row: row.config,
         "M x N x K": lambda row: str(row.gemm),
         "GEMM ms": lambda row: milliseconds(row.gemm_ms),
@@ -214,14 +214,14 @@ def _over_ratio(rows: Sequence[Row]) -> Table:
     )
 
 
-def _by_schedule(rows: Sequence[Row]) -> Table:
+def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
     titles = {name: title for title, name in _NAMED.items()}
 
-    def lost(row: Row) -> str:
+    def lost(row: GemmRow) -> str:
         part = row.lost(row.pick, EIGHT)
         return "" if part is None else "-" if part == 0 else f"{part:.1%}"
 
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: dict[str, Callable[[GemmRow], str]] = {
         "GEMM": lambda row: row.config,
         **{title: _speedup(name) for title, name in STUDIED.items()},
         "best of eight": _speedup(*EIGHT),
@@ -232,7 +232,7 @@ def _by_schedule(rows: Sequence[Row]) -> Table:
     return table("Speedup over serial of each schedule, and the heuristic's pick (figure 12b)", rows, columns)
 
 
-def _choices(rows: Sequence[Row]) -> Table:
+def _choices(rows: Sequence[GemmRow]) -> ResultTable:
     """Return the quality of the heuristic's picks, and of weft's own choices if they were recorded."""
     who_chooses, near = ("GEMMs", "who chooses", "among", "the best"), f"within {NEAR:.0%}"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
@@ -252,11 +252,11 @@ def _choices(rows: Sequence[Row]) -> Table:
                 f"{sum(wrong) / len(wrong):.1%}" if wrong else "", f"{max(lost):.1%}", PAPER_BEST[begin] if names == four else "",
             ))  # fmt: skip
     title = "How often the choice is the fastest, and which part of the best speedup is lost where it is not"
-    return Table(title, (*who_chooses, near, "wrong ones lose", "at most", "paper's"), cells)
+    return ResultTable(title, (*who_chooses, near, "wrong ones lose", "at most", "paper's"), cells)
 
 
-def _by_kind(rows: Sequence[Row]) -> Table:
-    def speedups(row: Row) -> dict[str, float | None]:
+def _by_kind(rows: Sequence[GemmRow]) -> ResultTable:
+    def speedups(row: GemmRow) -> dict[str, float | None]:
         kinds = {kind: row.speedup(*names) for kind, names in KINDS.items()}
         return {"ideal": row.ideal, **kinds, "FiCCO, the heuristic's": row.speedup(row.pick)}
 
@@ -267,14 +267,14 @@ def _by_kind(rows: Sequence[Row]) -> Table:
         for kind in found["all"][0]
     ]
     title = "Geometric mean of the speedup over serial, of each GEMM the fastest of a kind (figure 14)"
-    return Table(title, ("", *sets), [line for line in cells if any(line[1:])])
+    return ResultTable(title, ("", *sets), [line for line in cells if any(line[1:])])
 
 
-def _speedup(*names: str) -> Callable[[Row], str]:
+def _speedup(*names: str) -> Callable[[GemmRow], str]:
     return lambda row: number(row.speedup(*names), 2)
 
 
-def _named(rows: Sequence[Row], begin: str) -> list[Row]:
+def _named(rows: Sequence[GemmRow], begin: str) -> list[GemmRow]:
     return [row for row in rows if row.gemm.name.startswith(begin)]
 
 
@@ -284,7 +284,7 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [said if records[-1]["device"] == "simulated" else f"{said} {_smaller(records)}".strip()]
 
 
-def conclusions(rows: Sequence[Row]) -> list[str]:
+def conclusions(rows: Sequence[GemmRow]) -> list[str]:
     """Return sentences on the schedules that the paper's choice of four leaves out, and on the source of its numbers."""
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
@@ -316,7 +316,7 @@ def markdown(records: Sequence[Record]) -> str:
 _COLOURS = ("#4063a3", "#2f7d5b", "#8fb6d8", "#e1812c", "#bbbbbb")
 
 
-def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
+def draw(directory: Path, rows: Sequence[GemmRow], title: str) -> list[Path]:
     """Write figures 13, 12(b) and 14 as PNG files into `directory`, created if needed."""
     figures = {"figure-13-ratio": _draw_ratio, "figure-12b-schedules": _draw_schedules, "figure-14-means": _draw_means}
     written = [directory / f"{name}.png" for name in figures]
@@ -327,8 +327,8 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     return written
 
 
-def _draw_ratio(axis: Any, rows: Sequence[Row]) -> None:
-    lines: dict[str, tuple[str, Callable[[Row], float | None]]] = {
+def _draw_ratio(axis: Any, rows: Sequence[GemmRow]) -> None:
+    lines: dict[str, tuple[str, Callable[[GemmRow], float | None]]] = {
         "ideal": ("#888888", lambda row: row.ideal), "shard": ("#b8432f", lambda row: row.speedup(SHARD)),
         "AsyncTP": ("#e1812c", lambda row: row.speedup(ASYNCTP)), "FiCCO": ("#4063a3", lambda row: row.speedup(*EIGHT)),
     }  # fmt: skip
@@ -342,7 +342,7 @@ def _draw_ratio(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_xlabel("time of the GEMM over that of the communication", fontsize=9)
 
 
-def _draw_schedules(axis: Any, rows: Sequence[Row]) -> None:
+def _draw_schedules(axis: Any, rows: Sequence[GemmRow]) -> None:
     others = tuple(name for name in EIGHT if name not in STUDIED.values())
     series = {title: (name,) for title, name in STUDIED.items()} | {"best of the other four": others}
     heights = {title: [row.speedup(*names) or 0.0 for row in rows] for title, names in series.items()}
@@ -354,7 +354,7 @@ def _draw_schedules(axis: Any, rows: Sequence[Row]) -> None:
         label = ""
 
 
-def _draw_means(axis: Any, rows: Sequence[Row]) -> None:
+def _draw_means(axis: Any, rows: Sequence[GemmRow]) -> None:
     means = _by_kind(rows)
     kinds, *columns = zip(*means.cells, strict=True)
     heights = {

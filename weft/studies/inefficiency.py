@@ -1,7 +1,7 @@
 """The losses of a GEMM and an all-gather from decomposition, and from contention with each other: the FiCCO paper's
 characterisation on the machine at hand. docs/characterisation.md explains it.
 
-Records give a `Row` for each GEMM, and these give tables, pictures after figures 7 to 10, and a verdict on the paper's
+Records give a `LossRow` for each GEMM, and these give tables, pictures after figures 7 to 10, and a verdict on the paper's
 observations. A claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign,
 and if at most 5% of random assignments of values to GEMMs give as clear a rho. A claim about each GEMM holds if at most one in
 ten is an exception: the reverse, by more than the 2% that repetitions may differ.
@@ -26,20 +26,20 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Step
-from weft.bench.core.operator import Measured, Operator
+from weft.bench.core.operator import Measured, OperatorBenchmark
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.records import common_fields, last_runs
 from weft.bench.core.run import free_bytes
-from weft.bench.core.tables import Record, Table, geomean, markdown_table, milliseconds, number, table
-from weft.bench.table_1 import Fitted, Gemm, find_gemms, fit
+from weft.bench.core.tables import Record, ResultTable, geomean, markdown_table, milliseconds, number, table
+from weft.bench.table_1 import Fitted, GatheredGemm, find_gemms, fit
 from weft.studies.inefficiency_measure import (
     BASELINES,
     CUTS,
     PIECES,
     TRANSPORTS,
     WHOLE,
-    Effort,
     Found,
+    MeasuringEffort,
     cut_name,
     gather_beside,
     gather_name,
@@ -70,13 +70,13 @@ _OBSERVATION = ("observation", "section", "", "numbers")
 
 
 @dataclass(frozen=True)
-class Row:
+class LossRow:
     """All measurements of one GEMM.
 
     ms, overlap: by variant; records may lack some. varies: the spread of times of the whole GEMM, without the shortest and the
     longest fifth, and the spread over ranks, both over the median."""
 
-    gemm: Gemm
+    gemm: GatheredGemm
     scaled: str
     gathered_bytes: int
     ms: dict[str, float]
@@ -89,7 +89,7 @@ class Row:
         return None if mine is None or base is None else mine / base
 
 
-def rows_of(records: Sequence[Record]) -> list[Row]:
+def rows_of(records: Sequence[Record]) -> list[LossRow]:
     """Return a row per GEMM, in the order of first appearance, from the last run that has it."""
     rows = []
     for mine in last_runs(records, itemgetter("config")).values():
@@ -100,19 +100,19 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         ms = {r["variant"]: r["p50_ms"] for r in mine}
         spread = {r["variant"]: (r["p80_ms"] - r["p20_ms"], r["skew_ms"]) for r in mine}.get(WHOLE)
         varies = None if spread is None else (spread[0] / ms[WHOLE], spread[1] / ms[WHOLE])
-        rows.append(Row(gemm, first["scaled"], first["gathered_bytes"], ms, overlap, varies))
+        rows.append(LossRow(gemm, first["scaled"], first["gathered_bytes"], ms, overlap, varies))
     return rows
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
+def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
     """Return the tables of GEMMs cut up, all-gathers cut up, and both beside each other.
 
     The last rows are geometric means, here and in the paper. Columns that were not recorded are left out."""
 
-    def ms(variant: str) -> Callable[[Row], str]:
+    def ms(variant: str) -> Callable[[LossRow], str]:
         return lambda row: milliseconds(row.ms.get(variant))
 
-    def overlap(variant: str) -> Callable[[Row], str]:
+    def overlap(variant: str) -> Callable[[LossRow], str]:
         return lambda row: f"{row.overlap[variant]:.0%}" if variant in row.overlap else ""
 
     whole = {
@@ -143,13 +143,13 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [one for one in made if len(one.cells) > len(rows)]
 
 
-_Columns = dict[str, Callable[[Row], str]]
+_Columns = dict[str, Callable[[LossRow], str]]
 
 
-def _table(title: str, rows: Sequence[Row], first: _Columns, losses: dict[str, str], last: _Columns) -> Table:
+def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
     """Return a table. losses: the variants of these columns, which have means below."""
 
-    def loss(variant: str) -> Callable[[Row], str]:
+    def loss(variant: str) -> Callable[[LossRow], str]:
         return lambda row: number(row.loss(variant), 2)
 
     columns = {"GEMM": lambda r: r.gemm.name, **first, **{header: loss(v) for header, v in losses.items()}, **last}
@@ -174,7 +174,7 @@ class Claim(NamedTuple):
         return self.text, self.where, {True: "held", False: "not held", None: "cannot tell"}[self.held], self.numbers
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
+def claims(rows: Sequence[LossRow]) -> list[Claim]:
     """Return the paper's observations, in its order, without those that were not recorded."""
     found = [_within("on a rank", rows, 0), _within("between ranks", rows, 1)]
     for cut in ("rows", "columns"):
@@ -206,7 +206,7 @@ def _section(where: str, by: str) -> str:
     return "not in the paper" if by == "kernel" else where
 
 
-def _within(where: str, rows: Sequence[Row], number: int) -> Claim | None:
+def _within(where: str, rows: Sequence[LossRow], number: int) -> Claim | None:
     known = [(row.varies[number], row.gemm.name) for row in rows if row.varies is not None]
     if not known:
         return None
@@ -238,7 +238,9 @@ def _ranks_of(values: ArrayLike) -> np.ndarray:
     return (last - (count - 1) / 2)[which]
 
 
-def _trend(where: str, text: str, rows: Sequence[Row], along: Sequence[float], variant: str, sign: int) -> Claim | None:
+def _trend(
+    where: str, text: str, rows: Sequence[LossRow], along: Sequence[float], variant: str, sign: int
+) -> Claim | None:
     pairs = [(x, loss) for x, row in zip(along, rows, strict=True) if (loss := row.loss(variant)) is not None]
     if not pairs:
         return None
@@ -252,7 +254,7 @@ def _trend(where: str, text: str, rows: Sequence[Row], along: Sequence[float], v
     return Claim(where, text, sign * rho > 0 and chance <= _CHANCE, f"rho {rho:+.2f}, by chance {chance:.1%}")
 
 
-def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Claim | None:
+def _of_each(where: str, text: str, pairs: Sequence[tuple[LossRow, str, str]]) -> Claim | None:
     """Return the claim that, for each (GEMM, variant, variant), the first variant loses less than the second."""
     losses = [(row.gemm.name, row.loss(less), row.loss(more)) for row, less, more in pairs]
     known = [(name, less > _ALIKE * more) for name, less, more in losses if less is not None and more is not None]
@@ -279,7 +281,7 @@ _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], st
 """Name; order of GEMMs; label of that order; groups; for each panel its title, and the variant of a group."""
 
 
-def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
+def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:
     """Write the four pictures as PNG files into `directory`, created if needed. `title`: a description of the run."""
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
@@ -298,7 +300,7 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     return written
 
 
-def _said(row: Row, along: str) -> str:
+def _said(row: LossRow, along: str) -> str:
     if along == "gemm.op_to_byte":
         return f"{row.gemm.op_to_byte:.0f}{' *' if row.gemm.m < row.gemm.k else ''}"
     return f"{attrgetter(along)(row) / 1e6:.3g}"
@@ -311,7 +313,7 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
     return lost[0] / total, lost[1] / total
 
 
-def _shares(axes: Any, rows: Sequence[Row]) -> None:
+def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
     """Draw the shares for the schedule with copy engines and cuts by rows; the contention of 64 pieces is taken from 8."""
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
@@ -368,10 +370,10 @@ def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings],
     return records
 
 
-class _Inefficiency(Operator[Gemm]):
+class _Inefficiency(OperatorBenchmark[GatheredGemm]):
     name = "inefficiency"
     refuses = {  # noqa: RUF012
-        "option": Operator.refuses["option"],
+        "option": OperatorBenchmark.refuses["option"],
         "variants": "measures all of them, to compare them; give none",
         "seconds": f"repeats each of its lanes {_REPETITIONS} times; give none, or --quick",
     }
@@ -384,11 +386,11 @@ class _Inefficiency(Operator[Gemm]):
             raise ValueError(f"ranks={options.ranks}: an all-gather takes at least 2")
         self.presets(options)
 
-    def presets(self, options: BenchOptions) -> Sequence[Gemm]:
+    def presets(self, options: BenchOptions) -> Sequence[GatheredGemm]:
         return find_gemms(options.presets)
 
     def measure(
-        self, preset: Gemm, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
+        self, preset: GatheredGemm, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
     ) -> Measured:
         device, dtype = ranks.device.type, DTYPES[options.dtype]
         fitted = fit(
@@ -399,7 +401,11 @@ class _Inefficiency(Operator[Gemm]):
             most_bytes=_MEMORY_SHARE * free_bytes(ranks),
         )
         alone_s, beside_s = (0.004, 0.02) if device == "cuda" else (0.01, 0.06)
-        effort = Effort(alone_s / 4, beside_s / 4, 2) if options.quick else Effort(alone_s, beside_s, _REPETITIONS)
+        effort = (
+            MeasuringEffort(alone_s / 4, beside_s / 4, 2)
+            if options.quick
+            else MeasuringEffort(alone_s, beside_s, _REPETITIONS)
+        )
         found = measure(fitted.run, dtype, ranks, effort, step)
         return Measured(_records(fitted, found, ranks.world_size, ceilings, options))
 

@@ -29,7 +29,7 @@ import torch
 from weft import _core
 from weft.bench.core.harness import Ranks, Timing, summarise
 from weft.bench.core.measure import Step
-from weft.bench.table_1 import Gemm
+from weft.bench.table_1 import GatheredGemm
 from weft.runtime.collectives import all_gather_by_torch
 from weft.symm import SymmetricBuffer
 from weft.words import counted
@@ -44,7 +44,7 @@ _LONGEST_SLEEP_S = 0.05
 
 
 @dataclass(eq=False)
-class Lane:
+class StudyLane:
     """`call`, `count` times in a row. `by`: the resource that it uses. `enqueue_s`: host time of the last play, if calls return
     early."""
 
@@ -96,7 +96,7 @@ class Side(AbstractContextManager["Side"], ABC):
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
         self.ranks.meet()
-        self.play([Lane(self.gather(by, pieces), 1, by)])
+        self.play([StudyLane(self.gather(by, pieces), 1, by)])
         self.ranks.meet()
         if by == "library":  # it stores piece by piece of all ranks
             found = found.view(pieces, world, self.nbytes // pieces).transpose(0, 1).reshape(-1)
@@ -114,7 +114,7 @@ class Side(AbstractContextManager["Side"], ABC):
         words = torch.arange(self.nbytes // 4, dtype=torch.int32, device=self.ranks.device)
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
-    def start(self, lanes: Sequence[Lane]) -> list[list[float]]:
+    def start(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
         """Run `play` on all ranks at the same moment. Collective."""
         self.ranks.start_together()
         return self.play(lanes)
@@ -124,7 +124,7 @@ class Side(AbstractContextManager["Side"], ABC):
         """Return one copy into a peer's memory, by `dma` or `kernel`."""
 
     @abstractmethod
-    def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
+    def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
         """Start the lanes together; return for each, in seconds of one clock, its start, and the end of each of its calls."""
 
 
@@ -149,7 +149,7 @@ class CpuSide(Side):
         size = source.numel()
         return partial(_core.copy_2d, place.data_ptr(), size, source.data_ptr(), size, size, 1)
 
-    def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
+    def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
         marks: list[list[float]] = [[] for _ in lanes]
         start = threading.Barrier(2)
 
@@ -182,13 +182,13 @@ class CudaSide(Side):
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "dma":
             return partial(place.copy_, source, non_blocking=True)
-        from weft.runtime.cuda.move import Move, Shape
+        from weft.runtime.cuda.move import CopyLaunch, CopyShape
 
         size = source.numel()
-        move = Move(place.device, shape=Shape(1, size, size, size))
+        move = CopyLaunch(place.device, shape=CopyShape(1, size, size, size))
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
-    def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
+    def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
         """Play behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
@@ -278,7 +278,7 @@ class Found:
     gathered_bytes: int
 
 
-class Effort(NamedTuple):
+class MeasuringEffort(NamedTuple):
     """The least duration of a lane, alone and beside another, and the repetitions. One more repetition comes first and does not
     count."""
 
@@ -287,7 +287,7 @@ class Effort(NamedTuple):
     repetitions: int
 
 
-def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: Step) -> Found:
+def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: MeasuringEffort, step: Step) -> Found:
     """Check and time one GEMM and the all-gather of its A. Collective. Raises RuntimeError if a result is wrong.
 
     `step` gets two shares of 1.
@@ -297,15 +297,15 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
     errors = check_cuts(matrices)
     nbytes = shard_bytes(matrices.a.nbytes, ranks.world_size, PIECES)
     with (CudaSide if ranks.device.type == "cuda" else CpuSide)(ranks, nbytes) as side:
-        alone = {WHOLE: Lane(matrices.whole, 1, "gemm")}
-        alone |= {cut_name(cut, pieces): Lane(matrices.cut(cut, pieces), 1, "gemm") for cut, pieces in CUTS}
+        alone = {WHOLE: StudyLane(matrices.whole, 1, "gemm")}
+        alone |= {cut_name(cut, pieces): StudyLane(matrices.cut(cut, pieces), 1, "gemm") for cut, pieces in CUTS}
         for by in TRANSPORTS:
             for pieces in (1, PIECES):
                 side.check(by, pieces)
-                alone[gather_name(by, pieces)] = Lane(side.gather(by, pieces), 1, by)
+                alone[gather_name(by, pieces)] = StudyLane(side.gather(by, pieces), 1, by)
         step(f"{gemm.name}: checking pieces against the whole", 1)
         pairs = make_lanes(alone, side, effort)
-        arms: dict[str, tuple[Lane, ...]] = {**{name: (lane,) for name, lane in alone.items()}, **pairs}
+        arms: dict[str, tuple[StudyLane, ...]] = {**{name: (lane,) for name, lane in alone.items()}, **pairs}
         found = _repeat(arms, side, effort.repetitions, partial(step, f"{gemm.name}: timing"))
     values = {name: 1e3 * np.array(ranks.gather(mine)) for name, mine in found.items()}  # [rank, repetitions x values]
     timings = {name: summarise(values[name].T.tolist(), lane.count) for name, lane in alone.items()}
@@ -319,16 +319,18 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
     return Found(timings, overlap, errors, nbytes * ranks.world_size)
 
 
-def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, tuple[Lane, Lane]]:
+def make_lanes(
+    alone: dict[str, StudyLane], side: Side, effort: MeasuringEffort
+) -> dict[str, tuple[StudyLane, StudyLane]]:
     """Set the counts of lanes that run alone, and return the pairs of lanes that run together, by the GEMM's variant.
     Collective."""
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
-    pairs: dict[str, tuple[Lane, Lane]] = {}
+    pairs: dict[str, tuple[StudyLane, StudyLane]] = {}
     for by, pieces in PAIRS:
         gather = gather_name(by, pieces)
-        lanes = Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather].call, 1, by)
+        lanes = StudyLane(alone[_BESIDE].call, 1, "gemm"), StudyLane(alone[gather].call, 1, by)
         of_call = seconds[_BESIDE], seconds[gather]
         lasting = max(effort.beside_s, _LEAST_CALLS * max(of_call))
         _set_counts(lanes, [lasting / alone_s for alone_s in of_call])
@@ -339,7 +341,7 @@ def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, 
 
 
 def _repeat(
-    arms: dict[str, tuple[Lane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
+    arms: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
     """Return for each arm and repetition the seconds of a call, or for pairs the values of `together`; each repetition starts
     with another arm."""
@@ -354,7 +356,7 @@ def _repeat(
     return found
 
 
-def _play_together(lanes: tuple[Lane, ...], side: Side) -> list[float]:
+def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
     """Return `together` for a play with enough overlap on every rank; raise RuntimeError if no play has."""
     for _ in range(_ATTEMPTS):
         marks = side.start(lanes)
@@ -382,19 +384,19 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
     return [(last - first) / calls[0], (last - first) / calls[1], share]
 
 
-def balance(lanes: tuple[Lane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
+def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
     """Give the lane that ended first, by `marks`, more calls, then multiply both counts by `longer`. Collective."""
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
 
 
-def _set_counts(lanes: Sequence[Lane], counts: Sequence[float]) -> None:
+def _set_counts(lanes: Sequence[StudyLane], counts: Sequence[float]) -> None:
     fewer = min(1.0, _MOST_CALLS / max(counts))
     for lane, count in zip(lanes, counts, strict=True):
         lane.count = max(1, round(count * fewer))
 
 
-def _seconds(lane: Lane, side: Side) -> float:
+def _seconds(lane: StudyLane, side: Side) -> float:
     """Return the seconds of one call of `lane` alone, on the slowest rank.
 
     The second of two plays counts, after one call that may have loaded a kernel or found memory cold."""
@@ -404,7 +406,7 @@ def _seconds(lane: Lane, side: Side) -> float:
     return found
 
 
-def _play_alone(lane: Lane, side: Side) -> list[float]:
+def _play_alone(lane: StudyLane, side: Side) -> list[float]:
     """Return the seconds of a call."""
     (marks,) = side.start([lane])
     return [(marks[-1] - marks[0]) / (len(marks) - 1)]
@@ -413,7 +415,7 @@ def _play_alone(lane: Lane, side: Side) -> list[float]:
 class Matrices:
     """A and B of random numbers, and the calls that multiply them with torch, into one result."""
 
-    def __init__(self, gemm: Gemm, dtype: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
         of: dict[str, Any] = {"dtype": dtype, "device": ranks.device}
         self.a, self.b = torch.randn(gemm.m, gemm.k, **of), torch.randn(gemm.k, gemm.n, **of)

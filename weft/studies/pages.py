@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import weft
-from weft.bench.core.tables import Record, Table, markdown_table
+from weft.bench.core.tables import Record, ResultTable, markdown_table
 from weft.bench.provenance import provenance
 from weft.hw import Machine
 from weft.hw.machine import Quantity
@@ -95,7 +95,7 @@ def where(last: Record, ranks: str = "") -> str:
     )
 
 
-def block(first: Sequence[str], tables: Sequence[Table], last: Sequence[str] = ()) -> str:
+def block(first: Sequence[str], tables: Sequence[ResultTable], last: Sequence[str] = ()) -> str:
     """Return a page's block, to go between its markers."""
     parts = [*first]
     for table in tables:

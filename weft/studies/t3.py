@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weft.bench.core.records import last_runs
-from weft.bench.core.tables import Record, Table, geomean, milliseconds, table, times
+from weft.bench.core.tables import Record, ResultTable, geomean, milliseconds, table, times
+from weft.builders import MatmulReduceScatter, named
 from weft.hw import file_of, load_machine
 from weft.plan.choose import decide
-from weft.schedule import Draft, MatmulReduceScatter, named
+from weft.schedule import Draft
 from weft.sim import Model, simulate
 from weft.sim.losses import gemms_us
 from weft.sim.traffic import traffic
@@ -72,7 +73,7 @@ _ABOVE = "weft may pass the ideal, which has NCCL's reduce-scatter: weft sends e
 
 
 @dataclass(frozen=True)
-class Row:
+class SublayerRow:
     """One sub-layer, as it ran.
 
     gather_ms: 0 if it was not recorded. moved: bytes through memory, by kind, of serial and of the selected schedule; None for a
@@ -163,7 +164,7 @@ def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter"
     return simulate(d.schedule(), model, runs=2).per_run_us / 1e3
 
 
-def rows_of(records: Sequence[Record]) -> list[Row]:
+def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
     """Return a row for each sub-layer, in the order of first appearance, from its last run; raise `ValueError` if there are
     none."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
@@ -176,7 +177,7 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
             raise ValueError(f"{same[0]['config']}: serial and weft were not both recorded: measure it again")
         one = by["weft"]
         p = MatmulReduceScatter(one["ranks"], one["m"], one["n"], one["k"], one["dtype"])
-        rows.append(Row(
+        rows.append(SublayerRow(
             *_names(one)[0], p, one["chosen"], by["serial"]["p50_ms"], one["p50_ms"], one["gemm_ms"], one["collective_ms"],
             one.get("gather_ms") or 0.0, _moved(p, one["chosen"], one["machine"]),
             by["asynctp"]["p50_ms"] if "asynctp" in by else None,
@@ -204,12 +205,12 @@ def _moved(p: MatmulReduceScatter, chosen: str, machine: str) -> tuple[dict[str,
     return serial, mine
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
+def tables(rows: Sequence[SublayerRow]) -> list[ResultTable]:
     return [_speedups(rows), *([_moves(rows)] if all(row.moved for row in rows) else [])]
 
 
-def _speedups(rows: Sequence[Row]) -> Table:
-    columns: dict[str, Callable[[Row], str]] = {
+def _speedups(rows: Sequence[SublayerRow]) -> ResultTable:
+    columns: dict[str, Callable[[SublayerRow], str]] = {
         "sub-layer": lambda row: row.name,
         "M x N x K": lambda row: f"{row.problem.m} x {row.problem.n} x {row.problem.k}",
         "GEMM ms": lambda row: milliseconds(row.gemm_ms),
@@ -235,7 +236,7 @@ def _speedups(rows: Sequence[Row]) -> Table:
 _KINDS = {"matmul": "GEMM", "peer": "collective, copies", "engine": "copies here", "compute": "sums"}
 
 
-def _moves(rows: Sequence[Row]) -> Table:
+def _moves(rows: Sequence[SublayerRow]) -> ResultTable:
     columns, cells = ["sub-layer"], [[row.name for row in rows]]
     for which, title in enumerate(("serial", "weft")):
         moved = [row.moved[which] for row in rows if row.moved]
@@ -245,7 +246,7 @@ def _moves(rows: Sequence[Row]) -> Table:
         cells += [[f"{of.get(kind, 0.0) / 1e6:.0f}" for of in moved] for kind in kinds]
     cells.append([f"{row.less_moved:.0%}" for row in rows])
     title = "Bytes through a GPU's memory for GEMM and reduce-scatter (figure 18: Mega-GPT-2 and T-NLG)"
-    return Table(title, (*columns, "less"), [*zip(*cells, strict=True)])
+    return ResultTable(title, (*columns, "less"), [*zip(*cells, strict=True)])
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -258,7 +259,7 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [said]
 
 
-def conclusions(rows: Sequence[Row]) -> list[str]:
+def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
     """Return in sentences which schedules win, and where the ideal is no bound."""
     taken = [row.chosen.split("[")[0] for row in rows]
     count = ", ".join(f"{taken.count(name)} take {name}" for name in dict.fromkeys(taken))
@@ -274,7 +275,7 @@ def markdown(records: Sequence[Record]) -> str:
     return block(notes(records), tables(rows), [" ".join(conclusions(rows))])
 
 
-def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
+def draw(directory: Path, rows: Sequence[SublayerRow], title: str) -> list[Path]:
     """Write figure 16 as a PNG file into `directory`, created if needed."""
     path = directory / "figure-16-speedups.png"
     ideal = "ideal: the longer of GEMM and NCCL's reduce-scatter, then the all-gather"

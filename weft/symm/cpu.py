@@ -17,7 +17,7 @@ import torch
 
 from weft import _core
 from weft.errors import OutOfSharedMemoryError
-from weft.symm.memory import Ranks, lent
+from weft.symm.memory import SharingRanks, lent
 from weft.words import counted
 
 _CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ class CpuRegion:
         return self._mappings[rank]
 
 
-def allocate(domain: Ranks, nbytes: int, what: str) -> CpuRegion:
+def allocate(domain: SharingRanks, nbytes: int, what: str) -> CpuRegion:
     """Reserve memory and exchange it; see `Domain.allocate`. After each of three rounds all ranks know the same."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Check that there is room for all ranks before any rank takes memory: reserving more than there is wakes the kernel's

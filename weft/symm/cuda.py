@@ -19,9 +19,9 @@ from typing import TypeAlias
 import torch
 
 from weft.errors import DisagreementError, OutOfSharedMemoryError
-from weft.symm.cuda_driver import DriverError, Memory, fill, make, rounded, take
+from weft.symm.cuda_driver import DriverError, Mapping, fill, make, rounded, take
 from weft.symm.lasting import lasting
-from weft.symm.memory import Ranks, lent
+from weft.symm.memory import SharingRanks, lent
 
 _ALIGNMENT = 512  # the least that cudaMalloc guarantees; suits vector accesses and copy engines
 _SLAB_BYTES = 8 << 20  # the smallest slab: signals and small buffers share one
@@ -73,7 +73,7 @@ class CudaRegion:
 class _Slab:
     """One allocation: `buffers[rank]` is the rank's memory as uint8 [nbytes], `addresses[rank]` its address on this device."""
 
-    def __init__(self, domain: Ranks, nbytes: int) -> None:
+    def __init__(self, domain: SharingRanks, nbytes: int) -> None:
         self.nbytes = nbytes
         self.free: list[Interval] = [(0, nbytes)]
         self.zero_from = 0  # bytes from here on have not been handed out yet
@@ -86,7 +86,7 @@ class _Slab:
         _synchronize(domain.device)
 
 
-def _shared(domain: Ranks, nbytes: int) -> list[torch.Tensor]:
+def _shared(domain: SharingRanks, nbytes: int) -> list[torch.Tensor]:
     """Return each rank's memory, uint8 [nbytes], this rank's cleared before its peers get it. After each of two rounds all ranks
     know the same."""
     device, what = domain.device, f"{nbytes} bytes of symmetric memory on GPUs"
@@ -103,7 +103,7 @@ def _shared(domain: Ranks, nbytes: int) -> list[torch.Tensor]:
         made = domain.all_gather_files(error, descriptor, what=what)
         files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
         _agree(what, [text for text, _ in made])
-        everybody: list[Memory] = []
+        everybody: list[Mapping] = []
         try:
             for rank, (_, file) in enumerate(made):
                 if file is None:
@@ -120,7 +120,7 @@ def _shared(domain: Ranks, nbytes: int) -> list[torch.Tensor]:
     return [lent(one.address, [nbytes], torch.uint8, device, one) for one in everybody]
 
 
-def _made(nbytes: int, device: torch.device) -> tuple[Memory, int]:
+def _made(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
     try:
         return make(nbytes, device)
     except DriverError as error:
@@ -135,10 +135,10 @@ def _agree(what: str, errors: list[str]) -> None:
         raise OutOfSharedMemoryError(f"{what}: {'; '.join(bad)}: make the batch smaller, or lower `outputs`")
 
 
-_slabs: weakref.WeakKeyDictionary[Ranks, list[_Slab]] = weakref.WeakKeyDictionary()
+_slabs: weakref.WeakKeyDictionary[SharingRanks, list[_Slab]] = weakref.WeakKeyDictionary()
 
 
-def allocate(domain: Ranks, nbytes: int, what: str) -> CudaRegion:
+def allocate(domain: SharingRanks, nbytes: int, what: str) -> CudaRegion:
     """Allocate the same `nbytes` on every rank. Collective. Synchronises the device for a new slab, and for memory that is
     reused."""
     slabs = _slabs.setdefault(domain, [])
@@ -215,6 +215,6 @@ def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) ->
     return min(found)[1:] if found else None
 
 
-def slab_bytes(domain: Ranks) -> int:
+def slab_bytes(domain: SharingRanks) -> int:
     """Return the bytes of device memory that the slabs of this rank hold."""
     return sum(slab.nbytes for slab in _slabs.get(domain, []))

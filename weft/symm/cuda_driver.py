@@ -83,7 +83,7 @@ def rounded(nbytes: int, device: torch.device) -> int:
         return -(-max(1, nbytes) // granule.value) * granule.value
 
 
-def make(nbytes: int, device: torch.device) -> tuple[Memory, int]:
+def make(nbytes: int, device: torch.device) -> tuple[Mapping, int]:
     """Allocate `nbytes` (from `rounded`) and map them here. Return the mapping and a file descriptor for peers, which the caller
     closes.
 
@@ -109,7 +109,7 @@ def make(nbytes: int, device: torch.device) -> tuple[Memory, int]:
             _call("cuMemRelease", handle)  # the mapping keeps the memory
 
 
-def take(descriptor: int, nbytes: int, device: torch.device) -> Memory:
+def take(descriptor: int, nbytes: int, device: torch.device) -> Mapping:
     """Map a peer's memory here. The caller still owns the descriptor."""
     with torch.cuda.device(device):
         handle = ctypes.c_ulonglong()
@@ -120,7 +120,7 @@ def take(descriptor: int, nbytes: int, device: torch.device) -> Memory:
             _call("cuMemRelease", handle)
 
 
-def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Memory:
+def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Mapping:
     address, size, none = ctypes.c_ulonglong(), ctypes.c_size_t(nbytes), ctypes.c_ulonglong(0)
     _call("cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), none, none)
     try:
@@ -134,10 +134,10 @@ def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Me
     except DriverError:
         _call("cuMemAddressFree", address, size)
         raise
-    return Memory(address.value, nbytes, device)
+    return Mapping(address.value, nbytes, device)
 
 
-class Memory:
+class Mapping:
     """A mapping of device memory. It ends with the last reference to this object, and the memory ends with its last mapping
     anywhere."""
 

@@ -1,11 +1,16 @@
-"""Process groups as torch keeps them: whether this rank can make calls on a group, and the store that its ranks share."""
+"""Process groups as torch keeps them: the group that a caller passes or names, and the store that its ranks share."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import (
+    _get_group_size_by_name,
+    _get_process_group_store,
+    _resolve_process_group,
+)
 
 from weft import forks
 
@@ -43,3 +48,50 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
         return group is not None and bool(dist.get_process_group_ranks(group))
     except KeyError:
         return False
+
+
+def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
+    """Return the process group that a caller passes, or names. Refuse None: the ranks of a default group would wait."""
+    if isinstance(group, str):
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError(
+                f"torch.compile finds no group by its name, {group!r}: ask size_of(group) and rank_of(group)"
+            )
+        try:
+            return _resolve_process_group(group)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise ValueError(
+                f"group={group!r} names no process group of this rank, or a destroyed one: pass the group, or its group_name"
+            ) from error
+    if group is None:
+        raise ValueError(NO_GROUP)
+    if not isinstance(group, dist.ProcessGroup):
+        if hasattr(group, "get_group"):
+            raise ValueError(
+                f"group={group!r} is a {type(group).__name__}: pass its get_group(), of one of its dimensions"
+            )
+        raise ValueError(
+            f"group={group!r} is no process group that this rank belongs to: only its members make this call"
+        )
+    return group
+
+
+def rank_of(group: dist.ProcessGroup | str | None) -> int:
+    """Return this rank's number in the group, also during tracing."""
+    if isinstance(group, str) and torch.compiler.is_compiling():
+        return _rank_by_name(group)
+    return group_of(group).rank()
+
+
+def _rank_by_name(group: str) -> int:
+    return group_of(group).rank()
+
+
+_rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result`, which would load Dynamo
+
+
+def size_of(group: dist.ProcessGroup | str | None) -> int:
+    """Return the group's world size, also during tracing, when torch finds no group by its name."""
+    if isinstance(group, str) and torch.compiler.is_compiling():
+        return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
+    return group_of(group).size()

@@ -50,7 +50,7 @@ class Region(Protocol):
         """Close the region, and let later regions use its memory. Nothing on any rank may use it any more, views included."""
 
 
-class Ranks(Protocol):
+class SharingRanks(Protocol):
     """The ranks that share memory, as seen from this rank: the part of a `Domain` that allocators use."""
 
     rank: int

@@ -1,8 +1,8 @@
-"""The interface between benchmarks and operators: `Operator` (presets, tables), `Variants` of each preset (inputs, variants and
-baselines, bytes), and the records made of these.
+"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables), `Variants` of each preset
+(inputs, variants and baselines, bytes), and the records made of these.
 
-An operator with baselines of its own has a file in `weft.bench.ops` of its name, with an `Operator` called `OPERATOR`. Timing,
-checks, records, command line and documents are shared.
+An operator with baselines of its own has a file in `weft.bench.ops` of its name, with an `OperatorBenchmark` called
+`OPERATOR`. Timing, checks, records, command line and documents are shared.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ChoosingVariants(Variants):
         """Return the same weights with the first `size` rows of the inputs (tokens, samples): a call of another size."""
 
 
-class Operator(ABC, Generic[P]):
+class OperatorBenchmark(ABC, Generic[P]):
     """The benchmark of an operator. P: its presets, which have names and become `Variants`; tables show their records.
 
     An operator that measures in its own way overrides the methods for measuring, showing and tables."""

@@ -12,7 +12,7 @@ import importlib.util
 from typing import Any
 
 from weft.bench.core.arguments import one_of
-from weft.schedule.problem import PROBLEMS
+from weft.builders.problem import PROBLEMS
 
 SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
 """fp8 operators that are planned and measured as another operator with `--dtype fp8`."""
@@ -48,7 +48,7 @@ def measured() -> list[str]:
 
 
 def operator(name: str) -> Any:
-    """Return the `weft.bench.core.operator.Operator` of that name; raise `ValueError` with the known names if there is none.
+    """Return the `OperatorBenchmark` of that name; raise `ValueError` with the known names if there is none.
 
     An operator whose spec draws its calls and computes the expected results needs no file in `weft.bench.ops`, whether it is
     weft's or registered by a user (`weft.operator`).

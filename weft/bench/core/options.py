@@ -11,8 +11,8 @@ import torch
 
 from weft.bench.core.harness import Mode
 from weft.bench.core.operators import operator
-from weft.schedule.options import split
-from weft.schedule.problem import option_from_text
+from weft.builders.options import split
+from weft.builders.problem import option_from_text
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -25,7 +25,7 @@ class BenchOptions:
     largest 1/2^k that fits (GPU: memory; CPU: memory and about a second per variant: a call may read `read_mib` MiB of rows with
     each thread). seconds: for the slowest variant of a mode. quick: small inputs and few repetitions, to try things out.
     pictures: a folder for them, if the operator draws any. option: names and values of the operator's own options
-    (`weft.schedule.Problem.sized`)."""
+    (`weft.builders.Problem.sized`)."""
 
     op: str
     preset: str | None = None
@@ -86,7 +86,7 @@ class BenchOptions:
 
 
 def parse_option(op: str, text: str) -> tuple[str, Any]:
-    """Return name and value of "dst=2", an option of `op` (`weft.schedule.options`).
+    """Return name and value of "dst=2", an option of `op` (`weft.builders.options`).
 
     If the benchmark refuses `option`, the value is the text. Raises `ValueError` without a name, or for an impossible value."""
     return split(text) if "option" in operator(op).refuses else option_from_text(op, text)

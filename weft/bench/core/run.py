@@ -23,7 +23,7 @@ from weft.bench.core.ceilings import Ceilings, measure_ceilings
 from weft.bench.core.console import progress
 from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import STEPS
-from weft.bench.core.operator import Operator
+from weft.bench.core.operator import OperatorBenchmark
 from weft.bench.core.operators import operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record
@@ -66,7 +66,7 @@ def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, dev
 def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
     """Run one rank's part of `bench` in the default process group. Returns the records on rank 0, none elsewhere."""
     ranks = make_ranks(options.device)
-    op: Operator[Any] = operator(options.op)
+    op: OperatorBenchmark[Any] = operator(options.op)
     presets = op.presets(options)
     ceilings = ceilings_for(options, ranks)
     release(ranks)

@@ -10,7 +10,7 @@ Record = dict[str, Any]
 """One JSON object: the measurement of a (configuration, variant, mode), with the data needed to trust and repeat it."""
 
 
-class Table(NamedTuple):
+class ResultTable(NamedTuple):
     title: str
     columns: tuple[str, ...]
     cells: list[tuple[str, ...]]
@@ -18,12 +18,12 @@ class Table(NamedTuple):
 
 def table(
     title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
-) -> Table:
+) -> ResultTable:
     """Return a table with a line for each row, then the lines of `last`, by column. Columns without any value are left out."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     shown = [name for name in columns if any(cells[name])]
     lines = [*zip(*(cells[name] for name in shown), strict=True)]
-    return Table(title, tuple(shown), [*lines, *(tuple(line.get(name, "") for name in shown) for line in last)])
+    return ResultTable(title, tuple(shown), [*lines, *(tuple(line.get(name, "") for name in shown) for line in last)])
 
 
 def by_config(rows: Sequence[Record]) -> dict[str, dict[str, Record]]:

@@ -22,10 +22,10 @@ import torch
 
 from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.embedding_presets import Bag, EmbeddingPreset, TableShape, Zipf
-from weft.bench.ops.gemms import Shape
+from weft.bench.ops.gemms import GemmShape
 from weft.hw import machine_of
 
-Drawn: TypeAlias = Shape | EmbeddingPreset
+Drawn: TypeAlias = GemmShape | EmbeddingPreset
 
 EMBEDDING = "embedding_all_to_all"
 EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
@@ -101,7 +101,7 @@ def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn
 
     Sizes are M, tokens of a rank, or samples of all ranks."""
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
-    most = sizes[(Shape, MoeShape, EmbeddingPreset).index(_made_by(op))]
+    most = sizes[(GemmShape, MoeShape, EmbeddingPreset).index(_made_by(op))]
     unit = _unit(op, bounds)
 
     def largest(rng: random.Random, op: str, bounds: Bounds) -> Drawn:
@@ -116,7 +116,7 @@ def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn
 
 
 def _made_by(op: str) -> type:
-    return EmbeddingPreset if op == EMBEDDING else MoeShape if op in EXPERTS else Shape
+    return EmbeddingPreset if op == EMBEDDING else MoeShape if op in EXPERTS else GemmShape
 
 
 def _kind(op: str) -> Callable[[random.Random, str, Bounds], Drawn]:
@@ -154,7 +154,7 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
     )
 
 
-def _checking_bytes(shape: Shape, ranks: int, item_bytes: int) -> float:
+def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
     """Return the memory of the comparison with float64: two input sets and one of each rank, operands in fp32 and fp64,
     products."""
     operands = (shape.m + shape.n) * shape.k
@@ -166,11 +166,11 @@ def _of_busiest(costs: Sequence[float], ranks: int) -> float:
     return max(max(costs), sum(costs) / ranks)
 
 
-def _gemm(rng: random.Random, op: str, bounds: Bounds) -> Shape:
+def _gemm(rng: random.Random, op: str, bounds: Bounds) -> GemmShape:
     ranges, unit = RANGES[bounds.device], _unit(op, bounds)
     m = _rows(rng, ranges.m, ranges.decode)
     even = min(-(-m // unit) * unit, ranges.m - ranges.m % unit)
-    return Shape(even, _extent(rng, ranges.nk), _extent(rng, ranges.nk))
+    return GemmShape(even, _extent(rng, ranges.nk), _extent(rng, ranges.nk))
 
 
 def _experts(rng: random.Random, op: str, bounds: Bounds) -> MoeShape:

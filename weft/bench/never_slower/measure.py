@@ -36,7 +36,7 @@ _LIMIT = 4.0
 
 
 @dataclass(frozen=True)
-class Item:
+class ShapeToMeasure:
     """A shape to measure. index: its number; -1 for the shape of `changing`. sizes: of `changing`."""
 
     op: str
@@ -49,7 +49,7 @@ class Item:
         return self.drawn.name + (f", {counted(len(self.sizes), 'size')}" if self.sizes else "")
 
 
-def common(item: Item, mode: str, again: bool, ranks: Ranks, options: Options) -> Record:
+def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: Options) -> Record:
     """Return the fields that every row has."""
     device = options.device
     name, dtype = plain(item.op, None)
@@ -60,7 +60,7 @@ def common(item: Item, mode: str, again: bool, ranks: Ranks, options: Options) -
     }  # fmt: skip
 
 
-def measured(item: Item, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
+def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
     """Measure a shape. Collective; the same times on every rank."""
     if why := _cannot(item, ranks):
         return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
@@ -84,7 +84,7 @@ def measured(item: Item, modes: Sequence[str], again: bool, ranks: Ranks, option
     return [common(item, mode, again, ranks, options) | found for mode, found in rows.items()]
 
 
-def _cannot(item: Item, ranks: Ranks) -> str:
+def _cannot(item: ShapeToMeasure, ranks: Ranks) -> str:
     """Return why an operator cannot run on this machine; empty if it can."""
     fp8 = "scaled" in item.op and ranks.device.type == "cuda"
     if fp8 and torch.cuda.get_device_capability(ranks.device) < _FP8:
@@ -124,7 +124,7 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
     }  # fmt: skip
 
 
-def _changing(work: ChoosingVariants, item: Item, ranks: Ranks) -> Record:
+def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
     """Call all sizes, one after the other, weft and serial alternately, with a synchronisation after each call."""
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()

@@ -11,7 +11,7 @@ from pathlib import Path
 from weft.bench.core.arguments import check_file, number_of_ranks, one_of
 from weft.bench.core.operators import LAYERS, names
 from weft.bench.provenance import provenance
-from weft.schedule.problem import PROBLEMS
+from weft.builders.problem import PROBLEMS
 
 COMMAND = "never-slower"
 MODES = ("queued", "graph", "single", "changing")

@@ -25,7 +25,7 @@ from weft.bench.core.tables import Record
 from weft.bench.never_slower import page
 from weft.bench.never_slower.draw import bounds_here, draw, draw_changing
 from weft.bench.never_slower.judge import Verdict, key, mine
-from weft.bench.never_slower.measure import Item, common, measured
+from weft.bench.never_slower.measure import ShapeToMeasure, common, measured
 from weft.bench.never_slower.options import Options
 from weft.errors import WeftError
 from weft.words import by_rank
@@ -51,17 +51,17 @@ def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
         return _Run(options).all()
 
 
-def items_of(options: Options, world_size: int) -> list[Item]:
+def items_of(options: Options, world_size: int) -> list[ShapeToMeasure]:
     """Return the shapes of this part: each operator's first, then each operator's second, and so on."""
     bounds = bounds_here(options.device, world_size)
     drawn = [
-        Item(op, index, draw(op, index, options.seed, bounds))
+        ShapeToMeasure(op, index, draw(op, index, options.seed, bounds))
         for index in range(options.shapes if set(options.modes) != {"changing"} else 0)
         for op in options.ops
     ]
     if "changing" in options.modes:
         for op in options.ops:
-            drawn.append(Item(op, _CHANGING, *draw_changing(op, options.seed, bounds, options.sizes)))
+            drawn.append(ShapeToMeasure(op, _CHANGING, *draw_changing(op, options.seed, bounds, options.sizes)))
     number, parts = options.part
     return drawn[number - 1 :: parts]
 
@@ -106,7 +106,7 @@ class _Run:
             page.show(self.rows)
         return self.rows
 
-    def found(self, items: Sequence[Item]) -> list[Record]:
+    def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
         """Return the rows of these shapes that the file has, and print their number."""
         path = self.options.json
         if path is None or not path.is_file():
@@ -125,15 +125,15 @@ class _Run:
         )
         return rows
 
-    def common(self, item: Item, mode: str, again: bool) -> Record:
+    def common(self, item: ShapeToMeasure, mode: str, again: bool) -> Record:
         return common(item, mode, again, self.ranks, self.options) | {"run": self.run}
 
-    def modes(self, item: Item) -> tuple[str, ...]:
+    def modes(self, item: ShapeToMeasure) -> tuple[str, ...]:
         if item.sizes:
             return ("changing",)
         return tuple(mode for mode in self.options.modes if mode != "changing")
 
-    def missing(self, items: Sequence[Item]) -> list[tuple[Item, tuple[str, ...]]]:
+    def missing(self, items: Sequence[ShapeToMeasure]) -> list[tuple[ShapeToMeasure, tuple[str, ...]]]:
         """Return the shapes and modes that are still to be measured."""
         done: set[Hashable] = {key(row) for row in self.rows if not row["again"]}
         found = []
@@ -143,7 +143,7 @@ class _Run:
                 found.append((item, modes))
         return found
 
-    def measure(self, todo: Sequence[tuple[Item, tuple[str, ...]]], again: bool) -> None:
+    def measure(self, todo: Sequence[tuple[ShapeToMeasure, tuple[str, ...]]], again: bool) -> None:
         """Measure these shapes, and append their rows to the file, one shape after the other. Collective."""
         with progress(len(todo), shown=self.leads and bool(todo), prefix="again, " * again) as step:
             for number, (item, modes) in enumerate(todo, 1):
@@ -166,7 +166,7 @@ class _Run:
         if self.options.json is not None:
             records.append(self.options.json, rows)
 
-    def attempt(self, item: Item, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
+    def attempt(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
         """Return (rows of a shape, the reason if the group is dead). Collective."""
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
@@ -187,7 +187,7 @@ class _Run:
             error = _shown(dead)
         return rows, next((dead for dead in self.said(error) if dead), "")
 
-    def rows_of(self, item: Item, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
+    def rows_of(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
         """Return (rows, the error); the references of an exception are dropped here."""
         try:
             found = measured(item, modes, again, self.ranks, self.options)

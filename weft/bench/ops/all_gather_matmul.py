@@ -27,15 +27,15 @@ from weft.bench.core.tables import Record, geomean, times
 from weft.bench.ops.any_operator import Arm, GemmVariants
 from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
-from weft.bench.ops.gemms import BASELINE, WEFT, Shape, find_shapes, gemm_limit, roundings, shapes_file
-from weft.operator.choosing import device_name
+from weft.bench.ops.gemms import BASELINE, WEFT, GemmShape, find_shapes, gemm_limit, roundings, shapes_file
+from weft.builders import named
+from weft.operator.this_machine import device_name
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_by_torch, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import named
 
 _BLOCK = 4096  # rows of the reference in one computation
 
@@ -161,15 +161,15 @@ def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return copy.copy_(x)
 
 
-class _AllGatherMatmul(TorchOperator):
+class _AllGatherBenchmark(TorchOperator):
     fp8 = True
     variants, shape = GatherVariants, GatherShape
 
-    def presets(self, options: BenchOptions) -> Sequence[Shape]:
+    def presets(self, options: BenchOptions) -> Sequence[GemmShape]:
         shapes = find_shapes(GatherShape, shapes_file(self.name), options)
         return [shape.on(options.ranks) for shape in shapes]
 
-    def workload(self, preset: Shape, ranks: Ranks, options: BenchOptions) -> GemmVariants:
+    def workload(self, preset: GemmShape, ranks: Ranks, options: BenchOptions) -> GemmVariants:
         if not isinstance(preset, GatherShape):
             return super().workload(preset, ranks, options)
         names, item_bytes = [name for name in options.variants if self.pinned(name)], DTYPES[options.dtype].itemsize
@@ -193,4 +193,4 @@ class _AllGatherMatmul(TorchOperator):
         return remarks.of_asynctp(rows)
 
 
-OPERATOR = _AllGatherMatmul(plain.OPERATOR)
+OPERATOR = _AllGatherBenchmark(plain.OPERATOR)

@@ -32,12 +32,13 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
 from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, GemmVariants
-from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Problems, Shape, gemm_limit, roundings
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, GemmShape, Problems, gemm_limit, roundings
+from weft.builders.problem import PROBLEMS
 from weft.operator.spec import Operator as Spec
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
-from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
-from weft.schedule.problem import PROBLEMS
+from weft.runtime.unfused import experts
+from weft.runtime.unfused.sizes import Sizes
 from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"
@@ -47,7 +48,7 @@ _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)
 
 
 @dataclass(frozen=True)
-class MoeShape(Shape):
+class MoeShape(GemmShape):
     """m tokens on each rank, each for `top_k` of all ranks' `experts`, [k, n] in each expert. skew: exponent of Zipf's law."""
 
     experts: int = 1
@@ -106,7 +107,7 @@ class MoeShape(Shape):
 
 
 @dataclass(frozen=True)
-class Load:
+class RouterLoad:
     """The load that the router's choice makes for a configuration; the worst or, for skews, the mean input set.
 
     capacity: rows that `padded` has for each expert on each rank. max_rows: the argument of bounded variants. rank_skew and
@@ -166,14 +167,14 @@ class ExpertVariants(GemmVariants):
         return bool((p.experts, p.n, p.k, p.dtype, p.exact) == (mine.experts, mine.n, mine.k, mine.dtype, exact))
 
     @cached_property
-    def load(self) -> Load:
+    def load(self) -> RouterLoad:
         world = self.ranks.world_size
         splits = torch.stack(self.all_splits).view(self.input_sets, world, world, self.experts)
         between = splits.sum(3)  # rows [input set, from, to]
         of_rank, of_expert = between.sum(1), splits.sum(1).flatten(1)
         leaving = between.masked_fill(torch.eye(world, dtype=torch.bool), 0)
         busiest = torch.maximum(leaving.sum(2), leaving.sum(1)).amax(1).double().mean()
-        return Load(
+        return RouterLoad(
             max_rows=_round_up(int(of_rank.max()), 128),
             capacity=_round_up(int(splits.max()), 8),
             rank_skew=float((of_rank.amax(1) / of_rank.double().mean(1)).mean()),
@@ -322,8 +323,8 @@ class DispatchVariants(ExpertVariants):
 
     def serial(self, which: int) -> torch.Tensor:
         group = self.ranks.group
-        sizes = Sizes(self.splits[which], exchange_counts(self.splits[which], group))
-        return multiplied_by_library(self.tokens[which], self.w, sizes, group, None)[0]
+        sizes = Sizes(self.splits[which], experts.exchange_counts(self.splits[which], group))
+        return experts.all_to_all_matmul(self.tokens[which], self.w, sizes, group, None)[0]
 
     def padded(self, which: int) -> torch.Tensor:
         """Run with room for `capacity` rows of each expert on each rank: sizes are known, so the host does not wait.

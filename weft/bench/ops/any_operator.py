@@ -23,17 +23,18 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import ChoosingVariants, Columns, Operator
+from weft.bench.core.operator import ChoosingVariants, Columns, OperatorBenchmark
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, cell, geomean, markdown_table, milliseconds, number, share, times
 from weft.bench.ops import gemms
-from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, S, Shape
-from weft.operator import choosing
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, GemmShape, S
+from weft.builders import named
+from weft.operator import select, this_machine
 from weft.operator.calls import made, prepared_calls
 from weft.operator.spec import Operator as Spec
 from weft.plan.choose import decide
 from weft.plan.predict import least_us, predict
-from weft.schedule import Schedule, named
+from weft.schedule import Schedule
 from weft.sim import Model
 from weft.words import counted
 
@@ -65,10 +66,12 @@ class GemmVariants(ChoosingVariants):
     beside: ClassVar[tuple[str, ...]] = ()
     """The calls timed beside the variants; all records have their times."""
 
-    def __init__(self, spec: Spec[Any], shape: Shape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
+    def __init__(self, spec: Spec[Any], shape: GemmShape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
         self.name, self.about, self.dtype, self.operands = shape.name, shape.about, DTYPES[dtype], DTYPES[dtype]
-        self._describe: Callable[[Shape], gemms.Problems] = lambda of: of.problems(spec.name, ranks.world_size, dtype)
+        self._describe: Callable[[GemmShape], gemms.Problems] = lambda of: of.problems(
+            spec.name, ranks.world_size, dtype
+        )
         self.problems = self._describe(shape)
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
@@ -244,7 +247,7 @@ class MatmulVariants(GemmVariants):
         model = self._model()
         if model is None:
             return {}
-        return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
+        return {mode: select.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
@@ -269,10 +272,10 @@ class MatmulVariants(GemmVariants):
 
     def _model(self) -> Model | None:
         world = self.ranks.world_size
-        return None if world == 1 else choosing.machine_model(self.ranks.device, world)
+        return None if world == 1 else this_machine.machine_model(self.ranks.device, world)
 
 
-class GemmOperator(Operator[S]):
+class GemmOperator(OperatorBenchmark[S]):
     """The benchmark of an operator with a GEMM. Presets are names or typed shapes; tables have a row for each shape, and a
     summary."""
 
@@ -385,10 +388,10 @@ class GemmOperator(Operator[S]):
         return [f"within {_NEAR_BEST:.0%} of the fastest of {of} that ran under their names on {near:.0%}"]
 
 
-class AnyOperator(GemmOperator[Shape]):
+class AnyOperator(GemmOperator[GemmShape]):
     """The benchmark of [m, k] @ [k, n] in some form. All such operators have its summary."""
 
-    variants, shape = MatmulVariants, Shape
+    variants, shape = MatmulVariants, GemmShape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012
     columns: ClassVar[Columns] = {
         "over\nideal": cell("ideal_ratio", 2), "calibrated\nms": cell(_PREDICTED[0], 4), "blind\nms": cell(_PREDICTED[1], 4),

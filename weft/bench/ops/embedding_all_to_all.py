@@ -20,7 +20,7 @@ import torch
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import ChoosingVariants, Columns, Operator
+from weft.bench.core.operator import ChoosingVariants, Columns, OperatorBenchmark
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, by_config, cell, geomean, times
@@ -165,7 +165,7 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
     return fitting_scale(preset, ranks.world_size, DTYPES[options.dtype], **sizes)
 
 
-class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
+class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
     name, baselines = "embedding_all_to_all", BASELINES
     columns: ClassVar[Columns] = {"pool\nms": cell("pool_ms", 3), "extra\nMB": cell("extra_bytes", 1, 1e6)}
     narrow = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Self
 
 from weft.bench.core.harness import Ranks
 from weft.bench.core.run import free_bytes
-from weft.bench.ops.gemms import MEMORY_SHARE, Shape, memory_of_schedules
-from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
+from weft.bench.ops.gemms import MEMORY_SHARE, GemmShape, memory_of_schedules
+from weft.bench.table_1 import SYNTHETIC, TABLE_1, GatheredGemm
 
 _GROUPS = {"table-1": TABLE_1, "synthetic": SYNTHETIC}
 _GEMMS = {gemm.name: (gemm,) for gemms in _GROUPS.values() for gemm in gemms}
@@ -29,14 +29,14 @@ _USED = 0.9  # share of the free memory: libraries take the rest
 
 
 @dataclass(frozen=True)
-class GatherShape(Shape):
+class GatherShape(GemmShape):
     """gemm: its name in the paper's table; "" for a shape of our own. over: the divisor of M; 0: the least that fits."""
 
     gemm: str = ""
     over: int = 1
 
     written: ClassVar[str] = (
-        f"{Shape.written}; or of FiCCO's GEMMs g1 to g16, s1 to s16, table-1 or synthetic, with -m4 behind for a quarter of M"
+        f"{GemmShape.written}; or of FiCCO's GEMMs g1 to g16, s1 to s16, table-1 or synthetic, with -m4 behind for a quarter of M"
     )
 
     @property
@@ -49,7 +49,7 @@ class GatherShape(Shape):
     def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
         """Return the shapes of this name. The paper's GEMMs have the layer's N (`on` divides it)."""
         match = _NAME.fullmatch(name)
-        gemms: Sequence[Gemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
+        gemms: Sequence[GatheredGemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
         if not match or not gemms:
             return super().named(name, groups)
         over, by = int(match[2] or 0), int(match[2] or 1)

@@ -20,7 +20,8 @@ from weft import reading
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.schedule import ITEM_BYTES, Candidate, Compute, NotApplicableError, Schedule, candidates, described, named
+from weft.builders import Candidate, NotApplicableError, candidates, described, named
+from weft.schedule import ITEM_BYTES, Compute, Schedule
 
 BASELINE, WEFT, OWN_SERIAL = "serial", "weft", "weft-serial"
 """Variants: the baseline, the operator with its own choice, and its serial schedule if pinned."""
@@ -37,7 +38,7 @@ MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Shape:
+class GemmShape:
     """A shape to measure, [m, k] @ [k, n], n on each rank; shapes of one name are equal.
 
     symmetric: peers can read the input in place. own: the operator's own options. written: how to type a shape. example: a small
@@ -86,7 +87,7 @@ class Shape:
         return (self.m + self.n) * self.k * item_bytes + 8 * self.m * self.n
 
 
-S = TypeVar("S", bound=Shape)
+S = TypeVar("S", bound=GemmShape)
 
 
 def shapes_file(op: str) -> Path:
@@ -117,7 +118,7 @@ def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ..
     return tuple(found.values())
 
 
-def check_room(shape: Shape, ranks: Ranks, item_bytes: int) -> None:
+def check_room(shape: GemmShape, ranks: Ranks, item_bytes: int) -> None:
     """Raise ValueError if the inputs and the float64 reference of a rank exceed the free memory. Collective."""
     needed, free = shape.bytes(ranks.world_size, item_bytes), free_bytes(ranks)
     if needed > free:

@@ -20,7 +20,8 @@ from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.ops.matmul_all_to_all import OPERATOR as SPEC
 from weft.ops.matmul_all_to_all import matmul_all_to_all
-from weft.runtime.exchanged import remember_total, returned_by_library
+from weft.runtime.unfused import experts
+from weft.runtime.unfused.sizes import remember_total
 
 
 class CombineVariants(ExpertVariants):
@@ -70,7 +71,7 @@ class CombineVariants(ExpertVariants):
 
     def serial(self, which: int) -> torch.Tensor:
         group = self.ranks.group
-        return returned_by_library(self.arrived[which], self.w, self.known[which], group, self.config.rows)
+        return experts.matmul_all_to_all(self.arrived[which], self.w, self.known[which], group, self.config.rows)
 
     def weft(self, variant: str, schedule: str | None) -> Arm:
         """Return weft's call, without or with `rows`."""

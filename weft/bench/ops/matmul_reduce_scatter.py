@@ -27,7 +27,7 @@ from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 from weft.runtime.collectives import reduce_scatter_by_torch
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.runtime.unfused import reduce_scatter
+from weft.runtime.unfused import STRAIGHT, reduce_scatter
 
 
 class ScatterVariants(TorchVariants):
@@ -60,7 +60,7 @@ class ScatterVariants(TorchVariants):
     def scattered(self) -> torch.Tensor:
         rank, world, rows, group = self.ranks.rank, self.ranks.world_size, self.problem.rows, self.ranks.group
         if self.ranks.device.type != "cuda":  # gloo has no reduce-scatter: weft's replacement
-            return reduce_scatter(self.product, [rows] * world, rank, group, None, "reduce_scatter")
+            return reduce_scatter(self.product, [rows] * world, rank, group, STRAIGHT, "reduce_scatter")
         y = self.product.new_empty(rows, self.config.n)
         reduce_scatter_by_torch(y, self.product, group=group)
         return y
@@ -115,7 +115,7 @@ class ScaledScatterVariants(ScatterVariants):
         return call
 
 
-class _ScaledMatmulReduceScatter(TorchOperator):
+class _ScaledReduceScatterBenchmark(TorchOperator):
     fp8, shapes_of = True, "matmul_reduce_scatter"
 
     def default_dtype(self, device: str) -> str:
@@ -128,4 +128,4 @@ class _ScaledMatmulReduceScatter(TorchOperator):
 
 
 OPERATOR = TorchOperator(plain.OPERATOR, ScatterVariants)
-SCALED = _ScaledMatmulReduceScatter(scaled.OPERATOR, ScaledScatterVariants)
+SCALED = _ScaledReduceScatterBenchmark(scaled.OPERATOR, ScaledScatterVariants)

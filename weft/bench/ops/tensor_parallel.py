@@ -29,19 +29,19 @@ from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Columns, Operator, Variants
+from weft.bench.core.operator import Columns, OperatorBenchmark, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, by_config, milliseconds, table
 from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.asynctp import ASYNCTP
 from weft.bench.ops.gemms import BASELINE, WEFT
-from weft.bench.ops.tensor_parallel_arms import COMPILED, COMPUTE, Block, Model, arms_of, fused_by_torch, local
+from weft.bench.ops.tensor_parallel_arms import COMPILED, COMPUTE, Block, ModelSizes, arms_of, fused_by_torch, local
 
 MODELS = {
-    "llama-3-8b": Model(4096, 14336, 32, 8, 8192),
-    "llama-3-70b": Model(8192, 28672, 64, 8, 8192),
-    "llama-3-405b": Model(16384, 53248, 128, 8, 8192),
-    "cpu": Model(256, 768, 8, 4, 512),
+    "llama-3-8b": ModelSizes(4096, 14336, 32, 8, 8192),
+    "llama-3-70b": ModelSizes(8192, 28672, 64, 8, 8192),
+    "llama-3-405b": ModelSizes(16384, 53248, 128, 8, 8192),
+    "cpu": ModelSizes(256, 768, 8, 4, 512),
 }
 MODELS |= {f"{name}-whole": model._replace(whole=True) for name, model in MODELS.items()}
 VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
@@ -158,9 +158,9 @@ def _hidden(r: Record) -> str:
     return f"{r['hidden']:.0%}" if r.get("variant") == WEFT and r["hidden"] is not None else ""
 
 
-class _TensorParallel(Operator[Block]):
+class _TensorParallel(OperatorBenchmark[Block]):
     name = "tensor_parallel"
-    refuses = {**Operator.refuses, "scale": "has sizes of models: give another preset"}  # noqa: RUF012
+    refuses = {**OperatorBenchmark.refuses, "scale": "has sizes of models: give another preset"}  # noqa: RUF012
     baselines = Comparison.baselines
     columns: ClassVar[Columns] = {"hidden": _hidden}
 

@@ -29,7 +29,7 @@ COMPUTE, COMPILED = "compute", "weft-compiled"
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Model(NamedTuple):
+class ModelSizes(NamedTuple):
     hidden: int
     intermediate: int
     heads: int
@@ -48,7 +48,7 @@ class Model(NamedTuple):
 class Block:
     of: str
     kind: Literal["mlp", "attention"]
-    model: Model
+    model: ModelSizes
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ class PlainAttention(Plain, weft.nn.ParallelAttention):
 
 
 class StockMLP(nn.Module):
-    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSizes, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         linear = partial(nn.Linear, bias=False, device=device, dtype=dtype)
         self.gate_proj, self.up_proj = (linear(model.hidden, model.intermediate) for _ in range(2))
@@ -188,7 +188,7 @@ class StockMLP(nn.Module):
 
 
 class StockAttention(nn.Module):
-    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSizes, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         linear = partial(nn.Linear, bias=False, device=device, dtype=dtype)
         width, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim

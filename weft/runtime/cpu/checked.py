@@ -12,10 +12,10 @@ from dataclasses import replace
 from weft.errors import ScheduleError
 from weft.runtime.cpu.steps import bind, has_own_kernel, is_bound
 from weft.schedule import Collective, Compute, For, Lane, Read, Schedule, Set, Step, Tiles, value
-from weft.schedule.fits import declared, unread, wrong_collectives, wrong_declarations, wrong_step
-from weft.schedule.order import sets_per_run
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
+from weft.schedule.verify.issue_order import sets_per_run
+from weft.schedule.verify.well_formed import declared, unread, wrong_collectives, wrong_declarations, wrong_step
 from weft.words import counted
 
 

@@ -1,6 +1,6 @@
 """embedding_all_to_all on CPU processes: a rank's side of every call.
 
-A call has four phases: agree (`weft.runtime.agreement`: a free output slot, equal plans and batch sizes, no refusal), pool with
+A call has four phases: meet (`weft.runtime.meeting`: a free output slot, equal plans and batch sizes, no refusal), pool with
 stores into the peers' memory, notify the peers, wait for them.
 
 Order. `direct`: all stores of the native kernel are fenced before it returns; then done[rank] = epoch at every peer,
@@ -10,6 +10,7 @@ written again only after its owner has offered it anew in the exchange of a late
 
 from __future__ import annotations
 
+import struct
 import time
 from typing import Any
 
@@ -22,12 +23,13 @@ from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.check import CheckedInput, bad_index_message, check_contents
 from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, WeftError
-from weft.runtime.agreement import agree, refuse, topic_of
+from weft.runtime.meeting import Topic, meeting_of, refuse, shown
 from weft.runtime.outputs import OutputPool
 from weft.symm import Domain
 from weft.timeline import Timeline
 from weft.words import counted
 
+_EXTRA = struct.Struct("<qq")  # the rank's output slot for the call, the hash of the batch sizes
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _TRANSPORT_CODE = {"direct": 0, "put": 1}
 _BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # "fatal" checks all indices before the call begins
@@ -94,6 +96,27 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
         warn(f"{counted(bad, 'index', 'indices')} out of range, read as zero rows; the first: {first}")
 
 
+def topic_of(domain: Domain, plan: EmbeddingPlan) -> Topic:
+    """Return the topic of calls with this plan."""
+    return Topic("embedding_all_to_all", plan.said, difference=shown(domain, plan.said))
+
+
+def meet(
+    domain: Domain, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
+) -> list[int]:
+    """Return every rank's output slot for this call. Raise on every rank if one refuses or calls something else."""
+    meeting = meeting_of(domain)
+    extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)))
+    said = [_EXTRA.unpack(extra) for extra in extras]
+    for rank, (_, theirs) in enumerate(said):
+        if theirs != said[0][1]:
+            meeting.disagree(
+                f"ranks 0 and {rank} called embedding_all_to_all with different batch_sizes (here, on rank {domain.rank}, "
+                f"{batch_sizes}): pass the same global batch and batch_sizes on every rank"
+            )
+    return [slot for slot, _ in said]
+
+
 class EmbeddingAllToAllCpu:
     """One plan on one domain of CPU processes. The constructor and `__call__` are collective."""
 
@@ -129,7 +152,7 @@ class EmbeddingAllToAllCpu:
         except Exception as error:
             refuse(domain, str(error), deadline_s=deadline_s)
         try:
-            slots = agree(domain, self._topic, slot, checked.batch_sizes, deadline_s=deadline_s)
+            slots = meet(domain, self._topic, slot, checked.batch_sizes, deadline_s=deadline_s)
             largest = max(checked.batch_sizes, default=0)
             slot_bytes = largest * sharding.total_dim * sharding.dtype.itemsize
             if self.outputs.reserve(slot_bytes, lambda: None, deadline_s):

@@ -19,7 +19,7 @@ counter of this rank has had when the current run ends. All sets of earlier runs
 n above its value at the end of the last run has had n sets of the current run.
 
 Growth is collective: ranks make executors in the same order, and the needs of these decide the size. Other executors are bound to
-the new memory at their next run (`Program.map`).
+the new memory at their next run (`MemoryUser.map`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Mapped:
     scratch: torch.Tensor
 
 
-class Program(Protocol):
+class MemoryUser(Protocol):
     """A user of the group's memory."""
 
     def map(self, mapped: Mapped) -> None:
@@ -81,7 +81,7 @@ class Memory:
         self.workers: list[Worker] = []
         self.kinds: set[Hashable] = set()
         """Kinds of schedules that differ only in sizes. Ranks have compared and checked the first schedule of each kind."""
-        self._bound: dict[Program, None] = {}  # least recently run first
+        self._bound: dict[MemoryUser, None] = {}  # least recently run first
         domain._holders.add(self)
 
     def reserve(self, layout: Layout, scratch_bytes: int, n_workers: int, what: str) -> Mapped:
@@ -108,7 +108,7 @@ class Memory:
         scratch = torch.empty(0, dtype=torch.uint8) if now is None else now.scratch
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 
-    def bind(self, program: Program, mapped: Mapped) -> None:
+    def bind(self, program: MemoryUser, mapped: Mapped) -> None:
         """Bind the steps of `program`, which runs next, to `mapped`."""
         self._bound.pop(program, None)
         if len(self._bound) >= BOUND:

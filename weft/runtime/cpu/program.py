@@ -40,7 +40,7 @@ class Bound:
     call: Callable[[], object]
 
 
-Lanes: TypeAlias = list[tuple[str, list[Bound]]]
+BoundLanes: TypeAlias = list[tuple[str, list[Bound]]]
 
 
 class Program:
@@ -55,7 +55,7 @@ class Program:
         given = {b.name: b for b in checked.buffers if b.role in ("input", "output")}
         users: dict[str, list[Bound]] = {name: [] for name in given}
         rows = iter(checked.rows)
-        self.lanes: Lanes = []
+        self.lanes: BoundLanes = []
         open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
         for lane in checked.lanes:
             steps = []
@@ -72,7 +72,7 @@ class Program:
                     bound.call = partial(self._run_late, bound, known)
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
-        self._given = [_Given(buffer, users[name]) for name, buffer in given.items()]
+        self._given = [_CallerTensor(buffer, users[name]) for name, buffer in given.items()]
         self._made: dict[str, torch.Tensor] = {}  # outputs with dynamic rows that this run has made
         self._making = threading.Lock()
 
@@ -179,7 +179,7 @@ class Program:
         return sum(math.prod(size(region)) * self._dtypes[region.buffer].itemsize for region in crossing)
 
 
-class _Given:
+class _CallerTensor:
     """An input or output buffer: the requirements on the caller's tensor, and its address in the last run."""
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:

@@ -22,7 +22,7 @@ _BLOCK_BYTES, _ROW_BYTES = 2048, 8192
 """Bytes of each part that a program reduces at a time: without a norm, and with a norm, where a program handles a whole row."""
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """The number of a base address, the offset from it, and the row pitch, both in bytes. A pitch of 0 adds one row to all rows."""
 
     base: int
@@ -30,15 +30,15 @@ class Place(NamedTuple):
     pitch: int
 
 
-class Norm(NamedTuple):
+class SumNorm(NamedTuple):
     """The RMS norm of the sum, times one row of weights."""
 
-    out: Place
-    weight: Place
+    out: Address
+    weight: Address
     eps: float
 
 
-class Variant(NamedTuple):
+class SumVariant(NamedTuple):
     """The parameters of a compiled kernel. block: bytes that a program reduces. step: a power of two that divides all addresses
     and pitches, in bytes."""
 
@@ -72,11 +72,11 @@ class AddUp:
         device: torch.device,
         dtype: torch.dtype,
         size: tuple[int, int],
-        out: Place,
-        parts: Sequence[Place],
+        out: Address,
+        parts: Sequence[Address],
         *,
         fixed: Sequence[int],
-        norm: Norm | None = None,
+        norm: SumNorm | None = None,
     ) -> None:
         (rows, cols), item = size, dtype.itemsize
         passed = [part for part in parts if len(parts) <= _ARGUMENTS or not fixed[part.base]]
@@ -106,7 +106,7 @@ class AddUp:
         eps = norm.eps if norm else None
         # Tensors of the caller may begin at any address.
         adds, steps = list(parts) != [out], sorted({bits & -bits, item}, reverse=True)
-        self._variants = {step: Variant(dtype, len(parts), step, block, adds, eps) for step in steps}
+        self._variants = {step: SumVariant(dtype, len(parts), step, block, adds, eps) for step in steps}
         self._programs = rows if norm else rows * -(-cols * item // block)
         self._compiled = {
             step: _compiled(device, variant) for step, variant in self._variants.items() if device.type == "cuda"
@@ -139,7 +139,7 @@ class AddUp:
         compiled[self._programs, 1, 1](self._table, *numbers, *variant.constants().values(), stream=stream)
 
 
-def arguments_of(variant: Variant) -> tuple[list[Any], int, dict[str, Any]]:
+def arguments_of(variant: SumVariant) -> tuple[list[Any], int, dict[str, Any]]:
     """Return the arguments, warps and constants that the kernel is compiled for."""
     constants = variant.constants()
     numbers = len(device_code.add_up_kernel.arg_names) - len(constants) - 1
@@ -147,5 +147,5 @@ def arguments_of(variant: Variant) -> tuple[list[Any], int, dict[str, Any]]:
 
 
 @lru_cache(maxsize=64)
-def _compiled(device: torch.device, variant: Variant) -> Any:
+def _compiled(device: torch.device, variant: SumVariant) -> Any:
     return loaded(device, device_code.add_up_kernel, *arguments_of(variant))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.errors import ScheduleError
 from weft.runtime.collectives import all_gather_single, all_reduce_single, reduce_scatter_single, sendable
 from weft.runtime.cuda.context import Context, Tensors
-from weft.runtime.cuda.regions import Regions, View
+from weft.runtime.cuda.regions import Regions, RegionView
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
 
     call: Callable[[Tensors], None]
     what: tuple[str, bool] | None = None
-    views: tuple[View, ...] = ()
+    views: tuple[RegionView, ...] = ()
     aside: Callable[[Tensors], None] | None = None
 
 
@@ -63,7 +63,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(x.shape, x.stride(), (x.data_ptr() - flat.data_ptr()) % ALIGNMENT // x.itemsize)
 
 
-def _computing(step: Compute, out: View, inputs: list[View]) -> Operation:
+def _computing(step: Compute, out: RegionView, inputs: list[RegionView]) -> Operation:
     what, views = (step.op, step.accumulate), (out, *inputs)
     if step.op == "matmul":
         a, b = inputs

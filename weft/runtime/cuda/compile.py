@@ -23,14 +23,14 @@ from typing import Any, TypeAlias
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.cuda.add_up import AddUp, Norm, Place
+from weft.runtime.cuda.add_up import Address, AddUp, SumNorm
 from weft.runtime.cuda.agree import Agreeing
 from weft.runtime.cuda.calls import collective_call, compute_call
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.groups import Group, Grouping
 from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
-from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape
+from weft.runtime.cuda.move import MAX_PROGRAMS, CopyLaunch, CopyShape
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_late
 from weft.runtime.cuda.tile_kernels import Gemms, Tracked
@@ -41,7 +41,7 @@ from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, Tr
 from weft.schedule.spans import span_name
 from weft.schedule.steps import LATE_COPY_UNITS
 
-Part: TypeAlias = tuple[bool, int, int, int]
+SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
 LATE_PROGRAMS = LATE_COPY_UNITS
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows only the run knows
@@ -175,7 +175,7 @@ class Compiler:
 
     def signals(self, group: Group) -> None:
         """Issue a stream's waits or sets, together with the flags to clear at this place."""
-        name, parts = self.context.lanes[group.lane], list[Part]()
+        name, parts = self.context.lanes[group.lane], list[SignalPart]()
         mine = self._tokens_in(group)
         if group is self._telling:
             parts.append((False, self._begun, 0, 1))
@@ -197,14 +197,14 @@ class Compiler:
         else:
             self.program.signal(group.lane, parts)
 
-    def _signal_aside(self, lane: int, parts: list[Part]) -> None:
+    def _signal_aside(self, lane: int, parts: list[SignalPart]) -> None:
         event = self._event()
         self.program.record(lane, event)
         self.program.wait_event(self._monitor, event)
         self.program.signal(self._monitor, parts)
         self._has_aside = True
 
-    def _note(self, word: int, number: int) -> Part:
+    def _note(self, word: int, number: int) -> SignalPart:
         """Return the part of a signal that writes a number into a word of this rank."""
         return (False, self._words + self.context.rank, 8 * word, number)
 
@@ -252,12 +252,12 @@ class Compiler:
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = self.regions.row_bytes(copies[0].src)
-        shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
+        shape = CopyShape(int(copies[0].src.rows), width, source[2], target[2])
         if source[2] == target[2] == width:  # one long row: a kernel gives each row blocks of its own
-            shape = Shape(1, *(shape.rows * width,) * 3)
+            shape = CopyShape(1, *(shape.rows * width,) * 3)
         places = [self._place(copy.dst) for copy in copies[1:]]
         targets = [self.regions.bases[base] + offset for base, offset, _ in places]
-        move = Move(context.device, shape=shape, targets=targets, **signals)
+        move = CopyLaunch(context.device, shape=shape, targets=targets, **signals)
         self.items.kept.append(move)
         if move.record(self.program, group.lane, Base(*source[:2]), Base(*target[:2])):
             return
@@ -271,9 +271,9 @@ class Compiler:
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
         of_src, of_dst = (self.context.buffers[region.buffer] for region in (copy.src, copy.dst))
         most = of_dst.rows if isinstance(of_dst.rows, int) else _MANY
-        move = Move(
+        move = CopyLaunch(
             self.context.device,
-            shape=Shape(most, self.regions.row_bytes(copy.src), pitch, to_pitch),
+            shape=CopyShape(most, self.regions.row_bytes(copy.src), pitch, to_pitch),
             sizes=self.sizes[id(copy)],
             # Few programs beside GEMMs. On a compute lane no GEMM runs at the same time: as many as help.
             programs=MAX_PROGRAMS if self._computes[lane] else max(1, LATE_PROGRAMS // self._late_lanes),
@@ -329,13 +329,13 @@ def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
     """Issue the reduction. Parts of one row are added to all rows."""
     regions, context = compiler.regions, compiler.context
 
-    def place(region: Region) -> Place:
+    def place(region: Region) -> Address:
         base, offset, pitch = regions.place(region)
-        return Place(base, offset, 0 if region.rows == 1 and step.out.rows != 1 else pitch)
+        return Address(base, offset, 0 if region.rows == 1 and step.out.rows != 1 else pitch)
 
     parts = [place(part) for part in ((step.out, *step.parts) if step.accumulate else step.parts)]
     size, dtype = (int(step.out.rows), int(step.out.cols)), TORCH_DTYPE[context.buffers[step.out.buffer].dtype]
-    norm = None if step.norm is None else Norm(place(step.norm.out), place(step.norm.weight), step.norm.eps)
+    norm = None if step.norm is None else SumNorm(place(step.norm.out), place(step.norm.weight), step.norm.eps)
     add_up = AddUp(context.device, dtype, size, place(step.out), parts, fixed=regions.bases, norm=norm)
     compiler.items.kept.append(add_up)
     if not add_up.record(compiler.program, group.lane):

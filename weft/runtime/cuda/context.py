@@ -1,6 +1,6 @@
 """The context of a compiled schedule on GPUs: the steps of one rank, its memory, its streams.
 
-A `Context` is made once and does not change. What changes from run to run is in its `Run`. The compiler and its items get the
+A `Context` is made once and does not change. What changes from run to run is in its `LastRun`. The compiler and its items get the
 context and nothing else, so that no part of the executor needs the executor.
 """
 
@@ -13,10 +13,10 @@ from typing import TypeAlias
 import torch
 
 from weft.errors import DeadlineError, DisagreementError, ScheduleError
-from weft.runtime.cuda.tokens import Place, Token, tokens_of
+from weft.runtime.cuda.tokens import StepPlace, Token, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
 from weft.schedule import Buffer, Schedule, Set, Step, Wait, value
-from weft.schedule.order import issue_order
+from weft.schedule.verify.issue_order import issue_order
 from weft.symm import Domain, Region
 from weft.symm.lasting import lasting
 
@@ -37,7 +37,7 @@ class RankSchedule:
     given: list[Buffer]
     order: list[tuple[str, Step]]
     layout: Layout
-    tokens: tuple[dict[Place, Token], ...]
+    tokens: tuple[dict[StepPlace, Token], ...]
     lanes: list[str]
 
     @property
@@ -85,7 +85,7 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
 
 
 @dataclass(slots=True)
-class Run:
+class LastRun:
     """State that the last issued run has changed.
 
     known: contents of buffers that the host has read. made: outputs that the caller passed as functions. caller: the caller's
@@ -115,7 +115,7 @@ class Context(RankSchedule):
     side: list[torch.cuda.Stream]
     monitor: torch.cuda.Stream
     begun_word: torch.Tensor
-    run: Run
+    run: LastRun
 
     @property
     def differs_at(self) -> int:

@@ -21,10 +21,10 @@ from weft.embedding.check import CheckedInput, bad_index_message, first_bad_inde
 from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
-from weft.runtime.agreement import refuse
 from weft.runtime.capture import is_captured, refuse_capture
-from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory, Tables
+from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, Tables
 from weft.runtime.cuda.watch import watch
+from weft.runtime.meeting import refuse
 from weft.runtime.outputs import OutputPool
 from weft.symm import Domain, Region, set_up_within
 from weft.symm.lasting import lasting
@@ -47,7 +47,7 @@ class EmbeddingAllToAllCuda:
         self._flag_count = 1
         self._flags_of_graphs: list[tuple[Region, int]] = []  # flags that replays of captured graphs set, and how many
         self._captured = False
-        self._memory: Memory | None = None
+        self._memory: RankAddresses | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
         self._record = _numbers_of(self.kernel.record)
         self._row_bytes = plan.sharding.total_dim * plan.sharding.dtype.itemsize
@@ -176,7 +176,7 @@ class EmbeddingAllToAllCuda:
         torch.cuda.synchronize(self.domain.device)
         self.check()
 
-    def _map(self) -> Memory:
+    def _map(self) -> RankAddresses:
         world, device = self.domain.world_size, self.domain.device
 
         def on_device(addresses: list[int]) -> torch.Tensor:
@@ -185,7 +185,7 @@ class EmbeddingAllToAllCuda:
         refuse_capture(self.domain.device)
         regions = self._signals, self._flags
         at = [self.outputs.base_addresses(), *([region.address(rank) for rank in range(world)] for region in regions)]
-        return Memory(Tables.of(*map(on_device, at)), self.outputs.slot_bytes)
+        return RankAddresses(Tables.of(*map(on_device, at)), self.outputs.slot_bytes)
 
     def _quiesce(self) -> None:
         """Wait until all enqueued work is done, here and on every peer. Must precede the replacement of memory."""
@@ -303,6 +303,6 @@ def pool_on_gpu(
     # The address of `out` travels in stream order, because the host runs ahead of the stream. It is an argument of a fill kernel,
     # which a graph captures too.
     address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)
-    memory = Memory(Tables.of(address, pool.words[:1], pool.words[1:2]), 0)
+    memory = RankAddresses(Tables.of(address, pool.words[:1], pool.words[1:2]), 0)
     pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False, captured=is_captured(out.device))
     pool.last_input = (jagged, checked)

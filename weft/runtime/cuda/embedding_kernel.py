@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from weft import _core, env
+from weft.builders.embedding_all_to_all import Unit
 from weft.embedding import JaggedInput
 from weft.embedding.check import CheckedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cuda.kernel_call import Base, kernel_call
-from weft.schedule.slices import Unit
 from weft.symm.lasting import lasting
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -45,7 +45,7 @@ class Tables(NamedTuple):
         return cls(tensors, tuple(tensor.data_ptr() for tensor in tensors))
 
 
-class Memory(NamedTuple):
+class RankAddresses(NamedTuple):
     """The addresses of the ranks' memory on this device, and the size of one output buffer."""
 
     ranks: Tables
@@ -207,7 +207,7 @@ class EmbeddingKernel:
         weights: list[torch.Tensor],
         jagged: JaggedInput,
         checked: CheckedInput,
-        memory: Memory,
+        memory: RankAddresses,
         out_slot: int,
         deadline_s: float,
         *,
@@ -255,7 +255,7 @@ class EmbeddingKernel:
         return work
 
     def _launch_part(
-        self, slot_table: torch.Tensor, jagged: JaggedInput, checked: CheckedInput, memory: Memory, out_slot: int,
+        self, slot_table: torch.Tensor, jagged: JaggedInput, checked: CheckedInput, memory: RankAddresses, out_slot: int,
         deadline_s: float, wait: bool, count: bool, timeline: torch.Tensor | None, captured: bool, slot: int | None, enter: bool,
         leave: bool,
     ) -> None:  # fmt: skip

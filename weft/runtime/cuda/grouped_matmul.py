@@ -15,13 +15,13 @@ from weft.kernels.grouped_matmul import Config, choose_config
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
 from weft.words import counted
 
-__all__ = ["Config", "GroupedMatmul", "choose_config", "launch", "prepare"]
+__all__ = ["Config", "GroupedMatmulLauncher", "choose_config", "launch", "prepare"]
 
 _NUMBERS = 16  # of the kernel's arguments, after its six tensors
 MAX_SEGMENTS = 1024
 
 
-class Variant(NamedTuple):
+class GroupedVariant(NamedTuple):
     """The parameters of a compiled kernel."""
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Variant(NamedTuple):
         return TensorDescriptor.from_tensor(tensor, [c.block_m, c.block_k])
 
 
-def compile_variant(variant: Variant) -> Any:
+def compile_variant(variant: GroupedVariant) -> Any:
     """Compile for Triton's current device, without loading."""
     v = variant
     w_shape = [v.experts, v.n, v.k] if v.transposed else [v.experts, v.k, v.n]
@@ -95,7 +95,7 @@ def compile_variant(variant: Variant) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _compiled(device: torch.device, variant: Variant) -> Any:
+def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
     """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
     with torch.cuda.device(device):
         compiled = compile_variant(variant)
@@ -113,7 +113,9 @@ def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = Fa
             _compiled(w.device, _variant(w, world_size, config, aligned, back, adds))
 
 
-def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool, adds: bool) -> Variant:
+def _variant(
+    w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool, adds: bool
+) -> GroupedVariant:
     experts, k, n = w.shape
     transposed = w.stride(2) != 1
     if transposed and w.stride(1) != 1:
@@ -121,10 +123,10 @@ def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: boo
     # A tensor map is exact about its innermost extent only to 16 bytes.
     aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
     tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(w.device)[0]
-    return Variant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds)
+    return GroupedVariant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds)
 
 
-class GroupedMatmul:
+class GroupedMatmulLauncher:
     """The rows of some sources and experts, times the weights of their expert. Prepares once what all launches share.
 
     slots: [at least (W - 1) * slot_rows, K]. The block of the n-th source after this rank begins at row (n - 1) * slot_rows.
@@ -167,7 +169,7 @@ class GroupedMatmul:
         # Tensor maps and the kernel for the last tensors: mostly the next tensors lie at the same addresses.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
-        self._variant: Variant | None = None
+        self._variant: GroupedVariant | None = None
         self._kernel: Any = None
 
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
@@ -244,8 +246,8 @@ def launch(
     splits: torch.Tensor,
     **how: Any,
 ) -> None:
-    """Launch a `GroupedMatmul` once."""
-    GroupedMatmul(slots, counts, splits, **how).launch(x, w, y)
+    """Launch a `GroupedMatmulLauncher` once."""
+    GroupedMatmulLauncher(slots, counts, splits, **how).launch(x, w, y)
 
 
 def _check(

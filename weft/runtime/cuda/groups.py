@@ -4,8 +4,8 @@ A copy by kernel is one launch together with the signals between ranks around it
 of the same source, sets, waits. Elsewhere, neighbouring waits are one operation, and so are neighbouring sets. Every other step
 is a group of its own.
 
-A group is issued at the place of one of its steps in the order of issue (`weft.schedule.order`). A launch is issued at its last
-copy or wait, since all that it waits for has then been issued before it.
+A group is issued at the place of one of its steps in the order of issue (`weft.schedule.verify.issue_order`). A launch is
+issued at its last copy or wait, since all that it waits for has then been issued before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from weft.runtime.cuda.sizes import is_late
-from weft.runtime.cuda.tokens import Place, Token
+from weft.runtime.cuda.tokens import StepPlace, Token
 from weft.schedule import Copy, Region, Set, Step, Wait
 
 
@@ -49,7 +49,7 @@ class Grouping:
         rank: int,
         lanes: list[str],
         order: list[tuple[str, Step]],
-        tokens: dict[Place, Token],
+        tokens: dict[StepPlace, Token],
         pitch_of: Callable[[Region], int | None],
     ) -> None:
         self._rank, self._lanes, self._order, self._pitch_of = rank, lanes, order, pitch_of

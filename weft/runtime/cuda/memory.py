@@ -1,13 +1,13 @@
 """Memory of executors on GPUs: symmetric memory, flag words, streams, and what happens to them when the group fails.
 
-Executors of schedules that differ in sizes only share one `Memory` (`shared`), as large as the largest of them needs. Their
+Executors of schedules that differ in sizes only share one `ScheduleMemory` (`shared`), as large as the largest of them needs. Their
 signals are the same: whichever executor runs next finds the flags that the last run left. Their runs, and replays of graphs that
 have captured some of them, follow each other in the same order on all ranks.
 
 If a run places its rows differently than the run before, the flags of that run are not enough. Such a flag says that a rank has
 read what its setter sent; but the next run's rows may lie where the rows of other ranks lay. With two ranks there are no others.
 With more, every rank notifies all peers before a run that it has ended its previous runs, and waits until all have
-(`Memory.enter`). It does so at a change of sizes, and before every run once a graph has captured one, since replays are not
+(`ScheduleMemory.enter`). It does so at a change of sizes, and before every run once a graph has captured one, since replays are not
 announced. Schedules that wait for no flag of the previous run need no such barrier.
 
 If a larger memory is needed, executors in the smaller one continue. At their next call they are rebuilt in the larger one, unless
@@ -30,7 +30,7 @@ import torch
 from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError
 from weft.kernels.signals import POISONED, TOKEN
-from weft.runtime.cuda.context import Context, RankSchedule, Run, own_buffers, rank_schedule
+from weft.runtime.cuda.context import Context, LastRun, RankSchedule, own_buffers, rank_schedule
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.runtime.cuda.tokens import AWAITED, missing
 from weft.runtime.cuda.watch import watch
@@ -42,7 +42,7 @@ from weft.symm.cuda_driver import fill
 _SPOIL_S = 2.0  # how long buffers are overwritten after a failure
 
 
-class Memory:
+class ScheduleMemory:
     """Memory for executors of schedules like `mine`. The constructor is collective and may raise `OutOfSharedMemoryError`."""
 
     def __init__(self, mine: RankSchedule, domain: Domain) -> None:
@@ -50,7 +50,7 @@ class Memory:
         self.name, self.tokens, self.lanes = mine.schedule.name, mine.tokens, mine.lanes
         self.nbytes, self._n_words = mine.layout.buffer_bytes, mine.standing_word
         self.deadline_s = env.deadline_s()
-        self.run = Run()
+        self.run = LastRun()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # executors
         self.captured = self.outgrown = False
         self._last: object | None = None  # the executor of the last run
@@ -229,10 +229,10 @@ SPARE_BYTES = 64 << 20
 
 It is enough for all sizes of a decoder, which are called first and captured later.
 """
-_outgrown: weakref.WeakKeyDictionary[Domain, list[weakref.ref[Memory]]] = weakref.WeakKeyDictionary()
+_outgrown: weakref.WeakKeyDictionary[Domain, list[weakref.ref[ScheduleMemory]]] = weakref.WeakKeyDictionary()
 
 
-def _spare(domain: Domain, outgrown: Memory) -> None:
+def _spare(domain: Domain, outgrown: ScheduleMemory) -> None:
     """Keep `outgrown`, and close the oldest outgrown memories above the limit. Collective."""
     known = _outgrown.setdefault(domain, [])
     known.append(weakref.ref(outgrown))
@@ -246,10 +246,12 @@ def _spare(domain: Domain, outgrown: Memory) -> None:
         left.pop(0).close()
 
 
-_shared: weakref.WeakKeyDictionary[Domain, dict[Hashable, tuple[Memory, RankSchedule]]] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[Domain, dict[Hashable, tuple[ScheduleMemory, RankSchedule]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[Memory, RankSchedule] | None:
+def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[ScheduleMemory, RankSchedule] | None:
     """Return the memory for `schedule` and the schedule as this rank runs it; None if `schedule` differs from its kind in more
     than sizes.
 
@@ -269,7 +271,7 @@ def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[Memory, 
         _spare(domain, memory)
     agree_on_schedule(schedule, domain)
     require_runnable_on_gpus(schedule, domain.rank)
-    kinds[kind] = made = Memory(mine, domain), mine
+    kinds[kind] = made = ScheduleMemory(mine, domain), mine
     return made
 
 

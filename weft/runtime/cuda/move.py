@@ -26,7 +26,7 @@ _COPY_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CopyShape:
     """The shape of a copy: rows of `width` bytes, and the row pitches in source and target."""
 
     rows: int
@@ -35,7 +35,7 @@ class Shape:
     target_pitch: int
 
 
-class Move:
+class CopyLaunch:
     """Signals, waits, a copy, signals, and waits again, as one launch. Each of them may be missing.
 
     opens, waits, sets, answers: addresses of flags (`weft.runtime.cuda.tokens`). targets: addresses of further copies of the
@@ -49,7 +49,7 @@ class Move:
         self,
         device: torch.device,
         *,
-        shape: Shape,
+        shape: CopyShape,
         targets: Sequence[int] = (),
         opens: Sequence[int] = (),
         waits: Sequence[int] = (),

@@ -16,7 +16,7 @@ import torch
 from weft.runtime.cuda.context import Context, Tensors
 from weft.schedule import ITEM_BYTES, Region
 
-View: TypeAlias = Callable[[Tensors], torch.Tensor]
+RegionView: TypeAlias = Callable[[Tensors], torch.Tensor]
 """A function from a run's tensors, by name, to a region of one of them."""
 
 
@@ -100,7 +100,7 @@ class Regions:
         row, col = int(region.row), int(region.col)
         return self.whole(region)[row : row + int(region.rows), col : col + int(region.cols)]
 
-    def view(self, region: Region) -> View:
+    def view(self, region: Region) -> RegionView:
         buffer = self._context.buffers[region.buffer]
         row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
         if buffer.name in self._context.own:

@@ -30,7 +30,7 @@ from weft import env
 from weft.runtime.cuda.compile import compile_streams
 from weft.runtime.cuda.context import RankSchedule, Tensors, rank_schedule
 from weft.runtime.cuda.issue import StreamItems
-from weft.runtime.cuda.memory import Memory
+from weft.runtime.cuda.memory import ScheduleMemory
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule
@@ -50,14 +50,14 @@ class CudaSchedule(Executor):
     """
 
     def __init__(
-        self, schedule: Schedule, domain: Domain, memory: Memory | None = None, mine: RankSchedule | None = None
+        self, schedule: Schedule, domain: Domain, memory: ScheduleMemory | None = None, mine: RankSchedule | None = None
     ) -> None:
         self._shared = memory is not None
         if memory is None:
             agree_on_schedule(schedule, domain)
             require_runnable_on_gpus(schedule, domain.rank)
         mine = mine or rank_schedule(schedule, domain.rank)
-        self.memory = memory = memory or Memory(mine, domain)
+        self.memory = memory = memory or ScheduleMemory(mine, domain)
         memory.users.add(self)
         self.schedule, self.domain, self.rank, self.device = schedule, domain, domain.rank, domain.device
         self.context = memory.context(mine)

@@ -43,7 +43,7 @@ class Gemms:
         self._whole_k = self._k == (0, x.cols)
         self._world, item = context.domain.world_size, ITEM_BYTES[x.dtype]
         self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, self._k[1])
-        self._gemms = grouped_matmul.GroupedMatmul(
+        self._gemms = grouped_matmul.GroupedMatmulLauncher(
             self._of_k(slots), counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config,
             first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
             back=self._back, adds=self._adds,
@@ -124,7 +124,7 @@ class Tracked:
                 )
             columns += [place, np.full_like(place, pitch)]
         table = np.stack(columns, axis=1)
-        self._matmul = tracked_matmul.TrackedMatmul(
+        self._matmul = tracked_matmul.TrackedMatmulLauncher(
             context.device, table, counters, rows=kernel.rows, cols=kernel.cols, sets=len(sets),
             itemsize=ITEM_BYTES[context.buffers[matmul.out.buffer].dtype], relative=self._base is not None, adds=bool(added),
         )  # fmt: skip

@@ -20,7 +20,7 @@ raised the flag, provided that this rank waits for that set before it raises the
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
 and S cannot come before the clear. If there is no such set, the flag is cleared right behind the wait. `tokens_of` then verifies
-that the wait of one run is ordered before the next set (`weft.schedule.happens`).
+that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import TypeAlias
 from weft.errors import ScheduleError
 from weft.kernels.signals import POISONED, TOKEN
 from weft.schedule import Schedule, Set, Wait
-from weft.schedule.happens import Happened
-from weft.schedule.order import Lanes
+from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.issue_order import Lanes
 
 Key: TypeAlias = tuple[str, int]
-Place: TypeAlias = tuple[str, int]
+StepPlace: TypeAlias = tuple[str, int]
 """A lane's name, and a step's place in the lane."""
 AWAITED = TOKEN | POISONED
 """A wait ends when its word has one of these bits."""
@@ -60,16 +60,16 @@ class Token:
 
 
 @lru_cache(maxsize=64)
-def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
+def tokens_of(schedule: Schedule) -> tuple[dict[StepPlace, Token], ...]:
     """Return the flags of each rank, by the place of the wait.
 
     Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is still raised.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     crossing = _setters(schedule, ranks)
-    found: list[dict[Place, Token]] = []
+    found: list[dict[StepPlace, Token]] = []
     for rank, lanes in enumerate(ranks):
-        mine: dict[Place, Token] = {}
+        mine: dict[StepPlace, Token] = {}
         for lane in lanes:
             passed = 0
             for at, step in enumerate(lane.steps):
@@ -116,7 +116,7 @@ def _require_all(schedule: Schedule, rank: int, wait: Wait, lanes: Lanes) -> Non
             )
 
 
-def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
+def words_for(tokens: dict[StepPlace, Token]) -> dict[Key, list[int]]:
     """Return the words whose flags a set of each counter raises."""
     words = defaultdict[Key, list[int]](list)
     for token in tokens.values():
@@ -124,7 +124,7 @@ def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
     return words
 
 
-def missing(tokens: dict[Place, Token], words: list[int], standing: int) -> list[tuple[str, Token]]:
+def missing(tokens: dict[StepPlace, Token], words: list[int], standing: int) -> list[tuple[str, Token]]:
     """Return the waits that a run without progress may stand at: lanes and flags, one for each rank. Empty if no run stands at a
     wait.
 
@@ -161,7 +161,7 @@ def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) 
     return None
 
 
-def _check(schedule: Schedule, ranks: list[Lanes], tokens: list[dict[Place, Token]]) -> None:
+def _check(schedule: Schedule, ranks: list[Lanes], tokens: list[dict[StepPlace, Token]]) -> None:
     if all(token.carrier is not None for mine in tokens for token in mine.values()):
         return
     happened = Happened(ranks, runs=3)

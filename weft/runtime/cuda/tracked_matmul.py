@@ -20,7 +20,7 @@ from weft.symm.lasting import lasting
 _LARGE = 128 * 256  # elements of a tile that needs eight warps
 
 
-class Variant(NamedTuple):
+class TrackedVariant(NamedTuple):
     """The parameters of a compiled kernel. rows, cols: the size of a tile."""
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Variant(NamedTuple):
         """The extent in k of each split, in whole blocks. The last split has what is left."""
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
-    def split(self, most: int) -> Variant:
+    def split(self, most: int) -> TrackedVariant:
         """Return the variant with k split into at most `most` parts, none of them shorter than the least."""
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
         return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # whole blocks may need fewer parts
@@ -71,7 +71,7 @@ class Variant(NamedTuple):
         return TensorDescriptor.from_tensor(a, [self.rows, self.block_k]), TensorDescriptor.from_tensor(w, box)
 
 
-def compile_variant(variant: Variant) -> Any:
+def compile_variant(variant: TrackedVariant) -> Any:
     """Compile for Triton's current device, without loading."""
     v, address = variant, 0 if variant.aligned else variant.dtype.itemsize
     w = Stand(v.dtype, [v.n, v.k] if v.transposed else [v.k, v.n], address)
@@ -83,7 +83,7 @@ def compile_variant(variant: Variant) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _compiled(device: torch.device, variant: Variant) -> Any:
+def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
     """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
     with torch.cuda.device(device):
         compiled = compile_variant(variant)
@@ -91,7 +91,7 @@ def _compiled(device: torch.device, variant: Variant) -> Any:
     return compiled
 
 
-class TrackedMatmul:
+class TrackedMatmulLauncher:
     """Tiles of a @ w, stored and counted as tables say. Made once for a schedule.
 
     table: int64 [tiles, 6 + sets], with `adds` two more columns, in the kernel's format, except that places and pitches are in
@@ -165,7 +165,7 @@ class TrackedMatmul:
             self._places = places
         self._kernel(y, self._tiles, a.shape[0], a.stride(0), w.stride(1 if w.stride(1) != 1 else 0))
 
-    def _variant(self, a: torch.Tensor, w: torch.Tensor, aligned: bool) -> Variant:
+    def _variant(self, a: torch.Tensor, w: torch.Tensor, aligned: bool) -> TrackedVariant:
         (k, n), item = w.shape, w.element_size()
         transposed = w.stride(1) != 1
         if (transposed and w.stride(0) != 1) or a.stride(1) != 1 or a.dtype != w.dtype or a.dtype not in TRITON_TYPE:
@@ -177,7 +177,7 @@ class TrackedMatmul:
             aligned and self._out_aligned and is_aligned(w.mT if transposed else w) and (n | k) * item % ALIGNMENT == 0
         )
         tma = aligned and item == 2 and tma_and_multiprocessors(w.device)[0]
-        return Variant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
+        return TrackedVariant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
 
     def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
         """Rebuild what depends on the addresses of tensors."""

@@ -2,9 +2,9 @@
 
 A new kind is a frozen dataclass that derives from `Step`, in a file of its own. Its fields are the regions that it touches, and
 numbers or expressions. To run it, add an entry to each executor (`weft.runtime.cpu.steps.bind`,
-`weft.runtime.cuda.compile.emit`). A step of serial schedules also needs an entry in `weft.runtime.unfused.bind`, which calls NCCL
-and cuBLAS directly. An executor without an entry refuses the step by name. The simulator prices the memory that a step moves,
-unless `weft.sim.costs` has an entry for it.
+`weft.runtime.cuda.compile.emit`). A step of serial schedules also needs an entry in `weft.runtime.unfused.serial.bind`, which
+calls NCCL and cuBLAS directly. An executor without an entry refuses the step by name. The simulator prices the memory that a step
+moves, unless `weft.sim.costs` has an entry for it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""The combine of a mixture of experts for tests: random rows at the ranks of their experts, and what must come out, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from support.dispatch import Splits
+
+from weft.runtime.schedule_memory import TORCH_DTYPE
+
+
+def received_of(rank: int, splits: Splits) -> torch.Tensor:
+    """[ranks, experts]: how many rows of each rank are at `rank`, for each of its experts."""
+    experts = len(splits[0]) // len(splits)
+    return torch.tensor([of_rank[rank * experts : (rank + 1) * experts] for of_rank in splits])
+
+
+def inputs(splits: Splits, k: int, n: int, dtype: str, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every rank's h, and the weights [experts of all, k, n]; the same on all ranks."""
+    generator, world = torch.Generator().manual_seed(seed), len(splits)
+    came = [int(received_of(rank, splits).sum()) for rank in range(world)]
+    h = [torch.randn(count, k, generator=generator).to(TORCH_DTYPE[dtype]) for count in came]
+    return h, torch.randn(len(splits[0]), k, n, generator=generator).to(TORCH_DTYPE[dtype])
+
+
+def segments(rank: int, splits: Splits, h: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+    """Rows of the h of `rank`, by (source, expert of all)."""
+    world, received = len(splits), received_of(rank, splits)
+    experts = received.shape[1]
+    parts = iter(h[: int(received.sum())].split(received.t().flatten().tolist()))
+    return {(source, rank * experts + e): next(parts) for e in range(experts) for source in range(world)}
+
+
+def expected(rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """Return the expected result of rank `rank`: its tokens by expert of all, in the arithmetic of `h` and `weights`."""
+    world = len(splits)
+    of_ranks = [segments(r, splits, h[r]) for r in range(world)]
+    experts = weights.shape[0] // world
+    return torch.cat([of_ranks[e // experts][rank, e] @ weights[e] for e in range(weights.shape[0])])
+
+
+def assert_rows(
+    found: torch.Tensor, rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torch.Tensor, what: str
+) -> None:
+    """Each element is what rank `rank` must find, but for rounding to its dtype and sums in fp32: see `dispatch.assert_rows`."""
+    wanted = expected(rank, splits, [part.double() for part in h], weights.double())
+    magnitudes = expected(rank, splits, [part.double().abs() for part in h], weights.double().abs())
+    assert found.shape == wanted.shape, f"{what}, rank {rank}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    limit = torch.finfo(found.dtype).eps * wanted.abs() + weights.shape[1] * 2.0**-24 * magnitudes
+    wrong = ~((found.double() - wanted).abs() <= limit)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise AssertionError(
+            f"{what}, rank {rank}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first [{row}, {column}]: "
+            f"{found[row, column]:.6g} instead of {wanted[row, column]:.6g}"
+        )

@@ -1,0 +1,67 @@
+"""Mixture of experts for tests: random splits, tokens and weights, and what must come out, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weft.builders import AllToAllMatmul, Candidate
+from weft.runtime.schedule_memory import TORCH_DTYPE
+
+Splits = tuple[tuple[int, ...], ...]
+
+
+def random_splits(world: int, experts: int, rows: Sequence[int], seed: int) -> Splits:
+    """Very uneven: most experts of a rank get little or nothing."""
+    random = np.random.default_rng(seed)
+    return tuple(
+        tuple(map(int, random.multinomial(count, random.dirichlet(np.full(world * experts, 0.3))))) for count in rows
+    )
+
+
+def inputs(p: AllToAllMatmul, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every rank's tokens, and the weights [experts of all, k, n]; the same on all ranks."""
+    generator, dtype = torch.Generator().manual_seed(seed), TORCH_DTYPE[p.dtype]
+    tokens = [torch.randn(count, p.k, generator=generator).to(dtype) for count in p.rows]
+    return tokens, torch.randn(p.world_size * p.experts, p.k, p.n, generator=generator).to(dtype)
+
+
+def expected(
+    rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the expected result of rank `rank`: y [rows that arrive, n] in float64, and received [ranks, experts]."""
+    world = len(splits)
+    experts = weights.shape[0] // world
+    parts = [part.double().split(list(of_rank)) for part, of_rank in zip(tokens, splits, strict=True)]
+    mine = range(rank * experts, (rank + 1) * experts)
+    y = torch.cat([parts[source][expert] @ weights[expert].double() for expert in mine for source in range(world)])
+    return y, torch.tensor([list(of_rank)[mine.start : mine.stop] for of_rank in splits])
+
+
+def added_to(candidate: Candidate, p: AllToAllMatmul) -> int:
+    """How often a schedule adds to an element of its result, which is rounded each time: FiCCO's by columns, but for the first."""
+    return (dict(candidate.parameters)["steps"] or p.world_size) - 1 if candidate.builder == "ficco_2d" else 0
+
+
+def assert_rows(
+    found: torch.Tensor, rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor, what: str, added: int = 0
+) -> None:  # fmt: skip
+    """Each element of `found` is what rank `rank` must find, but for rounding to its dtype, `added` times more, and sums in fp32.
+
+    Element by element, since a wrong row or column is nothing beside the norm of all: a sum of k products in fp32, in whatever
+    order, errs by at most k roundings of the sum of their magnitudes.
+    """
+    wanted, _ = expected(rank, splits, tokens, weights)
+    magnitudes, _ = expected(rank, splits, [part.abs() for part in tokens], weights.abs())
+    assert found.shape == wanted.shape, f"{what}, rank {rank}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    eps = torch.finfo(found.dtype).eps
+    limit = eps * wanted.abs() + (weights.shape[1] * 2.0**-24 + added * eps) * magnitudes
+    wrong = ~((found.double() - wanted).abs() <= limit)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise AssertionError(
+            f"{what}, rank {rank}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first [{row}, {column}]: "
+            f"{found[row, column]:.6g} instead of {wanted[row, column]:.6g}"
+        )

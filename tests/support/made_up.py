@@ -1,0 +1,93 @@
+"""A schedule that somebody made up: one builder, and nothing else in the house knows of it.
+
+Tests register it for as long as they need it (`registered`), and run, simulate, verify, trace and plan with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from weft.builders import AllGatherMatmul, NotApplicableError, builder, unregister
+from weft.builders.operands import all_gather_matmul_operands, peer, starts
+from weft.schedule import RANK, Index, Schedule, Wait, lookup
+from weft.schedule.kernels import TileKernel
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel(TileKernel):
+    """One that no executor has an entry for, whatever its tiles do."""
+
+    kind: ClassVar[str] = "made_up"
+    name: str = "made_up"
+
+
+def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
+    """Everybody loads from the left neighbour only, what that has just got itself: W - 1 hops, a signal for each.
+
+        pull:     own shard into the own box; at each hop, when the left one has the next shard, load it; tell the right one
+        compute:  own rows of y; then the rows of each shard that has come
+
+    Only its owner writes a box, and the rank on the right reads it too: it says when it is done (`free`).
+    """
+    world = p.world_size
+    if world == 1:
+        raise NotApplicableError("one rank has nothing to gather")
+    d, x, ws, ys, gathered = all_gather_matmul_operands("ring", p)
+    box = d.buffer("box", p.m, p.k, p.dtype, "symmetric")
+    there, here, free = d.signals("there", world - 1), d.signals("here", world - 1), d.signals("free", 1)
+    left, right = peer(world, -1), peer(world, 1)
+
+    def rows_of(rank: Index) -> tuple[Index, Index]:
+        return lookup(starts(p.rows), rank), lookup(p.rows, rank)
+
+    compute, pull = d.lane("compute"), d.lane("pull", "copy")
+    pull.wait(free, previous=True).copy(x.part(), box.part(rows=rows_of(RANK)), by).set(there, 0, at=right)
+    for w, y in zip(ws, ys, strict=True):
+        compute.matmul(y.part(rows=rows_of(RANK)), x.part(), w.part())
+    for hop in range(1, world):
+        rows = rows_of(peer(world, -hop))
+        pull.wait(there, hop - 1).copy(box.part(rows=rows, at=left), box.part(rows=rows), by)
+        if hop < world - 1:
+            pull.set(there, hop, at=right)
+        pull.set(here, hop - 1)
+        compute.wait(here, hop - 1)
+        for w, y in zip(ws, ys, strict=True):
+            compute.matmul(y.part(rows=rows), box.part(rows=rows), w.part())
+    pull.set(free, at=left)
+    if gathered:
+        compute.copy(box.part(), gathered.part(), "kernel")
+    return d.schedule()
+
+
+def hasty(p: AllGatherMatmul) -> Schedule:
+    """`ring`, in which nobody waits until the box has been read in the run before: a race."""
+    made = ring(p, by="dma")
+    lanes = [
+        replace(lane, steps=tuple(s for s in lane.steps if not (isinstance(s, Wait) and s.previous)))
+        for lane in made.lanes
+    ]
+    return replace(made, name="hasty", lanes=tuple(lanes))
+
+
+@contextmanager
+def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
+    """Register the builder as a user does for good, with `@builder(AllGatherMatmul, by=("dma", "kernel"))` above the function."""
+    builder(AllGatherMatmul, **(parameters or ({"by": ("dma", "kernel")} if function is ring else {})))(function)
+    try:
+        yield
+    finally:
+        unregister(AllGatherMatmul, function.__name__)
+
+
+def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
+    """Run the first check of the GPU executor, without a GPU."""
+    pytest.importorskip("triton", reason="Triton is not installed here, and the GPU executor needs it")
+    from weft.runtime.cuda import runnable, tokens
+
+    runnable.require_runnable_on_gpus(schedule, rank)
+    tokens.tokens_of(schedule)

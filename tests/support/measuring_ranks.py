@@ -1,0 +1,244 @@
+"""Choices that are measured, on CPU processes and on GPUs: what runs on the ranks. No other test has these shapes, since times
+are remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import expert_ranks, made_up, scaled_ranks
+from support.matmul_ranks import captured, close, data, device, shards_of, told
+
+import weft
+from weft import env, plan, symm
+from weft.builders import AllGatherMatmul
+from weft.hw import load_machine
+from weft.operator import measure, select, this_machine
+from weft.operator.calls import prepared_calls
+from weft.ops.all_gather_matmul import OPERATOR
+from weft.plan import store
+from weft.plan.machine import versions
+from weft.schedule import Schedule
+from weft.sim import model_of
+
+K, N = 24, 20
+
+
+@contextmanager
+def instead(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Attributes of a module, for a while."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def on_h200s(world: int) -> Iterator[None]:
+    """Have the choice take CPU processes for H200s."""
+    if device().type == "cuda":
+        yield
+        return
+    model = model_of(load_machine("h200"), world)
+    with instead(this_machine, calibrated_model=lambda device, size: model, device_name=lambda device: "NVIDIA H200"):
+        yield
+
+
+def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
+    """[m, K] of each rank @ [K, N], checked. Which schedule was taken."""
+    shards = shards_of(group.size(), (m, K), 0, None, torch.float32, 1)
+    B = data(0, (K, N), torch.float32, 2)
+    _, (y,) = weft.all_gather_matmul(shards[group.rank()], [B], 0, group, return_A=False, **options)
+    whole = torch.cat(shards)
+    close(y, whole.double() @ B.double(), whole @ B)
+    p, pinned = described(group, m), options.get("schedule", weft.plan.pinned())
+    (prepared,) = [one for one in prepared_calls(OPERATOR, group) if one.p == p and one.pinned == pinned]
+    return prepared.taken[0]
+
+
+def again(group: dist.ProcessGroup) -> None:
+    """Drop what was prepared: the next call chooses anew."""
+    symm.domain(group, device()).close()
+
+
+def described(group: dist.ProcessGroup, m: int) -> AllGatherMatmul:
+    return AllGatherMatmul.even(m * group.size(), N, K, group.size(), "fp32")
+
+
+def kept(p: AllGatherMatmul, mode: str) -> list[str]:
+    """Names of what was timed, from the disk."""
+    found = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
+    (times,) = [one["times_us"] for one in found if str(p.rows) in one["key"]["problem"] and one["key"]["mode"] == mode]
+    return sorted(times)
+
+
+BREAKS: dict[str, Callable[[Path], object]] = {
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "huge number": lambda path: path.write_text(re.sub(r"\d+\.\d+", "9" * 400, path.read_text())),
+    "negative times": lambda path: path.write_text(re.sub(r"(\d+\.\d+)", r"-\1", path.read_text())),
+    "another's": lambda path: path.write_text(json.dumps({"key": None, "times_us": {"serial": 1.0}, "machine": []})),
+    "binary": lambda path: path.write_bytes(bytes(range(256))),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "nobody": lambda path: os.environ.update(WEFT_CACHE_DIR="~nosuchuser/x"),
+}
+
+
+def broken_caches(
+    group: dist.ProcessGroup, directory: str, breaks: list[str]
+) -> dict[str, tuple[list[str], list[str], str]]:
+    """Each rank has a cache of its own, with a calibration and measured times; rank 1's breaks, in several ways. For each, the
+    schedules that are taken with "autotune" and without, what is said of the cache, and what the rank's model rests on."""
+    kept_dir, tempfile.tempdir, found = os.environ["WEFT_CACHE_DIR"], directory, {}
+    h200, world, in_memory = load_machine("h200"), group.size(), plan.autotune.__globals__["_known"]
+    model = lambda device, size: plan.calibrated(h200, size).model  # noqa: E731
+    gemms = ((1024, 1024, 1024, "fp32", 90.5),)
+    with instead(this_machine, calibrated_model=model, device_name=lambda device: "NVIDIA H200"):
+        whole = os.environ["WEFT_CACHE_DIR"] = f"{directory}/{group.rank()}"
+        plan.Calibration("NVIDIA H200", world, "today", versions(), gemms, 3.5, 1.5).save()
+        multiply(group, 16, schedule="autotune")
+        for what in breaks:
+            again(group)
+            in_memory.clear()
+            os.environ["WEFT_CACHE_DIR"] = shutil.copytree(whole, f"{directory}/{what}-{group.rank()}")
+            for path in list(env.cache_dir().iterdir()) if group.rank() == 1 else []:
+                BREAKS[what](path)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                taken = [multiply(group, 16, schedule="autotune"), multiply(group, 16)]
+            said = [str(one.message) for one in warned if one.category is UserWarning]
+            found[what] = taken, said, plan.calibrated(h200, world).note
+    again(group)
+    os.environ["WEFT_CACHE_DIR"], tempfile.tempdir = kept_dir, None
+    in_memory.clear()
+    return found
+
+
+def warnings_of(group: dist.ProcessGroup) -> list[str]:
+    """Return the warnings for two shapes whose choices are measured, where nothing can be clearly faster."""
+    module = select.warn_once.__globals__
+    before, module["_warned"] = module["_warned"], False
+    quiet, os.environ["WEFT_QUIET"] = os.environ["WEFT_QUIET"], "0"
+    try:
+        with warnings.catch_warnings(record=True) as found, instead(select, _CLEARLY_US={"cpu": 1e9}):
+            warnings.simplefilter("always")
+            assert multiply(group, 13) == multiply(group, 14) == "serial"
+        return [str(one.message) for one in found if one.category is weft.plan.NoOverlapWarning]
+    finally:
+        module["_warned"], os.environ["WEFT_QUIET"] = before, quiet
+        again(group)
+
+
+def on_demand_everywhere(group: dist.ProcessGroup) -> list[str]:
+    """All operators take the name, pinned and in a block; what was timed for one of them."""
+    multiply(group, 15, schedule="autotune")
+    expert_ranks.call(group, k=48, schedule="autotune")
+    case = scaled_ranks.Case((7, 48), options={"schedule": "autotune"})
+    scaled_ranks.forward(group, case, 2)
+    with weft.plan.use("autotune"):
+        multiply(group, 15)
+        expert_ranks.call(group, k=48)
+        scaled_ranks.forward(group, replace(case, options={}), 1)
+    return kept(described(group, 15), "single" if device().type == "cpu" else "queued")
+
+
+def on_demand_with_a_model(group: dist.ProcessGroup, use: bool) -> dict[str, Any]:
+    """Return what was timed at the first call, how often at later ones, the schedules of these, and the explanation of them."""
+    m, timed = 16 + use, []
+    original = measure._queued_us
+
+    def counting(call: Callable[[], object], *arguments: Any) -> float:
+        timed.append(call)
+        return original(call, *arguments)
+
+    with on_h200s(group.size()), instead(measure, _queued_us=counting):
+        if use:
+            with weft.plan.use("autotune"):
+                multiply(group, m)
+        else:
+            multiply(group, m, schedule="autotune")
+        first = len(timed)
+        again(group)
+        taken = [
+            multiply(group, m, schedule="autotune"),
+            multiply(group, m),
+        ]  # another shape: one pins and one does not
+        p = described(group, m)
+        found = plan.explanation(
+            p.name, M=p.m, N=N, K=K, ranks=group.size(), hw="h200", dtype="fp32", mode="queued"
+        ).choice
+        model = this_machine.machine_model(device(), group.size())
+        assert model is not None
+        choices = [plan.choose(p, model, mode=mode) for mode in ("queued", "graph")]  # type: ignore[arg-type]
+        promising = {one.name for choice in choices for one in plan.promising(choice)}
+    again(group)
+    return {
+        "timed": kept(p, "queued"), "promising": sorted(promising), "first": first, "later": len(timed) - first,
+        "taken": taken, "explained": found.candidate.name, "measured": found.measured_us is not None,
+    }  # fmt: skip
+
+
+def remembered_times_decide(group: dist.ProcessGroup) -> tuple[str, str, str]:
+    """Return the schedule by prediction, the schedule after another one was measured to be faster, and the explanation then."""
+    m = 18
+    p = described(group, m)
+    with on_h200s(group.size()):
+        before = multiply(group, m)
+        again(group)
+        other = next(
+            c for c in plan.promising(plan.choose(p, model_of(load_machine("h200"), group.size()))) if c.name != before
+        )
+        times = {"serial": 900.0, before: 900.0, other.name: 500.0}
+        of = {c.name: c for c in select.candidates(p)}
+        plan.autotune(
+            p, [of[name] for name in times], lambda c: times[c.name], lambda mine: mine, machine="NVIDIA H200"
+        )
+        after = multiply(group, m)
+    again(group)
+    said = plan.explanation(p.name, M=p.m, N=N, K=K, ranks=group.size(), hw="h200", dtype="fp32", mode="queued")
+    assert after == other.name
+    return before, after, said.choice.candidate.name
+
+
+def on_demand_and_captured(group: dist.ProcessGroup) -> str:
+    with weft.plan.use("autotune"):
+        return captured(group, 640, 512, 1024, 10)
+
+
+def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:
+    """Return what was timed, and how many schedules were verified in three calls."""
+    verified: list[Schedule] = []
+    select._verify_once.cache_clear()
+    with made_up.registered(), instead(select, verify=verified.append):
+        for schedule in (None, None, "ring[by=dma]"):
+            multiply(group, 19, schedule=schedule)
+            again(group)
+        names = kept(described(group, 19), "single")
+    return names, len(verified)
+
+
+def hasty_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
+    """A racy builder: pinned, among others, tuned; and that the group lives on without it."""
+    with made_up.registered(made_up.hasty):
+        found = {
+            "pinned": told(lambda: multiply(group, 21, schedule="hasty")),
+            "measured": told(lambda: multiply(group, 21)),
+            "on demand": told(lambda: multiply(group, 21, schedule="autotune")),
+        }
+    multiply(group, 21)
+    return found

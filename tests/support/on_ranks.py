@@ -1,0 +1,103 @@
+"""Helpers of functions that run on the ranks, on CPU processes and on GPUs: data, tolerances, poisoned results, late ranks.
+
+Data are made from seeds, so every rank knows every other's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.builders import Candidate, NotApplicableError, Problem, candidates
+from weft.operator.spec import Operator
+
+F32, F16, BF16, F64, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn
+NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", F64: "fp64", FP8: "fp8"}
+
+
+def device() -> torch.device:
+    """Return this rank's device: a GPU where the group is of GPUs."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(device(), dtype)
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
+    """Check that the error against float64 is at most twice that of torch's own op in the same dtype."""
+    if not exact.numel():
+        return
+    scale = exact.abs().max().clamp_min(1e-30)
+    error = ((found.double() - exact).abs().max() / scale).item()
+    bound = 2 * max(((usual.double() - exact).abs().max() / scale).item(), 1e-6)
+    assert error <= bound, f"error {error:.3g}, torch's own is {bound / 2:.3g}"
+
+
+def told(call: Callable[[], Any]) -> str:
+    """Return the type and text of the error that `call` raises, or "nothing"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks, which may fail."""
+    return dist.new_group(list(range(group.size())))
+
+
+def late(seconds: float) -> None:
+    """Delay this rank's next call, on the host or on its GPU."""
+    if device().type == "cuda":
+        torch.cuda._sleep(int(seconds * 1e9))  # about as many cycles a second
+    else:
+        time.sleep(seconds)
+
+
+def same_everywhere(group: dist.ProcessGroup, *ys: torch.Tensor) -> bool:
+    """True if all ranks have the same bits."""
+    flat = torch.cat([y.contiguous().view(-1).view(torch.uint8) for y in ys])
+    others = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(others, flat, group=group)
+    return all(torch.equal(flat, other) for other in others)
+
+
+@contextlib.contextmanager
+def poisoned_outputs(operator: Operator[Any]) -> Iterator[None]:
+    """New results of `operator` hold NaN."""
+    native = operator.outputs
+
+    def outputs(call: Any, world: int) -> dict[str, Any]:
+        return {name: t.fill_(torch.nan) for name, t in native(call, world).items()}
+
+    operator.outputs = outputs  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        operator.outputs = native  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill new memory with NaN."""
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch's compiler
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+def applicable(p: Problem) -> list[Candidate]:
+    """Return the candidates that can do `p`."""
+    found = []
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            candidate.build()
+            found.append(candidate)
+    return found

@@ -1,0 +1,136 @@
+"""One call of an operator in tests: the inputs of all ranks, the public function's arguments, and the expected results.
+
+A subclass for each operator is all that the suite (`suite.py`) knows of it. `reference` gives every rank's results as a
+differentiable function of every rank's inputs: in float64 it is what results and gradients are compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from support.on_ranks import close, poisoned_outputs
+
+from weft.builders import Problem
+from weft.operator.spec import Operator
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A call in numbers. schedule: the pinned one."""
+
+    schedule: str | None = None
+
+
+class Call:
+    """One call of an operator on this rank.
+
+    inputs: of each rank, in the order that `arguments` takes.
+    """
+
+    spec: ClassVar[Operator[Any]]
+    public: ClassVar[Callable[..., Any]]
+    operands: ClassVar[tuple[str, str]]
+    """The names that messages call the rows and the weights."""
+    places: ClassVar[tuple[int, int]] = (0, 1)
+    """The places of rows and (first) weights among the inputs."""
+    alike: ClassVar[bool] = False
+    """True if all ranks get the same bits."""
+    reduces: ClassVar[bool] = False
+    """True if products of ranks are reduced, by torch.distributed in an unfused run: its order of sums may change."""
+
+    def __init__(self, case: Any, group: dist.ProcessGroup, seed: int) -> None:
+        self.case, self.rank, self.world, self.seed = case, group.rank(), group.size(), seed
+        self.inputs = [self.drawn(rank) for rank in range(self.world)]
+
+    # --- what an operator says ---
+
+    def drawn(self, rank: int) -> Tensors:
+        """Return the inputs of `rank`."""
+        raise NotImplementedError
+
+    def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
+        """Return the arguments of the public function for this rank's `inputs`."""
+        raise NotImplementedError
+
+    def results(self, returned: Any) -> Tensors:
+        """Return what the public function returned as a list of tensors, in the order of the spec's outputs."""
+        return [returned]
+
+    def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
+        """Return the results of every rank, in the arithmetic of `inputs`."""
+        raise NotImplementedError
+
+    def usual(self, group: dist.ProcessGroup) -> Tensors:
+        """Return this rank's results by torch's own ops in the dtype of the call. Ranks call it together."""
+        return self.reference(self.inputs)[self.rank]
+
+    def problem(self) -> Problem:
+        """Return the call as a problem. Shapes are those of matrices."""
+        raise NotImplementedError
+
+    def kept(self, results: Tensors) -> Tensors:
+        """Return the parts of the results that are compared."""
+        return results
+
+    @classmethod
+    def sized(cls, case: Any, rows: int, world: int) -> Any:
+        """Return `case` with about so many rows on each rank."""
+        raise NotImplementedError
+
+    def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """Return arguments that are refused, and what the error says."""
+        raise NotImplementedError
+
+    def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
+        """Return arguments of the first rank, different ones of the others, and what the error says."""
+        raise NotImplementedError
+
+    def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+        """Return arguments of the operator in torch.ops."""
+        raise NotImplementedError
+
+    # --- the same for all ---
+
+    @property
+    def mine(self) -> Tensors:
+        return self.inputs[self.rank]
+
+    def __call__(self, group: dist.ProcessGroup | str, *inputs: torch.Tensor, **options: Any) -> Tensors:
+        """Call the public function, with other tensors than this rank's inputs if `inputs` are given."""
+        arguments = self.arguments(inputs or self.mine, group)
+        return self.results(type(self).public(**{"schedule": self.case.schedule} | arguments | options))
+
+    def exact(self) -> Tensors:
+        return self.reference([[t.double() for t in of_rank] for of_rank in self.inputs])[self.rank]
+
+    def expected(self, group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
+        """Return this rank's results in float64, and by torch's own ops."""
+        return self.exact(), self.usual(group)
+
+    def check(self, group: dist.ProcessGroup, found: Tensors, expected: tuple[Tensors, Tensors] | None = None) -> None:
+        """Check the results. Their error may be twice that of torch's own ops; what is only copied has the same bits."""
+        (exact, usual), found = expected or self.expected(group), self.kept(found)
+        assert len(found) == len(exact) == len(usual)
+        for number, (y, of_float64, by_torch) in enumerate(zip(found, exact, usual, strict=True)):
+            assert y.shape == of_float64.shape
+            assert y.dtype == by_torch.dtype
+            if number < self.copied:
+                assert torch.equal(y.float(), by_torch.float())
+            else:
+                close(y, of_float64, by_torch)
+
+    @property
+    def copied(self) -> int:
+        """The number of results, the first ones, that are copies of inputs."""
+        return 0
+
+    def poisoned(self) -> contextlib.AbstractContextManager[None]:
+        """Results that are made within hold NaN where nothing is written."""
+        return poisoned_outputs(self.spec)

@@ -1,0 +1,268 @@
+"""Calls of GEMMs beside a collective: matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather and all_gather_matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.on_ranks import F32, NAMES, data
+from support.operators.call import Call, Case, Tensors
+
+import weft
+from weft.builders import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Problem
+from weft.ops import all_gather_matmul, matmul_all_gather, matmul_all_reduce, matmul_reduce_scatter
+
+
+@dataclass(frozen=True)
+class Gemm(Case):
+    """shape: of x on each rank. dim: the dimension that is gathered or scattered. rows: of each rank in it, if they differ; for
+    fewer ranks the first ones count."""
+
+    shape: tuple[int, ...] = (24, 16)
+    n: int = 7
+    dtype: torch.dtype = F32
+    dim: int = 0
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
+class Gathered(Gemm):
+    """n: of the first weight; more: of the others."""
+
+    more: tuple[int, ...] = ()
+    rows: tuple[int, ...] | None = None
+    return_A: bool = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.n, *self.more)
+
+    def rows_of(self, world: int) -> tuple[int, ...]:
+        return self.rows[:world] if self.rows else (self.shape[self.dim],) * world
+
+
+class Product(Call):
+    """x @ w on each rank, and a collective behind it."""
+
+    operands = ("x", "w")
+    case: Gemm
+
+    def drawn(self, rank: int) -> Tensors:
+        shape, n, dtype = self.case.shape, self.case.n, self.case.dtype
+        return [data(rank, shape, dtype, self.seed), data(rank, (n, shape[-1]), dtype, 50 + self.seed).t()]
+
+    def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
+        return {"x": inputs[0], "w": inputs[1], "group": group}
+
+    @classmethod
+    def sized(cls, case: Gemm, rows: int, world: int) -> Gemm:
+        return replace(case, shape=(rows, 128), n=96)
+
+    def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """For K = 8 and N = 3."""
+        (x, w), (X, W) = self.operands, self.mine
+        whole, of_8 = torch.int64, torch.float8_e4m3fn
+        usable = "use one of torch.float32, torch.float16, torch.bfloat16, torch.float64"
+        return {
+            "integers": (
+                {x: X.to(whole), w: W.to(whole)},
+                f"{x} is torch.int64: {usable}" + (", in which the ranks' products" if self.reduces else ""),
+            ),
+            "fp8": ({x: X.to(of_8), w: W.to(of_8)}, f"{x} is torch.float8_e4m3fn: use one of"),
+            "complex": ({x: X * 1j, w: W * 1j}, f"{x} is torch.complex64: use one of"),
+            "other K": ({w: W[:5]}, f"{w} has shape (5, 3): it must be [K=8, N] to follow {x} [..., 8]"),
+            "other dtype": ({w: W.half()}, f"{w} is torch.float16 on cpu and {x} is torch.float32 on cpu"),
+            "three dimensions": ({w: W[None]}, f"{w} has shape (1, 8, 3): it must be [K=8, N]"),
+        }
+
+    def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
+        (x, w), (X, W), name = self.operands, self.mine, self.case.schedule
+        return {
+            "rows": ({x: X[:4]}, {}, ("[4, 8] @ [8, 3] on each of 2 ranks",)),
+            "schedule": ({"schedule": "serial"}, {"schedule": name}, (f"schedule {name}",)),
+            "gradients": ({w: W.clone().requires_grad_()}, {}, (f"gradients wanted of ({x}, {w}", "): (False, True")),
+        }
+
+    def sizes(self) -> tuple[int, int, int, int, str]:
+        m, k = self.case.shape
+        return self.world, m, self.case.n, k, NAMES[self.case.dtype]
+
+
+class Reduced(Product):
+    """Products of all ranks are reduced."""
+
+    reduces = True
+
+    def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
+        return self.shared(torch.stack([x @ w for x, w in inputs]).sum(0))
+
+    def usual(self, group: dist.ProcessGroup) -> Tensors:
+        total = self.mine[0] @ self.mine[1]
+        dist.all_reduce(total, group=group)
+        return self.shared(total)[self.rank]
+
+    def shared(self, total: torch.Tensor) -> list[Tensors]:
+        """Return each rank's part of the sum, or of the mean."""
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> int:
+        return self.world if self.case.op == "avg" else 1
+
+
+class MatmulReduceScatterCall(Reduced):
+    spec, public = matmul_reduce_scatter.OPERATOR, staticmethod(weft.matmul_reduce_scatter)
+    operands = ("A", "B")
+
+    def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
+        names = {"reduce_op": self.case.op, "scatter_dim": self.case.dim, "group": group}
+        return {"A": inputs[0], "B": inputs[1], **names}
+
+    def shared(self, total: torch.Tensor) -> list[Tensors]:
+        return [[part / self.parts] for part in total.chunk(self.world, self.case.dim)]
+
+    def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+        inputs = [t.clone().requires_grad_() for t in self.mine]
+        return [(*inputs, False, None, group.group_name, "", 0.0)]
+
+    def problem(self) -> Problem:
+        return MatmulReduceScatter(*self.sizes())
+
+    @classmethod
+    def sized(cls, case: Gemm, rows: int, world: int) -> Gemm:
+        return replace(case, shape=(max(8, rows // 8 * 8) * world, 128), n=96)
+
+
+class MatmulAllReduceCall(Reduced):
+    spec, public = matmul_all_reduce.OPERATOR, staticmethod(weft.matmul_all_reduce)
+    alike = True
+
+    def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
+        return {**super().arguments(inputs, group), "op": self.case.op}
+
+    def shared(self, total: torch.Tensor) -> list[Tensors]:
+        return [[total / self.parts]] * self.world
+
+    def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
+        norm, new = {"norm": self.mine[1][0]}, "rank 1: matmul_all_reduce of a shape that is new here"
+        little = ({**norm, "eps": 1.0000001e-6}, {**norm, "eps": 1e-6})
+        return {
+            **super().different(),
+            "norm": (norm, {}, (f"{new}: [8, 8] @ [8, 3] on each of 2 ranks, added up, all",)),
+            "eps": ({**norm, "eps": 0.5}, norm, ("added up and normed (eps 0.5), all of it to each",)),
+            "eps by little": (*little, ("eps=1.0000001e-06); rank 1: MatmulAllReduce(",)),
+        }
+
+    def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+        x, w = (t.clone().requires_grad_() for t in self.mine)
+        options = (False, None, group.group_name, "", 0.0)
+        bias, residual, norm = (torch.randn(m, w.shape[1], requires_grad=True) for m in (1, x.shape[0], 1))
+        following = [(None, None, None, None), (bias, residual, None, None), (bias, residual, norm, 1e-6)]
+        return [(x, w, *one, *options) for one in following]
+
+    def problem(self) -> Problem:
+        return MatmulAllReduce(*self.sizes())
+
+
+class MatmulAllGatherCall(Product):
+    spec, public = matmul_all_gather.OPERATOR, staticmethod(weft.matmul_all_gather)
+    alike = True
+
+    def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
+        return {**super().arguments(inputs, group), "gather_dim": self.case.dim}
+
+    def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
+        return [[torch.cat([x @ w for x, w in inputs], self.case.dim)]] * self.world
+
+    def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
+        return {**super().different(), "dimension": ({"gather_dim": -1}, {}, ("the columns of all",))}
+
+    def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+        inputs = [t.clone().requires_grad_() for t in self.mine]
+        return [(*inputs, columns, None, group.group_name, "", 0.0) for columns in (False, True)]
+
+    def problem(self) -> Problem:
+        return MatmulAllGather(*self.sizes(), self.case.dim == -1)
+
+
+class AllGatherMatmulCall(Call):
+    """inputs: x_shard and each weight."""
+
+    spec, public = all_gather_matmul.OPERATOR, staticmethod(weft.all_gather_matmul)
+    operands = ("A_shard", "Bs[0]")
+    case: Gathered
+
+    def drawn(self, rank: int) -> Tensors:
+        shape, dim, dtype = self.case.shape, self.case.dim, self.case.dtype
+        own = (*shape[:dim], self.case.rows_of(self.world)[rank], *shape[dim + 1 :])
+        weights = [data(rank, (n, shape[-1]), dtype, 50 + self.seed + i).t() for i, n in enumerate(self.case.widths)]
+        return [data(rank, own, dtype, self.seed), *weights]
+
+    def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
+        rows = self.case.rows and self.case.rows_of(self.world)
+        names = {"gather_dim": self.case.dim, "group": group, "return_A": self.case.return_A, "rows": rows}
+        return {"A_shard": inputs[0], "Bs": list(inputs[1:]), **names}
+
+    def results(self, returned: Any) -> Tensors:
+        A, ys = returned
+        assert (A is not None) == self.case.return_A
+        return ys if A is None else [A, *ys]
+
+    def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
+        whole = torch.cat([x for x, *_ in inputs], self.case.dim)
+        return [[whole] * self.copied + [whole @ w for w in ws] for _, *ws in inputs]
+
+    @property
+    def copied(self) -> int:
+        return int(self.case.return_A)
+
+    def problem(self) -> Problem:
+        rows, k, dtype = self.case.rows_of(self.world), self.case.shape[-1], NAMES[self.case.dtype]
+        return AllGatherMatmul(self.world, rows, self.case.widths, k, dtype, self.case.return_A)
+
+    def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """For two ranks, and [8, 8] and [8, 3] on each."""
+        (x, B), rank = self.mine, self.rank
+        shard = "shard[chunks=2,send=in_turn,by=dma]"
+        return {
+            "one dimension": ({"A_shard": x[0]}, "at least two dimensions"),
+            "last dimension": (
+                {"gather_dim": 1},
+                "gather_dim=1 must name a dimension of A_shard (8, 8) before the last",
+            ),
+            "no matrix": ({"Bs": []}, "Bs is empty"),
+            "one tensor": ({"Bs": B}, "pass a list of tensors, [B]"),
+            "other K": ({"Bs": [B[:5]]}, "Bs[0] has shape (5, 3): it must be [K=8, N]"),
+            "other dtype": ({"Bs": [B.double()]}, "Bs[0] is torch.float64"),
+            "strange dtype": ({"A_shard": x.int(), "Bs": [B.int()]}, "A_shard is torch.int32: use one of"),
+            "rows": ({"rows": [5, 5]}, "rows=(5, 5)"),
+            "schedule": ({"schedule": "shrad"}, "no schedule 'shrad'"),
+            "no name": ({"schedule": ["serial"]}, "schedule=['serial'] is a list: pass the name of a schedule"),
+            "cannot": ({"A_shard": x[: 4 - rank], "rows": [4, 3], "schedule": shard}, "are sent whole"),
+            "deadline": ({"deadline_s": -1}, "deadline_s=-1 must be positive"),
+            "no deadline": ({"deadline_s": float("nan")}, "deadline_s=nan must be positive"),
+            "timeline": ({"timeline": 3}, "timeline=3 is no timeline: pass weft.Timeline()"),
+        }
+
+    def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
+        (x, B), name = self.mine, self.case.schedule
+        known = "rank 1: all_gather_matmul of a shape that is new here: [10, 8] gathered from 2 ranks (6, 4 rows)"
+        wide = torch.cat((B, B[:, :1]), 1)
+        return {
+            "dtype": ({"A_shard": x.half(), "Bs": [B.half()]}, {}, ("@ [8, 3] on each, fp16",)),
+            "schedule": ({"schedule": "serial"}, {"schedule": name}, ("schedule serial",)),
+            "rows": ({"A_shard": x[:4], "rows": [4, 4]}, {"A_shard": x[:4], "rows": [6, 4]}, (known,)),
+            "gradients": ({"Bs": [B.clone().requires_grad_()]}, {}, ()),
+            "columns": ({}, {"Bs": [wide]}, ("@ [8, 4] on each", "pad those of a vocabulary")),
+        }
+
+    def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+        x, *Bs = (t.clone().requires_grad_() for t in self.mine)
+        return [(x, Bs, True, None, None, group.group_name, "", 0.0)]
+
+    @classmethod
+    def sized(cls, case: Gathered, rows: int, world: int) -> Gathered:
+        return replace(case, shape=(rows, 128), n=96)

@@ -1,0 +1,296 @@
+"""What every operator is tested for, on CPU processes and on GPUs: these functions run on the ranks, for an operator by name.
+
+results, every schedule and many sizes in a row against float64; gradients; operands that lie otherwise on one rank; arguments
+that are refused; a rank that differs, or does not come; timelines; torch.compile and CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.on_ranks import FP8, applicable, data, late, own_group, same_everywhere, told
+from support.operators.call import Call, Case, Tensors
+from support.operators.experts import AllToAllMatmulCall, MatmulAllToAllCall
+from support.operators.gemms import (
+    AllGatherMatmulCall,
+    MatmulAllGatherCall,
+    MatmulAllReduceCall,
+    MatmulReduceScatterCall,
+)
+from support.operators.scaled import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
+
+import weft
+
+CALLS: dict[str, type[Call]] = {
+    "all_gather_matmul": AllGatherMatmulCall,
+    "matmul_reduce_scatter": MatmulReduceScatterCall,
+    "matmul_all_reduce": MatmulAllReduceCall,
+    "matmul_all_gather": MatmulAllGatherCall,
+    "all_gather_scaled_matmul": AllGatherScaledMatmulCall,
+    "scaled_matmul_reduce_scatter": ScaledMatmulReduceScatterCall,
+    "all_to_all_matmul": AllToAllMatmulCall,
+    "matmul_all_to_all": MatmulAllToAllCall,
+}
+
+
+def results(group: dist.ProcessGroup, operator: str, case: Case, calls: int) -> None:
+    """Make calls in a row with fresh data, and the first one again; compare afterwards. Ranks are late now and then."""
+    made = [CALLS[operator](case, group, seed) for seed in range(calls)]
+    found = []
+    for call in [*made, made[0]]:
+        if random.random() < 0.2:
+            time.sleep(random.random() * 0.005)
+        with call.poisoned():
+            found.append(call(group))
+    for call, ys in zip(made, found, strict=False):
+        call.check(group, ys)
+    assert case.schedule is None or _repeats(made[0], case.schedule, found)
+
+
+def _repeats(call: Call, schedule: str, found: Sequence[Tensors]) -> bool:
+    """True if the last results have the bits of the first, unless torch.distributed reduces, whose order of sums may change."""
+    pairs = zip(call.kept(found[0]), call.kept(found[-1]), strict=True)
+    return (call.reduces and schedule in ("serial", "autotune")) or all(_equal(a, b) for a, b in pairs)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.float(), b.float()) if a.dtype == FP8 else torch.equal(a, b)
+
+
+def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: float) -> list[str]:
+    """Call each schedule three times in a row with fresh data, and with the first again, to the bit. Return the schedules.
+
+    The first rank comes late to the second call, the last one to the third. Results that all ranks get have the same bits.
+    """
+    made = [CALLS[operator](case, group, seed) for seed in range(3)]
+    wanted = [call.expected(group) for call in made]
+    names = [candidate.name for candidate in applicable(made[0].problem())]
+    for name in names:
+        found = []
+        for number in (0, 1, 2, 0):
+            if (number, group.rank()) in ((1, 0), (2, group.size() - 1)):
+                late(late_s)
+            with made[number].poisoned():
+                found.append(made[number](group, schedule=name))
+        try:
+            for call, ys, expected in zip(made, found, wanted, strict=False):
+                call.check(group, ys, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        assert _repeats(made[0], name, found), f"{name}: other bits at the next call"
+        if made[0].alike and not (made[0].reduces and name == "serial"):
+            assert same_everywhere(group, *(y for ys in found for y in ys)), f"{name}: other bits on other ranks"
+    return names
+
+
+def gradients(
+    group: dist.ProcessGroup, operator: str, case: Case, wanted: Sequence[bool], compiled: bool, schedule: str | None,
+    seeds: Sequence[int] = (1,),
+) -> None:  # fmt: skip
+    """Compare gradients of a random weighing of all ranks' results, another on each, with autograd's in float64.
+
+    wanted: of each input that may have a gradient. schedule: of the whole block.
+    """
+    for seed in seeds:
+        call = CALLS[operator](case, group, seed)
+        _gradients(group, call, wanted, compiled, schedule)
+
+
+def _gradients(
+    group: dist.ProcessGroup, call: Call, wanted: Sequence[bool], compiled: bool, schedule: str | None
+) -> None:
+    rank = group.rank()
+    exact_inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
+    exact = call.reference(exact_inputs)
+    weights = [
+        [data(r, tuple(y.shape), torch.float32, 70 + i) for i, y in enumerate(of_rank)]
+        for r, of_rank in enumerate(exact)
+    ]
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        ys = call.kept(call(group.group_name, *inputs))
+        return sum((y * w).sum() for y, w in zip(ys, weights[rank], strict=True))  # type: ignore[return-value]
+
+    inputs = [t.clone().requires_grad_(want) for t, want in zip(call.mine, wanted, strict=True)]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+        with weft.plan.use(schedule), call.poisoned():
+            run(*inputs).backward()
+    weighed = [
+        (y * w.double()).sum() for ys, ws in zip(exact, weights, strict=True) for y, w in zip(ys, ws, strict=True)
+    ]
+    torch.stack(weighed).sum().backward()
+    for found, in_float64, want in zip(inputs, exact_inputs[rank], wanted, strict=True):
+        assert (found.grad is not None) == want
+        if want:
+            assert found.grad is not None
+            torch.testing.assert_close(found.grad.double(), in_float64.grad, rtol=2e-4, atol=2e-3)
+
+
+def many_sizes(group: dist.ProcessGroup, operator: str, case: Any) -> None:
+    """Call many sizes, one after the other: on GPUs in one memory. Compare afterwards."""
+    kind, found = CALLS[operator], []
+    for seed, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
+        call = kind(kind.sized(case, rows, group.size()), group, seed)
+        found.append((call, call(group)))
+    for call, ys in found:
+        call.check(group, ys)
+
+
+def by_columns(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the matrices that lies by columns."""
+    return _as_bytes(t, lambda flat: flat.mT.contiguous().mT)
+
+
+def by_rows(t: torch.Tensor) -> torch.Tensor:
+    return _as_bytes(t, torch.Tensor.contiguous)
+
+
+def in_pieces(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy of which neither rows nor columns are in one piece."""
+    return _as_bytes(t, lambda flat: flat.repeat_interleave(2, -2).repeat_interleave(2, -1)[..., ::2, ::2])
+
+
+def _as_bytes(t: torch.Tensor, change: Any) -> torch.Tensor:
+    return change(t.view(torch.uint8)).view(FP8) if t.dtype == FP8 else change(t)
+
+
+def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
+    """Return the warnings of calls whose first operands lie otherwise on the first rank. Compare afterwards."""
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(4):
+            call = CALLS[operator](case, group, seed)
+            inputs = list(call.mine)
+            if group.rank() == 0:
+                x, w = call.places
+                inputs[x] = by_columns(inputs[x]) if seed % 2 else inputs[x]
+                inputs[w] = by_rows(inputs[w]) if seed < 2 or inputs[w].dtype == FP8 else in_pieces(inputs[w])
+            else:  # the first loads other kernels meanwhile
+                late(0.01)
+            found.append((call, call(group, *inputs)))
+    for call, ys in found:
+        call.check(group, ys)
+    return [str(w.message) for w in caught]
+
+
+def compiled(group: dist.ProcessGroup, operator: str, case: Case) -> None:
+    """Call in one graph of torch.compile."""
+    call = CALLS[operator](case, group, 3)
+    torch._dynamo.reset()
+    run = torch.compile(lambda *inputs: call(group.group_name, *inputs), fullgraph=True, backend="aot_eager")
+    call.check(group, run(*call.mine))
+
+
+def refused(group: dist.ProcessGroup, operator: str, case: Case) -> None:
+    """Pass impossible arguments on all ranks, and on the first alone: every rank is told the values and the fix. A good call
+    follows."""
+    call, first = CALLS[operator](case, group, 1), group.rank() == 0
+    good, wrong = call.arguments(call.mine, group), dict[str, str]()
+    everybody = f"ranks {', '.join(map(str, range(group.size())))}: "
+    for name, (changes, text) in call.impossible().items():
+        for who in ("all", "one"):
+            given = good | changes if first or who == "all" else good
+            error = told(lambda given=given: call.public(**given))
+            named = (
+                error.startswith("RefusedError: rank 0: ")
+                if who == "one"
+                else everybody in error or "; rank 1: " in error
+            )
+            if not (named and error.startswith("RefusedError: ") and text in error):
+                wrong[f"{name}, {who}"] = error
+    assert not wrong, wrong
+    call.check(group, call(group))
+
+
+def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> None:
+    """Let the first rank do something else, each time in a group of its own, which ends: every rank is told what."""
+    call, wrong = CALLS[operator](case, group, 1), dict[str, str]()
+    for name, (of_first, of_others, texts) in call.different().items():
+        own = own_group(group)
+        given = call.arguments(call.mine, own) | (of_others if group.rank() else of_first)
+        error = told(lambda given=given: call.public(**given))
+        if not error.startswith("DisagreementError: ranks make different calls") or any(t not in error for t in texts):
+            wrong[name] = error
+    assert not wrong, wrong
+    call.check(group, call(group))
+
+
+def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: bool) -> str:
+    """Return the error of the first rank, which calls twice and the others once, or goes backward alone."""
+    call = CALLS[operator](case, group, 1)
+    inputs = [t.requires_grad_(backward and t.dtype.itemsize > 1) for t in call.mine]
+    ys = call.kept(call(group, *inputs, deadline_s=1))
+    if group.rank() == 0:
+        return told(ys[-1].sum().backward if backward else lambda: call(group, *inputs, deadline_s=1))
+    time.sleep(3)
+    return ""
+
+
+def steps(group: dist.ProcessGroup, operator: str, case: Case) -> set[str]:
+    """Return the names of this rank's steps in a timeline. A second call fills none."""
+    call, timeline = CALLS[operator](case, group, 1), weft.Timeline()
+    call.check(group, call(group, timeline=timeline))
+    assert all(span.duration_us >= 0 for span in timeline)
+    return {span.name for span in timeline if span.rank == group.rank()}
+
+
+def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:
+    """Check what torch.library knows of the operator."""
+    call = CALLS[operator](case, group, 1)
+    call(group)
+    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if all(t.dtype != FP8 for t in call.mine):  # the schema's test wants arithmetic that torch has not for fp8
+        tests.append("test_schema")
+    for arguments in call.operations(group):
+        torch.library.opcheck(getattr(torch.ops.weft, operator).default, arguments, test_utils=tests)
+
+
+def captured(group: dist.ProcessGroup, operator: str, case: Any, replays: int) -> str:
+    """Replay a CUDA graph with two calls in it, with fresh data, behind stragglers and between calls; with a pinned schedule its
+    results have the bits of calls. Return the error of a first call inside a capture."""
+    kind, stream, refusal = CALLS[operator], torch.cuda.Stream(), ""
+    mean = replace(case, op="avg") if kind.reduces else case
+    held, other = kind(case, group, 1), kind(mean, group, 1)
+
+    def doubled(inputs: Tensors) -> Tensors:
+        return inputs if inputs[0].dtype == FP8 else [inputs[0] * 2, *inputs[1:]]
+
+    with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                held(group)
+        except ValueError as error:
+            refusal = str(error)
+        held(group)
+        other(group)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        ys, zs = held(group), other(group, *doubled(held.mine))
+    for replay in range(replays):
+        fresh, second = kind(case, group, 10 + replay), kind(mean, group, 10 + replay)
+        second.inputs = [doubled(of_rank) for of_rank in second.inputs]
+        for into, t in zip(held.mine, fresh.mine, strict=True):
+            copy = into.view(torch.uint8).copy_ if t.dtype == FP8 else into.copy_
+            copy(t.view(torch.uint8) if t.dtype == FP8 else t)
+        for y in (*ys, *zs):
+            y.fill_(torch.nan) if y.dtype != FP8 else y.view(torch.uint8).fill_(0x7F)
+        if replay % 4 == group.rank():
+            late(0.001)
+        graph.replay()
+        torch.cuda.synchronize()
+        fresh.check(group, ys)
+        second.check(group, zs)
+        called = fresh(group)
+        assert case.schedule in (None, "serial") or all(map(_equal, fresh.kept(ys), fresh.kept(called)))
+    return refusal

@@ -1,0 +1,195 @@
+"""Functions that run on the ranks: calls of many sizes in random order on CPU processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from support.matmul_ranks import close
+
+import weft
+from weft import symm
+from weft.builders import AllGatherMatmul, Candidate, MatmulReduceScatter, NotApplicableError, candidates
+from weft.errors import WeftError
+from weft.operator import measure
+from weft.operator.calls import prepared_calls
+from weft.ops.all_gather_matmul import OPERATOR
+from weft.runtime.cpu import schedule as cpu_schedule
+from weft.runtime.cpu.memory import memory_of
+from weft.symm.memory import lent
+
+K, N, LEAST, MOST = 24, 16, 16, 300
+NAN_BYTE = 0xFF  # of all floats
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(list(range(group.size())))
+
+
+class Held(NamedTuple):
+    """The resources of this process. maps: mappings of shared memory. lanes: threads of lanes."""
+
+    threads: int
+    maps: int
+    lanes: int
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        maps = sum("/memfd:weft" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        lanes = sum(thread.name.startswith("weft rank") for thread in threading.enumerate())
+        return cls(len(os.listdir("/proc/self/task")), maps, lanes)
+
+
+def poison(domain: symm.Domain) -> None:
+    """Fill all memory of the group's schedules with NaN, after all ranks have ended their runs."""
+    domain.all_gather(None, what="runs have ended")
+    mapped = memory_of(domain).mapped
+    assert mapped is not None
+    begin = mapped.addresses[domain.rank] + mapped.buffers_at
+    lent(begin, [mapped.nbytes], torch.uint8, torch.device("cpu"), mapped.owners).fill_(NAN_BYTE)
+    mapped.scratch.fill_(NAN_BYTE)
+    domain.all_gather(None, what="poisoned")
+
+
+@contextlib.contextmanager
+def late_lanes(rank: int, before: Callable[[], None]) -> Iterator[None]:
+    """Delay the begin and the end of this rank's lanes at random. before: called before each lane."""
+    native, late = cpu_schedule._play, random.Random(rank)
+
+    def play(*given: Any) -> None:
+        before()
+        time.sleep(0.003 * late.random() * (late.random() < 0.2))
+        native(*given)
+        time.sleep(0.003 * late.random() * (late.random() < 0.2))
+
+    cpu_schedule._play = play
+    try:
+        yield
+    finally:
+        cpu_schedule._play = native
+
+
+def can_build(candidate: Candidate) -> bool:
+    with contextlib.suppress(NotApplicableError):
+        candidate.build()
+        return True
+    return False
+
+
+def _calls(group: dist.ProcessGroup) -> list[Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Return functions of (rows, seed) that make a call and return (result, exact, torch's result).
+
+    Their schedules differ in signals and memory.
+    """
+    world, rank = group.size(), group.rank()
+
+    def data(rows: int, columns: int, seed: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+    def gathered(schedule: str, rows: int, seed: int) -> Any:
+        shards, w = [data(rows, K, 100 * seed + r) for r in range(world)], data(K, N, seed + rank)
+        y = weft.all_gather_matmul(shards[rank], [w], 0, group, return_A=False, schedule=schedule)[1][0]
+        x = torch.cat(shards)
+        return y, x.double() @ w.double(), x @ w
+
+    def scattered(schedule: str, rows: int, seed: int) -> Any:
+        pairs = [(data(rows * world, K, 100 * seed + r), data(K, N, seed + 7 * r)) for r in range(world)]
+        y = weft.matmul_reduce_scatter(*pairs[rank], "sum", 0, group, schedule=schedule)
+        mine = slice(rows * rank, rows * (rank + 1))
+        exact = sum(x[mine].double() @ w.double() for x, w in pairs)
+        return y, exact, sum(x[mine] @ w for x, w in pairs)
+
+    def names(p: Any, builders: tuple[str, ...]) -> list[str]:
+        usual = [one for one in candidates(p) if one.builder in builders and "by=dma" in one.name]
+        return [one.name for one in usual if can_build(one)]
+
+    even, summed = (
+        AllGatherMatmul.even(LEAST * world, N, K, world, "fp32"),
+        MatmulReduceScatter(world, LEAST * world, N, K, "fp32"),
+    )
+    ways = [partial(gathered, name) for name in names(even, ("gather", "shard"))]
+    ways += [partial(scattered, name) for name in names(summed, ("direct",))]
+    return ways[:: max(1, len(ways) // 5)]
+
+
+def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[str, Any]:
+    """Return the resources of this process before, after each of `counts` sizes, and after closing.
+
+    Some sizes come back, and lanes are late at random.
+    """
+    own, same = own_group(group), random.Random(5)
+    before, domain, ways = Held.now(), symm.domain(own, "cpu"), _calls(own)
+    found, made = {"ways": len(ways), "before": before}, []
+    sizes = [(ways[i % len(ways)], size) for i, size in enumerate(same.choices(range(LEAST, MOST), k=counts[1]))]
+    with late_lanes(group.rank(), lambda: None):
+        for call, (way, size) in enumerate(sizes):
+            made.append(way(size, call))
+            if same.random() < 0.3:
+                way, size = sizes[same.randrange(call + 1)]
+                made.append(way(size, call))
+            if call % 10 == 0:
+                poison(domain)
+            if call + 1 in counts:
+                found[f"after {call + 1}"] = Held.now()
+    for y, exact, usual in made:
+        close(y, exact, usual)
+    domain.close()
+    return found | {"closed": Held.now()}
+
+
+def killed(group: dist.ProcessGroup, at: int) -> list[str]:
+    """Kill rank 1 in a lane of call `at`. Return the next two errors that the others raise."""
+    ways, lanes, errors = _calls(group), [0], list[str]()
+
+    def die() -> None:
+        lanes[0] += 1
+        if group.rank() == 1 and lanes[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with late_lanes(group.rank(), die):
+        for call in range(at):
+            try:
+                ways[call % len(ways)](LEAST + 7 * call % MOST, call)
+            except WeftError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                if len(errors) == 2:
+                    return errors
+    raise AssertionError("nobody was killed")
+
+
+def measured_sizes(group: dist.ProcessGroup, rows: list[int | list[int]]) -> list[tuple[str, ...]]:
+    """Return the schedules that are measured at a call of each of these sizes, in order, and last the schedules taken.
+
+    rows: a list gives each rank's rows.
+    """
+    own, rank, found = own_group(group), group.rank(), list[tuple[str, ...]]()
+    native, w = measure.measured, torch.randn(22, 14)
+
+    def measured(p: Any, schedules: dict[str, Any], *given: Any) -> Any:
+        found[-1] = tuple(schedules)
+        return native(p, schedules, *given)
+
+    measure.measured = measured
+    try:
+        for of_ranks in rows:
+            found.append(())
+            given = None if isinstance(of_ranks, int) else of_ranks
+            x = torch.randn(of_ranks if isinstance(of_ranks, int) else of_ranks[rank], 22)
+            weft.all_gather_matmul(x, [w], 0, own, return_A=False, rows=given)
+    finally:
+        measure.measured = native
+    taken = {one.taken[0] for one in prepared_calls(OPERATOR, own)}
+    symm.domain(own, "cpu").close()
+    return [*found, tuple(sorted(taken))]

@@ -1,0 +1,127 @@
+"""The cache of compiled operators: not too many, and never at the cost of those in use."""
+
+from __future__ import annotations
+
+from weft.operator.cache import KEPT, KEPT_BYTES, KEPT_LIGHT, WHILE, Table
+
+
+class _Group:
+    """Stands for a process group: something that can be referred to weakly."""
+
+
+class _Made:
+    stale = came_back = False
+    family = None
+
+    def __init__(self, nbytes: int = 0, captured: bool = False, light: bool = False) -> None:
+        self.nbytes, self.captured, self.closed, self.called_at, self.light = nbytes, captured, False, 0, light
+
+    def close(self) -> None:
+        self.closed = True
+
+    def capturing(self) -> bool:
+        return False
+
+
+def test_nothing_goes_while_a_graph_is_captured() -> None:
+    """A release of memory would end the capture."""
+    table, group = Table(), _Group()
+    known = [table.keep(group, key, _Made(KEPT_BYTES)) for key in range(KEPT)]  # type: ignore[arg-type]
+    met = _Made()
+    met.capturing = lambda: True  # type: ignore[method-assign]
+    table.keep(group, "met in a capture", met)  # type: ignore[arg-type]
+    assert not any(one.closed for one in known)  # type: ignore[attr-defined]
+    assert table.find(group, "met in a capture") is met  # type: ignore[arg-type]
+    table.keep(group, "later", _Made())  # type: ignore[arg-type]
+    assert known[0].closed  # type: ignore[attr-defined]
+
+
+def test_shapes_in_use_stay_however_large() -> None:
+    table, group = Table(), _Group()
+    large = [table.keep(group, key, _Made(KEPT_BYTES)) for key in range(6)]  # type: ignore[arg-type]
+    for turn in range(3 * WHILE):
+        assert table.find(group, turn % 6) is large[turn % 6]  # type: ignore[arg-type]
+    table.keep(group, "new", _Made(KEPT_BYTES))  # type: ignore[arg-type]
+    assert not any(one.closed for one in large)
+
+
+def test_large_shapes_that_are_not_called_any_more_go_but_for_what_a_graph_holds() -> None:
+    table, group = Table(), _Group()
+    old, held = _Made(KEPT_BYTES), _Made(KEPT_BYTES, captured=True)
+    last, used = _Made(KEPT_BYTES), _Made()
+    for key, one in enumerate((old, held, last, used)):
+        table.keep(group, key, one)  # type: ignore[arg-type]
+    for _ in range(WHILE + 1):
+        table.find(group, 3)  # type: ignore[arg-type]
+    table.keep(group, "new", _Made())  # type: ignore[arg-type]
+    assert [one.closed for one in (old, held, last, used)] == [True, False, False, False]
+    assert table.find(group, 0) is None  # type: ignore[arg-type]
+
+
+def test_of_many_shapes_those_go_that_were_called_longest_ago() -> None:
+    table, group = Table(), _Group()
+    made = [table.keep(group, key, _Made()) for key in range(KEPT)]  # type: ignore[arg-type]
+    table.find(group, 0)  # type: ignore[arg-type]
+    for key in (KEPT, KEPT + 1):
+        table.keep(group, key, _Made())  # type: ignore[arg-type]
+        table.find(group, key)  # type: ignore[arg-type]
+    assert [key for key, one in enumerate(made) if one.closed] == [1, 2]
+
+
+def test_shapes_without_memory_or_threads_of_their_own_stay_in_larger_numbers() -> None:
+    table, group = Table(), _Group()
+    own = [table.keep(group, f"own {i}", _Made()) for i in range(2)]  # type: ignore[arg-type]
+    light = [table.keep(group, i, _Made(light=True)) for i in range(KEPT_LIGHT - 2)]  # type: ignore[arg-type]
+    assert not any(one.closed for one in [*own, *light])  # type: ignore[attr-defined]
+    for i in range(KEPT - 1):  # of the heavy ones at most KEPT stay, whatever there is beside them
+        table.find(group, 0)  # type: ignore[arg-type]
+        table.keep(group, f"more {i}", _Made())  # type: ignore[arg-type]
+        table.find(group, f"more {i}")  # type: ignore[arg-type]
+    assert [one.closed for one in own] == [True, True]  # type: ignore[attr-defined]
+    assert not light[0].closed, "it was called meanwhile"  # type: ignore[attr-defined]
+    assert len(table.known(group)) <= KEPT_LIGHT  # type: ignore[arg-type]
+
+
+class _Counting(_Made):
+    looks = 0
+
+    @property
+    def light(self) -> bool:
+        _Counting.looks += 1
+        return True
+
+    @light.setter
+    def light(self, value: bool) -> None: ...
+
+
+def test_a_new_shape_is_no_reason_to_look_at_all_others() -> None:
+    table, group = Table(), _Group()
+    for key in range(2 * KEPT_LIGHT):
+        table.keep(group, key, _Counting())  # type: ignore[arg-type]
+    assert KEPT_LIGHT // 2 < len(table.known(group)) <= KEPT_LIGHT  # type: ignore[arg-type]
+    assert _Counting.looks < 100 * KEPT_LIGHT, "2 * KEPT_LIGHT shapes, each of which would be looked at again and again"
+
+
+def test_shapes_that_graphs_hold_leave_room_for_others() -> None:
+    """However many there are: a new shape would else push out the one before it, at every turn."""
+    table, group = Table(), _Group()
+    for key in range(2 * KEPT):
+        table.keep(group, key, _Made(captured=True))  # type: ignore[arg-type]
+    others = [table.keep(group, -1 - key, _Made()) for key in range(KEPT)]  # type: ignore[arg-type]
+    assert not any(one.closed for one in [*others, *table.known(group)])  # type: ignore[arg-type]
+
+
+def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
+    """Ranks that share one group may call others as well."""
+    kept = []
+    for others in (0, 3 * WHILE):
+        table, group, other = Table(), _Group(), _Group()
+        table.keep(other, 0, _Made())  # type: ignore[arg-type]
+        for key in range(3):
+            table.keep(group, key, _Made(KEPT_BYTES))  # type: ignore[arg-type]
+            table.find(group, key)  # type: ignore[arg-type]
+        for _ in range(others):
+            table.find(other, 0)  # type: ignore[arg-type]
+        table.keep(group, "new", _Made())  # type: ignore[arg-type]
+        kept.append(len(table.known(group)))  # type: ignore[arg-type]
+    assert kept == [4, 4]

@@ -1,0 +1,33 @@
+"""Builders: operators' problems, and the schedules for them, without torch.
+
+A new operator needs one line here, the import of its problem. Files with builders in this folder are found by themselves.
+"""
+
+import importlib
+import pkgutil
+
+from weft.builders.candidate import Candidate
+from weft.builders.output_map.map import MatmulInto, OutputMap, schedule_of
+from weft.builders.problem import PROBLEMS, Problem, described
+from weft.builders.problems.all_gather_matmul import AllGatherMatmul as AllGatherMatmul
+from weft.builders.problems.all_gather_matmul import Scaled
+from weft.builders.problems.all_gather_matmul_gradients import AllGatherMatmulGradients as AllGatherMatmulGradients
+from weft.builders.problems.all_to_all_matmul import AllToAllMatmul as AllToAllMatmul
+from weft.builders.problems.embedding_all_to_all import EmbeddingAllToAll as EmbeddingAllToAll
+from weft.builders.problems.matmul_all_gather import MatmulAllGather as MatmulAllGather
+from weft.builders.problems.matmul_all_gather_gradients import MatmulAllGatherGradients as MatmulAllGatherGradients
+from weft.builders.problems.matmul_all_reduce import MatmulAllReduce as MatmulAllReduce
+from weft.builders.problems.matmul_all_to_all import MatmulAllToAll as MatmulAllToAll
+from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter as MatmulReduceScatter
+from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter as ScaledMatmulReduceScatter
+from weft.builders.registry import NotApplicableError, builder, builders_of, candidates, named, unregister
+
+__all__ = [
+    "Candidate", "MatmulInto", "NotApplicableError", "OutputMap", "Problem", "Scaled", "builder", "builders_of", "candidates",
+    "described", "named", "schedule_of", "unregister",
+]  # fmt: skip
+__all__ += [problem.__name__ for problem in PROBLEMS.values()]
+
+# Importing a file registers its builders. Candidates with equal times keep this order: FiCCO's before all_gather_matmul's.
+for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name != "ficco"):
+    importlib.import_module(f"{__name__}.{_file.name}")

@@ -1,0 +1,292 @@
+"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there, with sizes that only the run knows.
+
+    splits   the number of tokens that this rank sends to each expert of all ranks; tokens are sorted by expert
+    counts   the splits of all ranks, [ranks, experts of all ranks]: each rank puts its own row into every rank's counts
+    inbox    a slot for each other rank, with room for the most tokens that it may send
+
+    to peers: read counts; put the tokens for each peer into the slot there, in one piece; set `arrived` there
+    compute:  exchange splits; read counts; multiply this rank's own tokens, in place; then the others' as they arrive
+
+The GEMMs of many (source, expert) segments are one kernel. It stores rows where they belong in the result: by expert, and for one
+expert by source rank. So no tokens are sorted before or after, and only tokens that leave the rank are copied. Two orders let the
+first tokens be multiplied first:
+
+    dispatch            source by source, the own tokens first: while they are multiplied all others travel
+    dispatch_by_expert  expert by expert, a few at a time from all sources: every weight is read once
+
+Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they are
+computed; while the host waits it can enqueue nothing. If the result has exactly the rows that arrive (`exact`), the host reads
+the sizes in any case, but while the GEMMs run.
+
+Blocks padded to a capacity would need no sizes either, but they are no candidate. With room for every token that a rank may send
+to one other, the blocks are as many times larger as there are ranks. With less room tokens are lost, as in no other schedule. The
+benchmark of all_to_all_matmul measures this variant with NCCL, with just enough room for the tokens that it sends, as `padded`.
+
+Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (tokens go all-to-all
+before the GEMMs of experts), III-C with figure 5 (asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained
+Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM before it, these
+schedules with the GEMMs behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from weft.builders.operands import cut, peer
+from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK, Expr, Index, lookup, total
+from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute
+from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.steps import Compute, Copy, CopyBy, Region
+
+SendOrder: TypeAlias = Literal["in_turn", "at_once"]
+"""in_turn: to one peer after the other, fastest for the first tokens behind a switch. at_once: over all links of a mesh."""
+Columns: TypeAlias = tuple[int, int]
+"""(first, count) of the k columns of tokens."""
+_TILE = "t"
+
+
+@builder(AllToAllMatmul)
+def serial(p: AllToAllMatmul) -> Schedule:
+    """Run NCCL's all-to-all, sort the tokens by expert, then run cuBLAS's GEMMs of the experts."""
+    d, world, experts = _Dispatch("serial", p, "scratch"), p.world_size, p.experts
+    room = sum(p.rows)
+    unordered = d.x or d.buffer("unordered", room, p.k, p.dtype, "scratch")
+    ordered = d.buffer("ordered", room, p.k, p.dtype, "scratch")
+    lane = d.lane("compute").all_gather(d.splits.part(), d.counts.part()).read(d.counts, "host")
+    to_each = tuple(d.sent(RANK, to) for to in range(world))
+    from_each = tuple(d.sent(source, RANK) for source in range(world))
+    lane.exchange(d.tokens.part(), unordered.part(rows=(0, d.arriving)), to_each, from_each)
+    expert: Index = Expr(_TILE)
+    begin: Index = 0
+    for source in range(world):
+        rows = d.rows(source, expert)
+        arrived = unordered.part(rows=(begin + d.first_of_block(source, expert), rows))
+        target = ordered.part(rows=(d.first_of_result(source, expert), rows))
+        lane.tiles(Permute(), _TILE, experts, Copy(arrived, target, "kernel"))
+        begin = begin + d.sent(source, RANK)
+    of_expert = (d.first_of_result(0, expert), d.rows_of_expert(expert))
+    gemm = d.matmul(of_expert, ordered.part(rows=of_expert), expert)
+    lane.tiles(LibraryGroupedMatmul(), _TILE, experts, gemm)
+    d.tell(lane)
+    return d.schedule()
+
+
+@builder(AllToAllMatmul, by=("dma", "kernel"), rest=("each", "together"), send=("in_turn", "at_once"))
+def dispatch(
+    p: AllToAllMatmul, *, by: CopyBy, rest: Literal["each", "together"], send: SendOrder = "in_turn"
+) -> Schedule:
+    """Multiply source by source. rest: one launch for each other rank when its tokens arrive, or one launch when all have
+    arrived."""
+    if rest == "together" and p.world_size == 2:
+        raise NotApplicableError("the rest comes from one rank")
+    d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
+    d.send(0, experts)
+    d.multiply([0], 0, experts)
+    for distance in range(1, world):
+        d.wait_for(distance)
+        if rest == "each":
+            d.multiply([distance], 0, experts)
+    if rest == "together":
+        d.multiply(list(range(1, world)), 0, experts)
+    return d.done()
+
+
+@builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=("in_turn", "at_once"))
+def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
+    """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: one launch when all tokens have
+    arrived."""
+    pieces = cut(p.experts, chunks, what="experts of a rank")
+    d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
+    for c, piece in enumerate(pieces):
+        d.send(*piece, chunk=c)
+    for c, piece in enumerate(pieces):
+        for distance in range(1, world):
+            d.wait_for(distance, c)
+        d.multiply(list(range(world)), *piece)
+    return d.done()
+
+
+class _Dispatch(Draft):
+    """A draft with the caller's tensors, and the sizes that follow from `counts`."""
+
+    def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
+        super().__init__(name, p.world_size)
+        self.p, self._all = p, p.world_size * p.experts
+        flat = [n for of_rank in p.splits for n in of_rank]
+        self.counts = self.buffer("counts", p.world_size, self._all, "int64", counts)
+        self.holds(self.counts, [flat] * p.world_size)
+        self.arriving = self._of_all(lambda source: self.sent(source, RANK))
+        self.tokens = self.buffer("tokens", self._between(RANK, 0, self._all), p.k, p.dtype, "input")
+        self.splits = self.buffer("splits", 1, self._all, "int64", "input")
+        self.weights = self.buffer("w", p.experts * p.k, p.n, p.dtype, "input")
+        self.y = self.buffer("y", self.arriving, p.n, p.dtype, "output")
+        self.received = self.buffer("received", p.world_size, p.experts, "int64", "output")
+        self.x = self.buffer("x", self.arriving, p.k, p.dtype, "output") if p.return_x else None
+
+    def rows(self, source: Index, expert: Index) -> Index:
+        """Return the number of rows from `source` for a local expert."""
+        first = self._mine(source) + expert
+        return total("counts", first, first + 1)
+
+    def rows_of_expert(self, expert: Index) -> Index:
+        first = RANK * self.p.experts + expert
+        return total("counts", first, self.p.world_size * self._all, self._all)
+
+    def sent(self, source: Index, to: Index) -> Index:
+        return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
+
+    def first_of_block(self, source: Index, expert: Index) -> Index:
+        """Return the first row of a local expert's tokens in what `source` sends here."""
+        return total("counts", self._mine(source), self._mine(source) + expert)
+
+    def first_of_result(self, source: Index, expert: Index) -> Index:
+        """Return the first row in y of a local expert's tokens from `source`."""
+        experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
+        first = RANK * self.p.experts + expert
+        return experts_before + total("counts", first, source * self._all + first, self._all)
+
+    def matmul(
+        self, result: tuple[Index, Index], x: Region, expert: Index, columns: Columns | None = None, adds: bool = False
+    ) -> Compute:
+        first, count = columns or (0, self.p.k)
+        weights = self.weights.part(rows=(expert * self.p.k + first, count))
+        return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
+
+    def tell(self, lane: LaneDraft) -> None:
+        """Copy the numbers of rows from each rank for each local expert to the caller's `received`."""
+        block = self.counts.part(cols=(RANK * self.p.experts, self.p.experts))
+        lane.copy(block, self.received.part(), "kernel")
+
+    def _of_all(self, number_of: Callable[[int], Index]) -> Index:
+        """Return the sum over all source ranks."""
+        result: Index = 0
+        for source in range(self.p.world_size):
+            result = result + number_of(source)
+        return result
+
+    def _between(self, source: Index, first: Index, end: Index) -> Index:
+        row = source * self._all
+        return total("counts", row + first, row + end)
+
+    def _mine(self, source: Index) -> Index:
+        """Return the element of counts where this rank's experts begin in the row of `source`."""
+        return source * self._all + RANK * self.p.experts
+
+
+class Sending(_Dispatch):
+    """A draft that exchanges sizes on the compute lane, and sends tokens into the peers' inboxes on other lanes.
+
+    There is one lane for all peers, or a lane for each peer. Tokens go in `chunks` parts with a signal each."""
+
+    def __init__(self, name: str, p: AllToAllMatmul, by: CopyBy, send: SendOrder, chunks: int = 1) -> None:
+        super().__init__(name, p, "symmetric")
+        world = p.world_size
+        if world == 1:
+            raise NotApplicableError("one rank has no peer to send to")
+        if by == "dma" and not p.exact:
+            raise NotApplicableError(
+                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel"
+            )
+        if send == "at_once" and world == 2:
+            raise NotApplicableError("there is one peer to send to")
+        self._by, self._chunks = by, chunks
+        self._segments: dict[tuple[int, Index], tuple[Index, Index, Index]] = {}
+        self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
+        known, self._free = self.signals("known", world), self.signals("free", world)
+        self._arrived = self.signals("arrived", world * chunks)
+        self.compute = self.lane("compute")
+        names = [f"to +{distance}" if send == "at_once" else "to peers" for distance in range(1, world)]
+        self._senders = [self.lane(name, "copy") for name in names]
+        self._taken = self.signals("taken", world) if send == "at_once" else None
+        told, own_row = self.signals("told", 1), (RANK, 1)
+        for distance in range(1, world):
+            to = peer(world, distance)
+            self.compute.wait(self._free, to, previous=True)
+            self.compute.copy(self.splits.part(), self.counts.part(rows=own_row, at=to), "kernel")
+            self.compute.set(known, RANK, at=to)
+        self.compute.copy(self.splits.part(), self.counts.part(rows=own_row), "kernel")
+        for distance in range(1, world):
+            self.compute.wait(known, peer(world, -distance))
+        self.compute.set(told)
+        self.tell(self.compute)
+        self.compute.read(self.counts, "device" if not p.exact else "host" if by == "dma" else "meanwhile")
+        for i, sender in enumerate(dict.fromkeys(self._senders)):
+            sender.wait(told).read(self.counts, "host" if by == "dma" else "device")
+            if self._taken:
+                sender.set(self._taken, i)
+
+    def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
+        """Send to every other rank the tokens for `count` of its experts from `first` on, or only these columns of them."""
+        for distance in range(1, self.world_size):
+            to = peer(self.world_size, distance)
+            begin = to * self.p.experts
+            rows = self._between(RANK, begin + first, begin + first + count)
+            mine = self.tokens.part(rows=(self._between(RANK, 0, begin + first), rows), cols=columns)
+            slot = self._slot(distance) + self._between(RANK, begin, begin + first)
+            theirs = self._inbox.part(rows=(slot, rows), cols=columns, at=to)
+            sender = self._senders[distance - 1].copy(mine, theirs, self._by)
+            sender.set(self._arrived, RANK * self._chunks + chunk, at=to)
+
+    def wait_for(self, distance: int, chunk: int = 0) -> None:
+        self.compute.wait(self._arrived, peer(self.world_size, -distance) * self._chunks + chunk)
+
+    def multiply(
+        self, distances: list[int], first: int, count: int, columns: Columns | None = None, adds: bool = False
+    ) -> None:
+        """Multiply the tokens of the ranks `distances` behind, 0 for this rank, for `count` experts from `first` on.
+
+        columns: only these columns of the tokens. adds: accumulate into y."""
+        expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
+        kernel = GroupedMatmul(
+            self.counts.name, self.tokens.name, self._inbox.name, self.weights.name, self.y.name, self.p.experts, self.p.most,
+            min(-distance % self.world_size for distance in distances), len(distances), first, count, *k, adds,
+        )  # fmt: skip
+        self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
+
+    def done(self) -> Schedule:
+        """Release buffers for the next run, after all lanes have read counts.
+
+        A peer that gets tokens knows that they were sent after their lane had read counts, but nothing about other lanes. Tokens
+        for the caller (`return_x`) are copied after all GEMMs: the host then knows sizes that it reads meanwhile."""
+        if self.x:
+            for distance in range(self.world_size):
+                source = peer(self.world_size, -distance) if distance else RANK
+                rows = self.sent(source, RANK)
+                target = self.x.part(rows=(self._first_in_x(source), rows))
+                self.compute.copy(self._came(distance, 0, rows), target, "kernel")
+        if self._taken:
+            for i in range(len(self._senders)):
+                self.compute.wait(self._taken, i)
+        for distance in range(1, self.world_size):
+            self.compute.set(self._free, RANK, at=peer(self.world_size, -distance))
+        return self.schedule()
+
+    def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:
+        if (known := self._segments.get((distance, expert))) is None:  # the same for all pieces of columns
+            source = peer(self.world_size, -distance) if distance else RANK
+            rows, first = self.rows(source, expert), self.first_of_block(source, expert)
+            known = self._segments[distance, expert] = first, rows, self.first_of_result(source, expert)
+        first, rows, result = known
+        return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
+
+    def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
+        """Return the region of `rows` tokens of the rank `distance` behind, 0 for this rank, from token `first` on, where they
+        lie."""
+        if distance:
+            return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
+        return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
+
+    def _first_in_x(self, source: Index) -> Index:
+        """Return the first row in x of the tokens of `source`: behind those of the ranks before it."""
+        begin: Index = 0
+        for before in range(self.world_size - 1):
+            counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)
+            begin = begin + total("counts", self._mine(before), self._mine(before) + counted)
+        return begin
+
+    def _slot(self, distance: int) -> int:
+        """Return the first row in a rank's inbox of the tokens from the rank `distance` behind it."""
+        return (self.world_size - 1 - distance) * self.p.most

@@ -1,0 +1,226 @@
+"""Slices: one persistent kernel pools and sends, a slice of at most `slice_size` pooled vectors of one sample at a time.
+
+    direct   a slice is stored into the output of the rank that owns its sample; one signal to all peers at the end
+    put      a slice is pooled into memory of its own, leaves as one copy, and increments its reader's counter
+    serial   no overlap: everything is pooled, then NCCL's all-to-all, then columns are put in order
+
+No rank stores into a peer that has not begun its run, since the peer's last result may still be read: `ready`. In order
+"remote_first" a rank begins with the samples of the next rank, then of the one after it, and its own come last; "natural" is the
+order of the batch.
+
+A slice is one sample's vectors of adjacent tables, by one program. The paper's slice is one table's vectors of several samples,
+by several work-groups; the last of them to finish, by a bitmask, sends it. Such slices cannot be written here.
+
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, though different
+ones, see above; flags; the remote first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep
+Learning Recommendation Systems", III-B (stores by the kernel that pools).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.builders.operands import peer, starts
+from weft.builders.problems.embedding_all_to_all import EmbeddingAllToAll
+from weft.builders.registry import builder
+from weft.schedule.expr import RANK, Expr, Index, lookup
+from weft.schedule.kernels import PooledBags, PooledSlices, SliceOrder, Unpack
+from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.steps import ITEM_BYTES, Compute, Copy, Region, Set, Signals, Wait
+
+_ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (None, 1, 8, 32), "t"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Local slots `first` to `end` of a sample; they cover `width` columns from `column` on."""
+
+    first: int
+    end: int
+    column: int
+    width: int
+
+
+def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, ...]:
+    """Return the slices of one sample: runs of adjacent slots (column, dim), cut into at most `slice_size` of them."""
+    units: list[Unit] = []
+    for number, (column, dim) in enumerate(slots):
+        last = units[-1] if units else None
+        if last and last.column + last.width == column and last.end - last.first < slice_size:
+            units[-1] = Unit(last.first, number + 1, last.column, last.width + dim)
+        else:
+            units.append(Unit(number, number + 1, column, dim))
+    return tuple(units)
+
+
+def usual_slice_size(p: EmbeddingAllToAll) -> int:
+    """Return the default number of vectors per slice: about 2 KiB of them, 4 to 32.
+
+    On H200s that was the best of 4 to 32 vectors in four configurations (benchmarks/results/h200-tuning.json). On CPUs longer
+    slices leave room for fewer samples in the staging area, so tables are visited again more often.
+    """
+    mean_dim = p.columns / sum(map(len, p.slots))
+    return max(4, min(32, round(2048 / (mean_dim * ITEM_BYTES[p.dtype]))))
+
+
+@builder(EmbeddingAllToAll)
+def serial(p: EmbeddingAllToAll) -> Schedule:
+    d = _Slices("serial", p, sys.maxsize)
+    total, most = sum(p.batch_sizes), max(p.batch_sizes)
+    widths = tuple(sum(dim for _, dim in slots) for slots in p.slots)
+    pooled = d.buffer("pooled", total, max(widths), p.dtype, "scratch")
+    received = d.buffer("received", lookup(p.batch_sizes, RANK), p.columns, p.dtype, "scratch")
+    out = d.buffer("out", most, p.columns, p.dtype, "symmetric")
+    local = d.of_unit([[sum(u.width for u in units[:i]) for i in range(len(units))] for units in d.units])
+    samples = (d.sample, 1)
+    lane = d.lane("pool")
+    lane.tiles(PooledBags(), _TILE, d.extent(total), d.pool(0, pooled.part(rows=samples, cols=(local, d.width))))
+    lane.all_to_all(pooled.part(cols=(0, lookup(widths, RANK))), received.part())
+    runs = [
+        (starts(widths)[rank] + sum(before.width for before in units[:i]), unit.column, unit.width)
+        for rank, units in enumerate(d.units) for i, unit in enumerate(units)
+    ]  # fmt: skip
+    source, column, width = (_formula([list(numbers)], RANK, Expr(_TILE)) for numbers in zip(*runs, strict=True))
+    rows = (0, lookup(p.batch_sizes, RANK))
+    unpack = Copy(received.part(rows=rows, cols=(source, width)), out.part(rows=rows, cols=(column, width)), "kernel")
+    lane.tiles(Unpack(), _TILE, len(runs), unpack)
+    return d.schedule()
+
+
+@builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
+def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
+    """Store slices into the outputs of peers. slice_size: by default `usual_slice_size`."""
+    d = _Slices("direct", p, usual_slice_size(p) if slice_size is None else slice_size)
+    kernel = PooledSlices("direct", order, d.slice_size)
+    out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
+    ready, done = (d.signals(name, p.world_size) for name in ("ready", "done"))
+    lane = d.begin(ready, order)
+    for to in d.targets(order):
+        d.wait_for(ready, to)
+        place = out.part(rows=(d.sample, 1), cols=(d.column, d.width), at=to)
+        lane.tiles(kernel, _TILE, d.extent(lookup(p.batch_sizes, to)), d.pool(d.first_of(to), place))
+    for distance in range(1, p.world_size):
+        lane.set(done, RANK, at=peer(p.world_size, distance))
+    for distance in range(1, p.world_size):
+        lane.wait(done, peer(p.world_size, -distance))
+    return d.schedule()
+
+
+@builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
+def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
+    """Stage slices and copy them to peers. The schedule has a staging place for each slice; a kernel needs one for each
+    concurrent tile."""
+    d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
+    kernel = PooledSlices("put", order, d.slice_size)
+    out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
+    staged = d.buffer("staged", sum(p.batch_sizes), p.columns, p.dtype, "scratch")
+    ready, arrived = (d.signals(name, world) for name in ("ready", "arrived"))
+    lane = d.begin(ready, order)
+    for to in d.targets(order):
+        d.wait_for(ready, to)
+        batch, cols, first = lookup(p.batch_sizes, to), (d.column, d.width), d.first_of(to)
+        place, stage = (
+            out.part(rows=(d.sample, 1), cols=cols, at=to),
+            staged.part(rows=(first + d.sample, 1), cols=cols),
+        )
+        sending = d.pool(first, stage), Copy(stage, place, "kernel"), Set(arrived.name, RANK, to)
+        for body, is_own in ((sending, False), ((d.pool(first, place),), True)):  # own samples are pooled in place
+            if isinstance(to, int):
+                lane.tiles(kernel, _TILE, d.extent(batch) * d.at_ranks(to, is_own), *body)
+            elif is_own == (to is RANK):
+                lane.tiles(kernel, _TILE, d.extent(batch), *body)
+    for distance in range(1, world):
+        source = peer(world, -distance)
+        counts = tuple(d.counts[rank - distance] * batch for rank, batch in enumerate(p.batch_sizes))
+        if min(counts) > 0:
+            lane.wait(arrived, source, lookup(counts, RANK))
+        else:  # some rank waits for no sets
+            some = lookup(tuple(int(count > 0) for count in counts), RANK)
+            lane.repeat("once", some, Wait(arrived.name, source, lookup(counts, RANK)))
+    return d.schedule()
+
+
+class _Slices(Draft):
+    """A draft with the caller's tensors, and the sample, slots and columns of tile `t` of a kernel."""
+
+    def __init__(self, name: str, p: EmbeddingAllToAll, slice_size: int) -> None:
+        super().__init__(name, p.world_size)
+        if slice_size < 1:
+            raise ValueError(f"slice_size={slice_size} must be at least 1 pooled vector")
+        self.p, self.slice_size = p, slice_size
+        self.units = [units_of(slots, slice_size) for slots in p.slots]
+        self.counts = tuple(len(units) for units in self.units)
+        per_sample = lookup(tuple(max(1, count) for count in self.counts), RANK)
+        self._unit, self.sample = Expr(_TILE) % per_sample, Expr(_TILE) // per_sample
+        self.column = self.of_unit([[u.column for u in units] for units in self.units])
+        self.width = self.of_unit([[u.width for u in units] for units in self.units])
+        numbers = {column: i for i, (column, _) in enumerate(sorted(slot for slots in p.slots for slot in slots))}
+        self._slot = self.of_unit([[numbers[u.column] for u in units] for units in self.units])
+        self._slots = self.of_unit([[u.end - u.first for u in units] for units in self.units])
+        rows = [[self._rows_read(rank, u) for u in units] for rank, units in enumerate(self.units)]
+        self._rows = self.of_unit(rows)
+        self._bags = self.buffer("bags", sum(p.batch_sizes), len(numbers), "int64", "input")
+        self._tables = self.buffer("tables", max(map(max, filter(None, rows))), p.columns, p.dtype, "input")
+
+    def of_unit(self, numbers: list[list[int]]) -> Index:
+        """Return `numbers[rank][unit]` for the tile's unit."""
+        return _formula(numbers, RANK, self._unit)
+
+    def pool(self, first: Index, out: Region) -> Compute:
+        """Return the step `out` = the tile's bags of the samples from `first` on."""
+        bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
+        return Compute(
+            "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))
+        )
+
+    def extent(self, batch: Index) -> Index:
+        return lookup(self.counts, RANK) * batch
+
+    def first_of(self, rank: Index) -> Index:
+        sizes = self.p.batch_sizes
+        return rank * sizes[0] if len(set(sizes)) == 1 else lookup(starts(sizes), rank)
+
+    def targets(self, order: SliceOrder) -> list[Index]:
+        if order == "natural":
+            return list(range(self.world_size))
+        return [*(peer(self.world_size, distance) for distance in range(1, self.world_size)), RANK]
+
+    def begin(self, ready: Signals, order: SliceOrder) -> LaneDraft:
+        """Return the lane, after it signals all ranks whose waits need it that this rank's output may be written."""
+        lane = self.lane("pool")
+        for distance in range(order == "remote_first", self.world_size):
+            lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
+        return lane
+
+    def wait_for(self, ready: Signals, rank: Index) -> None:
+        if rank is not RANK:
+            self.lane("pool").wait(ready, rank)
+
+    def at_ranks(self, rank: int, own: bool) -> Index:
+        """Return 1 at `rank` and 0 elsewhere; with own=False the reverse."""
+        return lookup(tuple(int((r == rank) == own) for r in range(self.world_size)), RANK)
+
+    def _rows_read(self, rank: int, unit: Unit) -> int:
+        """Return the mean rows read over the unit's columns; at least 1, since empty regions are dropped."""
+        if not self.p.rows_read:
+            return 1
+        slots = zip(self.p.slots[rank], self.p.rows_read[rank], strict=True)
+        total = sum(dim * rows for (_, dim), rows in list(slots)[unit.first : unit.end])
+        return max(1, round(total / unit.width))
+
+
+def _formula(numbers: list[list[int]], rank: Index, unit: Index) -> Index:
+    """Return `numbers[rank][unit]`: as a linear formula if they follow one, else from a table."""
+    counts = {len(of_rank) for of_rank in numbers}
+    flat = tuple(n for of_rank in numbers for n in of_rank)
+    if len(counts) == 1 and flat:
+        base = numbers[0][0]
+        by_rank = numbers[1][0] - base if len(numbers) > 1 else 0
+        by_unit = numbers[0][1] - base if len(numbers[0]) > 1 else 0
+        if all(
+            n == base + r * by_rank + u * by_unit for r, of_rank in enumerate(numbers) for u, n in enumerate(of_rank)
+        ):
+            return rank * by_rank + unit * by_unit + base
+    return lookup(flat, lookup(starts(tuple(map(len, numbers))), rank) + unit)

@@ -1,0 +1,218 @@
+"""FiCCO: chunks of a shard go to all peers at once, and each step computes on the chunks from all peers.
+
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that on a full
+mesh all links are busy, and computes on the chunks of that step. Three choices make eight schedules:
+
+    1D | 2D           chunks are rows of the shard, or columns (then the steps accumulate: y += x[:, chunk] @ w[chunk, :])
+    uniform | hetero  a step holds the own chunk too; or the own shard is computed whole, first, before any chunk arrives
+    fused | unfused   one GEMM a step over the chunks of all ranks, or one for each rank
+
+Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The paper
+gathers all chunks of such a step, beside communication and GEMMs, and gives uniform schedules a higher contention loss for it
+(V-B): that loss does not occur here.
+
+The rows of a fused GEMM are adjacent in y only in uniform 2D. Elsewhere they are scattered from scratch memory. Each step of a 2D
+schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
+
+The chunks of a step may also come by one NCCL all-gather (the paper's variant by RCCL), which needs contiguous input: columns are
+packed first. Its output has the order of ranks, with the own chunk in it. A hetero start has computed the own chunk already:
+there a fused GEMM is two, one for the ranks before and one for those behind.
+
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from weft.builders.operands import Operands, all_gather_matmul_operands, carry, cut, peer
+from weft.builders.problems.all_gather_matmul import AllGatherMatmul
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK, Index
+from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.steps import Signals
+
+By = Literal["dma", "kernel"]
+Start = Literal["uniform", "hetero"]
+Gemms = Literal["fused", "unfused"]
+Piece = tuple[int, int]
+_STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "kernel")
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
+def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
+    """Cut shards by rows. steps: number of chunks of a shard; 0: the number of ranks."""
+    world, m, pieces = _pieces(p, p.rows[0], steps)
+    o = Operands(f"{start}-{gemms}-1D", p)
+    uniform, fused = start == "uniform", gemms == "fused"
+    # In a step's rows of the box, chunks lie in the order of the ring behind the reader, its own chunk last.
+    places = world if uniform and fused else world - 1
+    d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
+    rows = o.results(places * pieces[0][1]) if fused else []
+    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    if not uniform:
+        o.multiply_all(lane, x.part(), (RANK * m, m))
+    for sender, distance, to in _senders(d, world, free):
+        for s, (first, count) in enumerate(pieces):
+            target = box.part((places * first + (distance - 1) * count, count), at=to)
+            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
+    for s, (first, count) in enumerate(pieces):
+        own, sources = x.part((first, count)), [peer(world, -i) for i in range(1, world)]
+        if uniform and fused:
+            carry(lane, own, box.part((places * first + (world - 1) * count, count)), "kernel")
+        if uniform and not fused:
+            o.multiply_all(lane, own, (RANK * m + first, count))
+        for place, source in enumerate(sources):
+            lane.wait(arrived, source * len(pieces) + s)
+            if not fused:
+                chunk = box.part((places * first + place * count, count))
+                o.multiply_all(lane, chunk, (source * m + first, count))
+        for i, out in enumerate(rows):
+            o.multiply(lane, box.part((places * first, places * count)), i, out.part(rows=(0, places * count)))
+            for place, source in enumerate([*sources, RANK][:places]):
+                y = o.ys[i].part(rows=(source * m + first, count))
+                lane.copy(out.part(rows=(place * count, count)), y, "kernel")
+    return _released(d, world, free)
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
+def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
+    """Cut shards by columns. steps: number of chunks of a shard; 0: the number of ranks. A chunk is one two-dimensional copy."""
+    world, m, pieces = _pieces(p, p.k, steps)
+    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
+    uniform, fused = start == "uniform", gemms == "fused"
+    # uniform: rows as in y. hetero: in the order of the ring behind the reader, so that the others' rows are adjacent.
+    box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
+    scattered = fused and not uniform
+    rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
+    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    if not uniform:
+        for w, y in zip(ws, ys, strict=True):
+            lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
+    for sender, distance, to in _senders(d, world, free):
+        begin: Index = RANK * m if uniform else (distance - 1) * m
+        for s, chunk in enumerate(pieces):
+            target = box.part(rows=(begin, m), cols=chunk, at=to)
+            sender.copy(x.part(cols=chunk), target, by).set(arrived, RANK * len(pieces) + s, at=to)
+    for s, chunk in enumerate(pieces):
+        own, add = x.part(cols=chunk), s > 0
+        if uniform and fused:
+            lane.copy(own, box.part(rows=(RANK * m, m), cols=chunk), "kernel")
+        if uniform and not fused:
+            for w, y in zip(ws, ys, strict=True):
+                lane.matmul(y.part(rows=(RANK * m, m)), own, w.part(rows=chunk), add)
+        for place in range(world - 1):
+            source = peer(world, -place - 1)
+            lane.wait(arrived, source * len(pieces) + s)
+            if not fused:
+                part = box.part(rows=(source * m if uniform else place * m, m), cols=chunk)
+                for w, y in zip(ws, ys, strict=True):
+                    lane.matmul(y.part(rows=(source * m, m)), part, w.part(rows=chunk), add)
+        if fused:
+            for w, out in zip(ws, rows or ys, strict=True):
+                lane.matmul(out.part(), box.part(cols=chunk), w.part(rows=chunk), add)
+    for y, out in zip(ys, rows, strict=False):
+        for place in range(world - 1):
+            target = y.part(rows=(peer(world, -place - 1) * m, m))
+            lane.copy(out.part(rows=(place * m, m)), target, "kernel")
+    return _released(d, world, free)
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4))
+def ficco_1d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int) -> Schedule:
+    world, m, pieces = _pieces(p, p.rows[0], steps)
+    uniform, fused = start == "uniform", gemms == "fused"
+    o = Operands(f"{start}-{gemms}-1D-collective", p)
+    d, gathered = o.d, o.rows("gathered", p.m, "scratch")
+    rows = o.results(world * pieces[0][1]) if fused else []
+    came, library, lane = d.signals("came", len(pieces)), d.lane("library"), d.lane("compute")
+    for s, (first, count) in enumerate(pieces):
+        for src, dst in zip(o.x.part((first, count)), gathered.part((world * first, world * count)), strict=True):
+            library.all_gather(src, dst)
+        library.set(came, s)
+    if not uniform:
+        o.multiply_all(lane, o.x.part(), (RANK * m, m))
+    for s, (first, count) in enumerate(pieces):
+        lane.wait(came, s)
+        for i, out in enumerate(rows):
+            for begin, n in _blocks(world, count, start, "fused"):
+                o.multiply(lane, gathered.part((world * first + begin, n)), i, out.part(rows=(begin, n)))
+        for source in _sources(world, start):
+            part = (world * first + source * count, count)
+            for i, y in enumerate(o.ys):
+                target = y.part(rows=(source * m + first, count))
+                if fused:
+                    lane.copy(rows[i].part(rows=(source * count, count)), target, "kernel")
+                else:
+                    o.multiply(lane, gathered.part(part), i, target)
+    return d.schedule()
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,))
+def ficco_2d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int) -> Schedule:
+    world, m, pieces = _pieces(p, p.k, steps)
+    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D-collective", p)
+    came, library, lane = d.signals("came", len(pieces)), d.lane("library"), d.lane("compute")
+    if start == "hetero":
+        for w, y in zip(ws, ys, strict=True):
+            lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
+    for s, chunk in enumerate(pieces):
+        packed = d.buffer(f"packed{s}", m, chunk[1], p.dtype, "scratch")
+        gathered = d.buffer(f"gathered{s}", p.m, chunk[1], p.dtype, "scratch")
+        library.copy(x.part(cols=chunk), packed.part(), "kernel").all_gather(packed.part(), gathered.part()).set(
+            came, s
+        )
+        lane.wait(came, s)
+        for block in _blocks(world, m, start, gemms):
+            for w, y in zip(ws, ys, strict=True):
+                lane.matmul(y.part(rows=block), gathered.part(rows=block), w.part(rows=chunk), s > 0)
+    return d.schedule()
+
+
+def _sources(world: int, start: Start) -> list[Index]:
+    """Return the ranks whose chunks of a step are computed after the gather."""
+    return list(range(world)) if start == "uniform" else [peer(world, -distance) for distance in range(1, world)]
+
+
+def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
+    """Return (first, count) of the rows of each GEMM, for all ranks' chunks of `rows` rows in the order of ranks."""
+    if gemms == "unfused":
+        return [(source * rows, rows) for source in _sources(world, start)]
+    if start == "uniform":
+        return [(0, world * rows)]
+    return [(0, RANK * rows), ((RANK + 1) * rows, (world - 1 - RANK) * rows)]
+
+
+def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
+    """Return (ranks, rows of a shard, chunks); raise NotApplicableError if FiCCO does not support the problem."""
+    if p.world_size == 1:
+        raise NotApplicableError("one rank has nothing to gather")
+    if len(set(p.rows)) > 1:
+        nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
+        raise NotApplicableError(
+            f"shards of {p.rows} rows have no common chunks: give every rank {nearest}, or use shard or gather"
+        )
+    if p.return_gathered:
+        raise NotApplicableError(
+            "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather"
+        )
+    return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
+
+
+def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
+    """Return (arrived, free)."""
+    return d.signals("arrived", world * len(pieces)), d.signals("free", world)
+
+
+def _senders(d: Draft, world: int, free: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
+    """Yield (lane, distance, rank) of every peer; the lane has waited for the peer's buffer."""
+    for distance in range(1, world):
+        to = peer(world, distance)
+        yield d.lane(f"to +{distance}", "copy").wait(free, to, previous=True), distance, to
+
+
+def _released(d: Draft, world: int, free: Signals) -> Schedule:
+    for distance in range(1, world):
+        d.lane("compute").set(free, RANK, at=peer(world, -distance))
+    return d.schedule()

@@ -1,0 +1,112 @@
+"""GEMM + all-gather: finished rows of a GEMM travel to all ranks while it computes others.
+
+    serial    cuBLAS's GEMM, then NCCL's all-gather; joined columns need one more copy, which puts them side by side
+    direct    a GEMM for each chunk of rows, which all ranks then fetch
+    tracked   one kernel for all rows: when all tiles of a chunk have signaled, all ranks fetch the chunk while the kernel goes on
+
+Products lie in symmetric memory, from where every rank, including their own, copies them into its result
+(`weft.builders.fetched`): rows below each other, or columns side by side, by the same copies. All ranks get the same bits.
+
+A GEMM that stores into a peer's memory, as in T3, does not help here: it has one destination, and a product goes to
+all ranks.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1: an all-gather is a
+reduce-scatter's configuration without updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from weft.builders.fetched import Fetched
+from weft.builders.operands import cut
+from weft.builders.partial_products import Chunk, TrackedTiles
+from weft.builders.problems.matmul_all_gather import MatmulAllGather
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK, Expr, Index
+from weft.schedule.kernels import Unpack
+from weft.schedule.schedule import Draft, Schedule
+from weft.schedule.steps import Compute, Copy, Region
+
+
+class _Product:
+    """The caller's tensors in a draft of `p`."""
+
+    def __init__(self, name: str, p: MatmulAllGather) -> None:
+        self.d, self.p = Draft(name, p.world_size), p
+        self.x = self.d.buffer("x", p.m, p.k, p.dtype, "input")
+        self.w = self.d.buffer("w", p.k, p.n, p.dtype, "input")
+        self.y = self.d.buffer("y", *p.shape, p.dtype, "output")
+
+    def place(self, owner: Index, chunk: Chunk) -> Region:
+        """Return the region of a chunk of `owner`'s product in the result."""
+        first, count = chunk
+        if self.p.columns:
+            return self.y.part(rows=chunk, cols=(owner * self.p.n, self.p.n))
+        return self.y.part(rows=(owner * self.p.m + first, count))
+
+
+@builder(MatmulAllGather)
+def serial(p: MatmulAllGather) -> Schedule:
+    o = _Product("serial", p)
+    lane = o.d.lane("compute")
+    if p.world_size == 1 or not p.m * p.n:  # nothing to send
+        lane.matmul(o.place(RANK, (0, p.m)), o.x.part(), o.w.part())
+        return o.d.schedule()
+    own = o.d.buffer("own", p.m, p.n, p.dtype, "scratch")
+    lane.matmul(own.part(), o.x.part(), o.w.part())
+    if not p.columns:
+        lane.all_gather(own.part(), o.y.part())
+        return o.d.schedule()
+    below = o.d.buffer("below", p.world_size * p.m, p.n, p.dtype, "scratch")
+    owner = Expr("owner")
+    beside = Copy(below.part(rows=(owner * p.m, p.m)), o.place(owner, (0, p.m)), "kernel")
+    lane.all_gather(own.part(), below.part()).tiles(Unpack(), "owner", p.world_size, beside)
+    return o.d.schedule()
+
+
+class _Sent(_Product):
+    """The operands of a schedule that overlaps. made: this rank's product, which all ranks fetch."""
+
+    def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
+        if p.world_size == 1:
+            raise NotApplicableError("one rank has nothing to send")
+        if not p.has_work:
+            raise NotApplicableError("there is nothing to multiply")
+        super().__init__(name, p)
+        self.made = self.d.buffer("made", p.m, p.n, p.dtype, "symmetric")
+        self.fetched, self.compute = Fetched(self.d, p.world_size, chunks), self.d.lane("compute")
+        for i in range(p.world_size - 1):
+            self.fetched.wait_for(self.compute, i)
+
+    def fetch(self, chunks: list[Chunk], by: Literal["dma", "kernel"], counts: Sequence[int] = ()) -> Schedule:
+        self.fetched.fetch(
+            lambda owner, c: self.made.part(rows=chunks[c], at=owner),
+            lambda owner, c: self.place(owner, chunks[c]),
+            by,
+            counts,
+            apart=by == "dma",  # copying kernels would compete for compute units
+        )
+        return self.d.schedule()
+
+
+@builder(MatmulAllGather, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
+def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
+    """Run a GEMM for each chunk. by: the kind of copy that fetches chunks."""
+    o, pieces = _Sent("direct", p, chunks), cut(p.m, chunks, what="rows of a product")
+    for c, rows in enumerate(pieces):
+        o.compute.matmul(o.made.part(rows=rows), o.x.part(rows=rows), o.w.part())
+        o.fetched.tell(o.compute, c)
+    return o.fetch(pieces, by)
+
+
+@builder(MatmulAllGather, chunks=(1, 2, 4, 8))
+def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
+    """Run one tracked GEMM; copy engines fetch a chunk when all its tiles have signaled."""
+    o, tiles = _Sent("tracked", p, chunks), TrackedTiles(p.m, p.n, chunks)
+    product = Compute(
+        "matmul", o.made.part(rows=tiles.rows, cols=tiles.cols), (o.x.part(rows=tiles.rows), o.w.part(cols=tiles.cols))
+    )
+    o.compute.tiles(tiles.kernel, "t", tiles.of_rank, product, *o.fetched.told(tiles.chunk))
+    return o.fetch([rows for rows, _ in tiles.chunks], "dma", [count for _, count in tiles.chunks])

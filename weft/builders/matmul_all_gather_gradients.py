@@ -1,0 +1,108 @@
+"""Both gradients of a GEMM + all-gather: pieces of the result's gradient are reduced and multiplied while others travel.
+
+    serial    a copy that puts joined columns below each other, NCCL's reduce-scatter, then both GEMMs
+    direct    copy engines send each rank's part, piece by piece, into slots of that rank, which reduces and multiplies
+
+This rank's part of the sum, `own`, is cut by rows: a chunk of x's gradient needs only its own rows. The weight's gradient needs
+all rows. If it were accumulated chunk by chunk, it would be rounded as often. So it is one GEMM, when all of `own` is complete. A
+chunk travels behind the GEMMs of the chunks before it. Nothing hides the first chunk. The last chunk is followed by its rows of
+x's gradient and by the weight's gradient, with no transfers left to hide.
+
+If sending takes longer than one GEMM, as with many ranks, last=columns cuts the last chunk by columns. When a block of columns
+has arrived, all rows of these columns have, and these columns of the weight's gradient need no others. So that GEMM, too, runs
+while blocks travel, and each element is still computed once. The last rows of x's gradient come at the end.
+
+Joined columns go straight from where they lie to where they are reduced. They are reduced in fp32, the own part first, then in
+the order of the ring behind the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled
+that it has read all chunks of it, since a run of other sizes may place its chunks differently.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter),
+before its consumer instead of behind its producer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from weft.builders.operands import cut, peer
+from weft.builders.partial_products import Chunk
+from weft.builders.problems.matmul_all_gather_gradients import MatmulAllGatherGradients
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK, Expr, Index
+from weft.schedule.kernels import Unpack
+from weft.schedule.schedule import Draft, Schedule
+from weft.schedule.steps import Copy, Region
+
+
+class _ProductGradients:
+    """The caller's tensors in a draft of `p`."""
+
+    def __init__(self, name: str, p: MatmulAllGatherGradients) -> None:
+        self.d, self.p = Draft(name, p.world_size), p
+        buffer = self.d.buffer
+        self.g = buffer("g", *p.shape, p.dtype, "input")
+        self.xt = buffer("xt", p.k, p.m, p.dtype, "input")
+        self.wt = buffer("wt", p.n, p.k, p.dtype, "input")
+        self.grad_x = buffer("grad_x", p.m, p.k, p.dtype, "output")
+        self.grad_w = buffer("grad_w", p.k, p.n, p.dtype, "output")
+
+    def part(self, owner: Index, rows: Chunk, cols: Chunk) -> Region:
+        """Return these rows and columns of the gradient of `owner`'s product."""
+        if self.p.columns:
+            return self.g.part(rows=rows, cols=(owner * self.p.n + cols[0], cols[1]))
+        return self.g.part(rows=(owner * self.p.m + rows[0], rows[1]), cols=cols)
+
+
+@builder(MatmulAllGatherGradients)
+def serial(p: MatmulAllGatherGradients) -> Schedule:
+    o = _ProductGradients("serial", p)
+    lane, whole = o.d.lane("compute"), ((0, p.m), (0, p.n))
+    own = o.part(RANK, *whole)
+    if p.world_size > 1 and p.m * p.n:
+        own, below = o.d.buffer("own", p.m, p.n, p.dtype, "scratch").part(), o.g
+        if p.columns:
+            below, owner = o.d.buffer("below", p.world_size * p.m, p.n, p.dtype, "scratch"), Expr("owner")
+            packed = Copy(o.part(owner, *whole), below.part(rows=(owner * p.m, p.m)), "kernel")
+            lane.tiles(Unpack(), "owner", p.world_size, packed)
+        lane.reduce_scatter(below.part(), own)
+    lane.matmul(o.grad_x.part(), own, o.wt.part()).matmul(o.grad_w.part(), o.xt.part(), own)
+    return o.d.schedule()
+
+
+@builder(MatmulAllGatherGradients, chunks=(1, 2, 4, 8), last=("rows", "columns"))
+def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
+    """Reduce and multiply chunk by chunk. chunks: of rows. last=columns: cut the last chunk into `chunks` blocks of columns."""
+    if p.world_size == 1:
+        raise NotApplicableError("one rank has nothing to send")
+    if not p.has_work:
+        raise NotApplicableError("there is nothing to multiply")
+    o = _ProductGradients("direct", p)
+    d, peers = o.d, [peer(p.world_size, distance) for distance in range(1, p.world_size)]
+    *before, tail = cut(p.m, chunks, what="rows of a product")
+    blocks = cut(p.n, 1 if last == "rows" or chunks == 1 else ":".join("1" * chunks), what="columns of a product")
+    pieces = [*((rows, (0, p.n)) for rows in before), *((tail, cols) for cols in blocks)]
+    box = d.buffer("box", len(peers) * p.m, p.n, p.dtype, "symmetric")
+    own = d.buffer("own", p.m, p.n, p.dtype, "scratch")
+    free, there = d.signals("free", len(peers)), d.signals("there", len(peers) * len(pieces))
+    compute, sender = d.lane("compute"), d.lane("to peers", "copy")
+
+    def slot(i: int, rows: Chunk, cols: Chunk, at: Index = RANK) -> Region:
+        return box.part(rows=(i * p.m + rows[0], rows[1]), cols=cols, at=at)
+
+    for i in range(len(peers)):
+        sender.wait(free, i, previous=True)
+    for c, piece in enumerate(pieces):
+        for i, to in enumerate(peers):
+            sender.copy(o.part(to, *piece), slot(i, *piece, at=to)).set(there, i * len(pieces) + c, at=to)
+            compute.wait(there, i * len(pieces) + c)
+        rows, cols = piece
+        came = [slot(i, *piece) for i in range(len(peers))]
+        compute.reduce(own.part(rows=rows, cols=cols), o.part(RANK, *piece), *came)
+        if c < len(before):
+            compute.matmul(o.grad_x.part(rows=rows), own.part(rows=rows), o.wt.part())
+        else:
+            compute.matmul(o.grad_w.part(cols=cols), o.xt.part(), own.part(cols=cols))
+    for i in range(len(peers)):
+        compute.set(free, i, at=peer(p.world_size, -1 - i))
+    compute.matmul(o.grad_x.part(rows=tail), own.part(rows=tail), o.wt.part())
+    return d.schedule()

@@ -1,0 +1,246 @@
+"""GEMM + all-reduce: the sum of all ranks' products on every rank. The schedules differ in which rows they reduce during the
+GEMM.
+
+    serial     cuBLAS's GEMM, then NCCL's all-reduce, in place
+    one_shot   every rank gets the whole products of all others and reduces them: one transfer between ranks, for small M
+    two_shot   a direct reduce-scatter, chunk by chunk, then an all-gather: peers fetch a reduced chunk while its owner reduces the
+               next ones
+    chunked    a GEMM for each chunk of all rows; all ranks reduce parts of a chunk and fetch them while later chunks are computed
+    tracked    as two_shot, with one kernel for all rows, whose finished tiles trigger the sending of their chunks
+
+The rank that reduces a row also adds the bias or residual, before it rounds the row and sends it to the others. Every rank
+computes the RMSNorm for itself. Where the reducing kernel has all rows, it computes the norm in passing. Where sums are fetched,
+the norm runs behind the GEMMs, chunk by chunk while later chunks arrive.
+
+All ranks get the same bits. In one_shot each rank reduces in the order of ranks, its own product rounded like the others. In the
+other schedules a row's owner reduces it (`weft.builders.partial_products`), and the others copy the result
+(`weft.builders.fetched`).
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as
+reduce-scatter and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (following operators).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from weft.builders.fetched import ChunkRegion, Fetched
+from weft.builders.operands import cut, starts
+from weft.builders.partial_products import Add, By, Chunk, PartialProducts, Sums, direct_sums, tracked_sums
+from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK, Index, lookup
+from weft.schedule.schedule import LaneDraft, Schedule
+from weft.schedule.steps import ITEM_BYTES, Buffer, Norm, Region
+
+_MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank; for larger products two_shot sends far less
+
+
+class _Result:
+    """The result y and, if requested, its RMSNorm with the norm's weight."""
+
+    def __init__(self, o: PartialProducts, p: MatmulAllReduce) -> None:
+        self.d, self._eps = o.d, p.eps
+        if p.eps is not None:
+            self._weight = o.d.buffer("norm", 1, p.n, p.dtype, "input")
+            self._normed = o.d.buffer("normed", p.m, p.n, p.dtype, "output")
+        self.y = o.d.buffer("y", p.m, p.n, p.dtype, "output")
+
+    def norm(self, part: Region) -> Norm | None:
+        """Return the norm of a part of y, or None if the problem has no norm."""
+        if self._eps is None:
+            return None
+        return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)
+
+    def fetch(
+        self, fetched: Fetched, source: ChunkRegion, target: ChunkRegion, by: Literal["dma", "kernel"],
+        pieces: Callable[[int], list[Region]],
+    ) -> Schedule:  # fmt: skip
+        """Fetch all ranks' sums into y, and norm each chunk when it is complete.
+
+        pieces: maps a chunk's number to the regions of y that the chunk covers, as few as possible."""
+        if self._eps is None:
+            fetched.fetch(source, target, by)
+            return self.d.schedule()
+        complete, compute = self.d.signals("complete", fetched.chunks), self.d.lane("compute")
+        fetched.fetch(source, target, by, complete=complete)
+        for c in range(fetched.chunks):
+            compute.wait(complete, c)
+            for piece in pieces(c):
+                compute.reduce(piece, piece, norm=self.norm(piece))
+        return self.d.schedule()
+
+
+@builder(MatmulAllReduce)
+def serial(p: MatmulAllReduce) -> Schedule:
+    o = PartialProducts("serial", p)
+    result = _Result(o, p)
+    y = result.y.part()
+    lane = o.d.lane("compute").matmul(y, o.x.part(), o.w.part())
+    if p.world_size > 1 and p.m * p.n:
+        lane.all_reduce(y, y)
+    if following := o.following((0, p.m)):
+        lane.reduce(y, y, *following)
+    if norm := result.norm(y):
+        lane.reduce(y, y, norm=norm)
+    return o.d.schedule()
+
+
+@builder(MatmulAllReduce, by=("dma", "kernel", "load"))
+def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
+    """Put each rank's product into a slot of each peer (dma, kernel), or read the peers' products in place (load).
+
+    by kernel: one launch does all puts, and also signals that the slots of the last run have been read. GEMMs do not store into
+    slots: a GEMM has one destination, and a rank needs its own product too."""
+    o = PartialProducts.overlapped("one_shot", p)
+    slots = 1 if by == "load" else p.world_size
+    if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
+        raise NotApplicableError(f"{slots} whole products are more than {_MOST_SLOTS >> 20} MiB: take two_shot")
+    d, result, peers = o.d, _Result(o, p), len(o.peers)
+    box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
+    free, there = d.signals("free", peers), d.signals("there", peers)
+    compute, product = d.lane("compute"), (o.x.part(), o.w.part())
+    if by == "load":
+        for i in range(peers):
+            compute.wait(free, i, previous=True)
+        compute.matmul(box.part(), *product)
+        for i, to in enumerate(o.peers):
+            compute.set(there, i, at=to)
+        parts = [box.part(at=rank) for rank in range(p.world_size)]
+    else:
+        parts = [box.part(rows=(rank * p.m, p.m)) for rank in range(p.world_size)]
+        own = (RANK * p.m, p.m)  # in every rank's box
+        compute.matmul(box.part(rows=own), *product)
+        if by == "dma":
+            made = d.signals("made", 1)
+            compute.set(made)
+            sender = d.lane("to peers", "copy").wait(made)
+            for i, to in enumerate(o.peers):
+                sender.wait(free, i, previous=True).copy(box.part(rows=own), box.part(rows=own, at=to))
+                sender.set(there, i, at=to)
+        else:
+            for i, source in enumerate(o.sources):
+                compute.set(free, i, at=source)
+            for i in range(peers):
+                compute.wait(free, i)
+            for to in o.peers:
+                compute.copy(box.part(rows=own), box.part(rows=own, at=to), "kernel")
+            for i, to in enumerate(o.peers):
+                compute.set(there, i, at=to)
+    for i in range(peers):
+        compute.wait(there, i)
+    y = result.y.part()
+    compute.reduce(y, *parts, *o.following((0, p.m)), norm=result.norm(y))
+    if by != "kernel":
+        for i, source in enumerate(o.sources):
+            compute.set(free, i, at=source)
+    return d.schedule()
+
+
+class _Gathered(Sums):
+    """Rows that their owners reduce in symmetric memory and that all ranks fetch from there, chunk by chunk.
+
+    An owner starts to reduce when all peers have sent their parts of this run: by then they have fetched all sums of the last
+    run."""
+
+    gathered = True
+
+    def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
+        super().__init__(o, o.parts("sums", 1, "symmetric"))
+        self.result, self.fetched = _Result(o, p), Fetched(o.d, p.world_size, chunks)
+
+    def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
+        self.fetched.wait_for(lane, number)
+
+    def all_read(self, lane: LaneDraft) -> None:
+        """Do nothing: `fetch` signals it."""
+
+    def added(self, lane: LaneDraft, chunk: int) -> None:
+        self.fetched.tell(lane, chunk)
+
+    def fetch(self, pieces: list[Chunk], by: Literal["dma", "kernel"]) -> Schedule:
+        o, y, ranks = self.o, self.result.y, range(self.o.p.world_size)
+
+        def in_y(owner: Index, c: int) -> Region:
+            return o.part(y, owner, owner, pieces[c])
+
+        def source(owner: Index, c: int) -> Region:
+            return o.part(self.to, 0, owner, pieces[c], at=owner)
+
+        def come(c: int) -> list[Region]:
+            return [y.part()] if len(pieces) == 1 else [in_y(owner, c) for owner in ranks]
+
+        return self.result.fetch(self.fetched, source, in_y, by, come)
+
+
+@builder(MatmulAllReduce, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
+def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
+    """Reduce with `direct_sums`, then fetch the sums with the same kind of copy; with by=store, with copy engines."""
+    o = PartialProducts.overlapped("two_shot", p)
+    pieces, sums = o.chunks(chunks), _Gathered(o, p, chunks)
+    direct_sums(o, sums, pieces, by=by, add=add)
+    return sums.fetch(pieces, "kernel" if by == "kernel" else "dma")
+
+
+@builder(MatmulAllReduce, chunks=(2, 4, 8), by=("dma", "kernel"))
+def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
+    """Reduce chunk by chunk: every rank reduces a part of each chunk.
+
+    So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. A chunk is reduced behind
+    the GEMM of the next chunk, during which its parts arrive."""
+    o, world = PartialProducts.overlapped("chunked", p), p.world_size
+    result, peers, pieces = _Result(o, p), len(o.peers), cut(p.m, chunks, what="rows of a product")
+    d, y = o.d, result.y
+    parts = [-(-count // world) for _, count in pieces]
+    begins, rows = (
+        starts(tuple(parts)),
+        sum(parts),
+    )  # each part's first row, and the number of rows, that a rank reduces
+
+    def count(owner: Index, c: int) -> Index:
+        return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)
+
+    def in_whole(buffer: Buffer, owner: Index, c: int) -> Region:
+        return buffer.part(rows=(pieces[c][0] + owner * parts[c], count(owner, c)))
+
+    def of_owner(buffer: Buffer, slot: int, owner: Index, c: int, at: Index = RANK) -> Region:
+        return buffer.part(rows=(slot * rows + begins[c], count(owner, c)), at=at)
+
+    made = d.buffer("made", p.m, p.n, p.dtype, "scratch")
+    box, sums = (d.buffer(name, n * rows, p.n, p.dtype, "symmetric") for name, n in (("box", peers), ("sums", 1)))
+    computed, there = d.signals("computed", chunks), d.signals("there", peers * chunks)
+    compute, sender, fetched = d.lane("compute"), d.lane("to peers", "copy"), Fetched(d, world, chunks)
+    for i in range(peers):
+        fetched.wait_for(sender, i)
+
+    def add_up(c: int) -> None:
+        for i in range(peers):
+            compute.wait(there, i * chunks + c)
+        came = [of_owner(box, i, RANK, c) for i in range(peers)]
+        following = o.following((pieces[c][0] + RANK * parts[c], count(RANK, c)))
+        compute.reduce(of_owner(sums, 0, RANK, c), in_whole(made, RANK, c), *came, *following)
+        fetched.tell(compute, c)
+
+    for c, piece in enumerate(pieces):
+        compute.matmul(made.part(rows=piece), o.x.part(rows=piece), o.w.part()).set(computed, c)
+        sender.wait(computed, c)
+        for i, to in enumerate(o.peers):
+            sender.copy(in_whole(made, to, c), of_owner(box, i, to, c, at=to), by).set(there, i * chunks + c, at=to)
+        if c:
+            add_up(c - 1)
+    add_up(chunks - 1)
+
+    def source(owner: Index, c: int) -> Region:
+        return of_owner(sums, 0, owner, c, at=owner)
+
+    return result.fetch(fetched, source, lambda owner, c: in_whole(y, owner, c), by, lambda c: [y.part(rows=pieces[c])])
+
+
+@builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))
+def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
+    """Reduce with `tracked_sums`, then fetch the sums with copy engines."""
+    o = PartialProducts.overlapped("tracked", p)
+    sums = _Gathered(o, p, chunks)
+    return sums.fetch(tracked_sums(o, sums, chunks=chunks, to=to), "dma")

@@ -1,0 +1,266 @@
+"""GEMM + MoE combine: rows are multiplied by their experts' weights and sent back to the ranks of their tokens, after a dispatch.
+
+    h         rows at their experts' rank: by expert, and for one expert by source rank
+    counts    two tables [ranks, experts], one below the other: rows of h from each rank for each local expert, and this rank's
+              tokens for each expert of each rank
+    y         this rank's tokens, by expert of all ranks: each rank's rows are one block of it
+
+Every number of rows follows from a rank's own two tables: how many rows it sends to each rank, and where each block of its result
+begins. So nothing is exchanged before the GEMMs, and a sender need not know where a block belongs: the receiver knows. If the
+tables of two ranks disagree, some rows would stay unwritten. So ranks send their tables beside the rows, and fill with NaN the
+rows from a rank whose table differs from their own (`weft.schedule.steps.Agree`).
+
+The GEMMs of many (source, expert) segments are one kernel. It reads rows in place and writes the rows of one source side by side.
+Two orders let the first results leave first:
+
+    combine            source by source: the rows of rank + 1 first, then of rank + 2, ..., its own last. So no two ranks send to
+                       one, and the others' rows have been sent when the own rows are multiplied
+    combine_by_expert  expert by expert, a few at a time for all sources: every weight is read once, and the last experts are
+                       sent last
+
+Results reach their rank in three ways:
+
+    dma      the receiver's copy engine copies them from the sender, straight into the result
+    kernel   the sender's kernel puts them into a slot at the receiver, which copies them from there: for sizes that the host does
+             not know
+    store    the GEMM itself stores them into that slot: no copy at the sender
+
+Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (staggered producers,
+stores into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from weft.builders.operands import cut, peer
+from weft.builders.partial_products import By
+from weft.builders.problems.matmul_all_to_all import MatmulAllToAll
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK, Expr, Index, total
+from weft.schedule.kernels import LibraryGroupedMatmul, Permute, ReturningMatmul
+from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.steps import Agree, Compute, Copy, ReadBy, Region
+
+_TILE = "t"
+
+
+@builder(MatmulAllToAll)
+def serial(p: MatmulAllToAll) -> Schedule:
+    """Run cuBLAS's GEMMs, sort their rows by source, then run NCCL's all-to-all."""
+    d, world, expert = _Combine("serial", p), p.world_size, Expr(_TILE)
+    lane, of_expert = d.learn(d.lane("compute"), "host"), (d.first_in_h(0, expert), d.of_expert(expert))
+    room = sum(p.rows)
+    made = d.y if world == 1 else d.buffer("made", room, p.n, p.dtype, "scratch")
+    gemm = d.matmul(made.part(rows=of_expert), of_expert, expert)
+    lane.tiles(LibraryGroupedMatmul(), _TILE, p.experts, gemm)
+    if world > 1:
+        ordered = d.buffer("ordered", room, p.n, p.dtype, "scratch")
+        begin: Index = 0
+        for source in range(world):
+            rows, target = d.received(source, expert, 1), begin + d.received(source, 0, expert)
+            computed = made.part(rows=(d.first_in_h(source, expert), rows))
+            lane.tiles(Permute(), _TILE, p.experts, Copy(computed, ordered.part(rows=(target, rows)), "kernel"))
+            begin = begin + d.received(source)
+        to_each, from_each = ([of(rank) for rank in range(world)] for of in (d.received, d.given))
+        lane.exchange(ordered.part(rows=(0, d.came)), d.y.part(), to_each, from_each)
+    return d.schedule()
+
+
+@builder(MatmulAllToAll, chunks=(1, 2, 4), by=("dma", "kernel", "store"))
+def combine(p: MatmulAllToAll, *, chunks: int, by: By) -> Schedule:
+    """Multiply source by source. chunks: number of parts into which a peer's experts are cut."""
+    d = _Sending("combine", p, by, chunks)
+    for distance in range(1, p.world_size):
+        for c, piece in enumerate(d.pieces):
+            d.multiply(distance, 1, *piece)
+            d.send(distance, c)
+    d.multiply(0, 1, 0, p.experts)
+    return d.done()
+
+
+@builder(MatmulAllToAll, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
+def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
+    """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: multiply everything, then send
+    everything."""
+    d = _Sending("combine_by_expert", p, by, chunks)
+    for c, piece in enumerate(d.pieces):
+        d.multiply(0, p.world_size, *piece)
+        for distance in range(1, p.world_size):
+            d.send(distance, c)
+    return d.done()
+
+
+class _Combine(Draft):
+    """A draft with the caller's tensors, and the sizes that follow from `counts`."""
+
+    def __init__(self, name: str, p: MatmulAllToAll) -> None:
+        super().__init__(name, p.world_size)
+        self.p, self._all, world = p, p.world_size * p.experts, p.world_size
+        self.counts = self.buffer("counts", 2 * world, p.experts, "int64", "scratch")
+        came = [[n for of_rank in p.splits for n in of_rank[r * p.experts : (r + 1) * p.experts]] for r in range(world)]
+        self.holds(self.counts, [[*came[r], *p.splits[r]] for r in range(world)])
+        self.came = total("counts", 0, self._all)
+        self.h = self.buffer("h", self.came, p.k, p.dtype, "input")
+        self._received = self.buffer("received", world, p.experts, "int64", "input")
+        self._splits = self.buffer("splits", world, p.experts, "int64", "input")
+        self.weights = self.buffer("w", p.experts * p.k, p.n, p.dtype, "input")
+        self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
+
+    def learn(self, lane: LaneDraft, by: ReadBy, also_to: Sequence[Region] = ()) -> LaneDraft:
+        """Copy both tables into `counts`, and read them. also_to: further places for `received`, in the same launch."""
+        world = self.world_size
+        for place in (self.counts.part(rows=(0, world)), *also_to):
+            lane.copy(self._received.part(), place, "kernel")
+        return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
+
+    def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
+        """Return the number of rows of h from `source`, for `count` local experts from `first` on."""
+        return self._of_row(source, first, count)
+
+    def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
+        """Return the number of this rank's tokens for `count` experts of `rank` from `first` on."""
+        return self._of_row(self.world_size + rank, first, count)
+
+    def of_expert(self, expert: Index) -> Index:
+        """Return the number of rows of h for a local expert."""
+        return total("counts", expert, self._all, self.p.experts)
+
+    def first_in_h(self, source: Index, expert: Index) -> Index:
+        """Return the first row in h of a local expert's rows from `source`."""
+        begin: Index = 0
+        for any_source in range(self.world_size):
+            begin = begin + self.received(any_source, 0, expert)
+        return begin + total("counts", expert, source * self.p.experts + expert, self.p.experts)
+
+    def first_in_y(self, rank: Index, expert: Index = 0) -> Index:
+        """Return the first row in y of the rows that an expert of `rank` has made."""
+        return total("counts", self._all, self._all + rank * self.p.experts + expert)
+
+    def matmul(self, out: Region, rows: tuple[Index, Index], expert: Index) -> Compute:
+        weights = self.weights.part(rows=(expert * self.p.k, self.p.k))
+        return Compute("matmul", out, (self.h.part(rows=rows), weights))
+
+    def _of_row(self, row: Index, first: Index, count: Index | None) -> Index:
+        begin = row * self.p.experts + first
+        return total("counts", begin, begin + (self.p.experts if count is None else count))
+
+
+class _Sending(_Combine):
+    """A draft that computes peers' rows into a slot for each peer, and sends them in `chunks` parts of the experts (`pieces`).
+
+    Each part has its signal. A slot is filled again only when its reader has signaled that it has read all of it: once in every
+    run, whatever the sizes."""
+
+    def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
+        super().__init__(name, p)
+        if p.world_size == 1:
+            raise NotApplicableError("one rank has no peer to send to")
+        if by == "dma" and not p.exact:
+            raise NotApplicableError(
+                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel or store"
+            )
+        self.pieces = cut(p.experts, chunks, what="experts of a rank")
+        read_by: ReadBy = "host" if by == "dma" else "device"
+        self._by, peers = by, p.world_size - 1
+        room = peers * p.most, p.n, p.dtype
+        if by == "kernel":
+            self._outbox, self._inbox = (
+                self.buffer("outbox", *room, "scratch"),
+                self.buffer("inbox", *room, "symmetric"),
+            )
+        else:  # dma: at the sender; store: at the receiver
+            self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
+        self._sent = self.buffer("sent", p.world_size**2, p.experts, "int64", "symmetric")
+        self._free, self._there = self.signals("free", peers), self.signals("there", peers * chunks)
+        table = (RANK * p.world_size, p.world_size)
+        own, *others = (self._sent.part(rows=table, at=peer(p.world_size, d)) for d in range(p.world_size))
+        self._compute = self.lane("compute")
+        if by != "kernel":
+            self._wait_for_room(self._compute)
+        self.learn(self._compute, read_by, [own] if by == "kernel" else [own, *others])
+        if by != "store":
+            told = self.signals("told", 1)
+            self._compute.set(told)
+            self._mover = self.lane("from peers" if by == "dma" else "to peers", "copy").wait(told)
+            self._mover.read(self.counts, read_by)
+        if by == "kernel":
+            self._computed = self.signals("computed", peers * chunks)
+            self._wait_for_room(self._mover)
+            for place in others:
+                self._mover.copy(self._received.part(), place, "kernel")
+
+    def _wait_for_room(self, lane: LaneDraft) -> None:
+        for i in range(self.world_size - 1):
+            lane.wait(self._free, i, previous=True)
+
+    def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
+        """Multiply the rows of `n_sources` ranks, from the rank `first_source` ahead on, for `count` experts from `first` on."""
+        p, expert = self.p, Expr(_TILE) + first
+        at = peer(p.world_size, first_source) if self._by == "store" else RANK
+        kernel = ReturningMatmul(
+            self.counts.name, self.h.name, self.weights.name, self.y.name, self._outbox.name, at, p.experts, p.most,
+            first_source, n_sources, first, count,
+        )  # fmt: skip
+        segments = [self._segment(first_source + i, expert, at) for i in range(n_sources)]
+        self._compute.tiles(kernel, _TILE, count, *segments)
+
+    def _segment(self, distance: int, expert: Index, at: Index) -> Compute:
+        source = peer(self.world_size, distance) if distance else RANK
+        rows = self.received(source, expert, 1)
+        if distance:
+            begin = self._slot(distance) + self.received(source, 0, expert)
+            out = self._outbox.part(rows=(begin, rows), at=at)
+        else:
+            out = self.y.part(rows=(self.first_in_y(RANK, expert), rows))
+        return self.matmul(out, (self.first_in_h(source, expert), rows), expert)
+
+    def send(self, distance: int, chunk: int) -> None:
+        """Send to the rank `distance` ahead the rows that a chunk of experts has made of its tokens.
+
+        With copy engines, the receiver fetches them."""
+        number, to = (distance - 1) * len(self.pieces) + chunk, peer(self.world_size, distance)
+        piece = self.pieces[chunk]
+        if self._by == "kernel":
+            first, _ = piece
+            rows = self._slot(distance) + self.received(to, 0, first), self.received(to, *piece)
+            self._compute.set(self._computed, number)
+            self._mover.wait(self._computed, number)
+            self._mover.copy(self._outbox.part(rows=rows), self._inbox.part(rows=rows, at=to), "kernel")
+            self._mover.set(self._there, number, at=to)
+            return
+        self._compute.set(self._there, number, at=to)
+        if self._by == "dma":
+            self._mover.wait(self._there, number)
+            self._place(self._mover, distance, piece)
+
+    def done(self) -> Schedule:
+        """Copy the rows that came into y, compare the sizes, and release the slots to their senders."""
+        chunks, world = len(self.pieces), self.world_size
+        if self._by == "dma":
+            placed = self.signals("placed", 1)
+            self._mover.set(placed)
+            self._compute.wait(placed)
+        else:
+            for distance in range(1, world):
+                for number in range((distance - 1) * chunks, distance * chunks):
+                    self._compute.wait(self._there, number)
+                self._place(self._compute, distance, (0, self.p.experts))
+        self._compute.then(Agree(self.counts.part(rows=(world, world)), self._sent.part(), self.y.part()))
+        for distance in range(1, world):
+            self._compute.set(self._free, distance - 1, at=peer(world, -distance))
+        return self.schedule()
+
+    def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
+        """Copy the rows that these experts of the rank `distance` behind have made of this rank's tokens into y."""
+        source, (first, _) = peer(self.world_size, -distance), piece
+        rows = self.given(source, *piece)
+        begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK
+        target = self.y.part(rows=(self.first_in_y(source, first), rows))
+        lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
+
+    def _slot(self, distance: int) -> int:
+        """Return the first row of the slot for the rank `distance` ahead; at the receiver, of the slot from the rank `distance`
+        behind."""
+        return (distance - 1) * self.p.most

@@ -1,0 +1,153 @@
+"""GEMM + reduce-scatter: products leave for the rank that owns their rows while the GEMM goes on with other rows.
+
+    serial    cuBLAS's GEMM, then NCCL's reduce-scatter
+    scatter   the whole GEMM, then every rank stores its peers' rows where these reduce them: no overlap, and few launches
+    direct    a GEMM for each chunk of a peer's rows, which is then sent to a slot of the peer
+    tracked   one kernel for all rows: a chunk is sent when all its tiles have signaled, while the kernel goes on
+    ring      partial sums go around: each rank adds its own product to the sum from its left neighbour, and sends it on
+    pulled    a ring without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has stored it
+
+fp8 operands with scales (`ScaledMatmulReduceScatter`) have the same schedules except those in which a GEMM accumulates (add=gemm,
+ring, pulled), and tracked. Their products travel, and are reduced, in the result's dtype.
+
+`weft.builders.partial_products` has the order of computation and of reduction.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
+(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions elsewhere than near memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from weft.builders.operands import peer
+from weft.builders.partial_products import Add, By, PartialProducts, Sums, add_to_last, direct_sums, tracked_sums
+from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
+from weft.builders.registry import NotApplicableError, builder
+from weft.schedule.expr import RANK
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Buffer, Set
+
+
+def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
+    """Register a builder for both problems."""
+
+    def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        for problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
+            builder(problem, **parameters)(function)
+        return function
+
+    return register
+
+
+def _result(o: PartialProducts) -> Buffer:
+    return o.parts("y", 1, "output")
+
+
+@_builder()
+def serial(p: MatmulReduceScatter) -> Schedule:
+    o = PartialProducts("serial", p)
+    y, lane = _result(o), o.d.lane("compute")
+    if p.world_size == 1 or not p.m * p.n:  # nothing to send
+        o.multiply(lane, y.part(), RANK)
+    else:
+        whole = o.parts("whole", p.world_size, "scratch")
+        o.multiply_all(lane, whole.part()).reduce_scatter(whole.part(), y.part())
+    return o.d.schedule()
+
+
+@_builder()
+def scatter(p: MatmulReduceScatter) -> Schedule:
+    """Run everything on one lane. The launch that stores rows into peers' memory also signals that this rank's slots are free."""
+    o = PartialProducts.overlapped("scatter", p)
+    d, y, peers = o.d, _result(o), len(o.peers)
+    whole, box = o.parts("whole", p.world_size, "scratch"), o.parts("box", peers, "symmetric")
+    room, there = d.signals("room", peers), d.signals("there", peers)
+    lane = o.multiply_all(d.lane("compute"), whole.part())
+    for i, source in enumerate(o.sources):
+        lane.set(room, i, at=source)
+    for i in range(peers):
+        lane.wait(room, i)
+    for i, to in enumerate(o.peers):
+        lane.copy(o.part(whole, to, to), o.part(box, i, to, at=to), "kernel").set(there, i, at=to)
+    for i in range(peers):
+        lane.wait(there, i)
+    lane.reduce(y.part(), o.part(whole, RANK, RANK), *(o.part(box, i, RANK) for i in range(peers)))
+    return d.schedule()
+
+
+@_builder(chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
+def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
+    """Reduce into the result with `direct_sums`."""
+    o = PartialProducts.overlapped("direct", p)
+    direct_sums(o, Sums(o, _result(o)), o.chunks(chunks), by=by, add=add)
+    return o.d.schedule()
+
+
+@_builder(chunks=(2, 4), by=("dma", "kernel"))
+def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
+    """Send sums around in chunks, so that one travels while the next is computed. Sums are rounded at each rank, as in NCCL's
+    ring."""
+    if p.world_size < 3:
+        raise NotApplicableError("a ring needs at least three ranks: use direct")
+    o, left, right = PartialProducts.overlapped("ring", p), peer(p.world_size, -1), peer(p.world_size, 1)
+    d, sums, steps, pieces = o.d, Sums(o, _result(o)), len(o.peers), o.chunks(chunks)
+    first, box = o.parts("first", 1, "scratch"), o.parts("box", steps, "symmetric")
+    free, there, summed = d.signals("free", 2), d.signals("there", steps * chunks), d.signals("summed", steps * chunks)
+    compute, sender = d.lane("compute"), d.lane("to the right", "copy")
+    sender.wait(free, 0, previous=True).wait(free, 1, previous=True)
+    for step, owner in enumerate(o.sources):  # these rows' owner is that far behind, and the sum has come as far
+        for c, chunk in enumerate(pieces):
+            out = o.part(box, step - 1, owner, chunk) if step else o.part(first, 0, owner, chunk)
+            if step:
+                compute.wait(there, (step - 1) * chunks + c)
+            o.multiply(compute, out, owner, chunk, add=step > 0).set(summed, step * chunks + c)
+            sender.wait(summed, step * chunks + c).copy(out, o.part(box, step, owner, chunk, at=right), by)
+            sender.set(there, step * chunks + c, at=right)
+    add_to_last(o, sums, box, there, pieces).set(free, 0, at=left)
+    sender.set(free, 1, at=left)
+    return d.schedule()
+
+
+@_builder(chunks=(1, 2, 4), by=("gemm", "tracked"))
+def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"]) -> Schedule:
+    """Run a ring without copies: each rank adds its product to the sum in its left neighbour's memory, and stores the new sum in
+    its own.
+
+    The owner of the rows comes last, and stores the sum in its result. Sums are rounded at each rank. by gemm: cuBLAS's, which
+    first copies the sum that it adds to into its output. by tracked: weft's kernel, a launch for each chunk of a part, which
+    reads a tile of the sum when the tile's product is computed.
+    """
+    o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
+    if o.scaled is not None:
+        raise NotApplicableError("an fp8 GEMM with scales cannot accumulate: use direct[...] with add=reduce")
+    d, last, pieces, compute = o.d, len(o.peers), o.chunks(chunks), o.d.lane("compute")
+    sums, y = o.parts("sums", last, "symmetric"), _result(o)
+    free, there = d.signals("free", 1), d.signals("there", last * chunks)
+    compute.wait(free, previous=True)
+    tiles = [1] * chunks  # the number of sets of each chunk's signal
+    for step, owner in enumerate([*o.sources, RANK]):
+        for c, chunk in enumerate(pieces):
+            out = o.part(sums, step, owner, chunk) if step < last else o.part(y, 0, RANK, chunk)
+            told = [Set(there.name, step * chunks + c, right)] if step < last else []
+            before = o.part(sums, step - 1, owner, chunk, at=left) if step else None
+            if step:
+                compute.wait(there, (step - 1) * chunks + c, count=tiles[c])
+            if by == "tracked":
+                tiles[c] = o.multiply_tracked(compute, out, owner, chunk, *told, to=before)
+                continue
+            o.multiply(compute, out, owner, chunk, to=before)
+            for one in told:
+                compute.then(one)
+    compute.set(free, at=left)
+    return d.schedule()
+
+
+@_builder(chunks=(1, 2, 4), to=("dma", "store"))
+def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
+    """Reduce into the result with `tracked_sums`."""
+    o = PartialProducts.overlapped("tracked", p)
+    tracked_sums(o, Sums(o, _result(o)), chunks=chunks, to=to)
+    return o.d.schedule()

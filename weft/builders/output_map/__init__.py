@@ -1,0 +1,1 @@
+"""T3's output maps: the map as a value (`map`), its routes between ranks (`routes`), and the schedule made from them (`steps`)."""

@@ -1,0 +1,308 @@
+"""T3's output map: the configuration of where a GEMM's output goes, as a value from which a schedule is made.
+
+A GEMM whose result goes into a collective computes its output chunk by chunk. An output map only gives the destination of each
+chunk. `weft.builders.output_map.steps` derives the waits, copies and sums from it.
+
+    local(c)                        the chunk stays
+    remote_map(c, to=, op=)         the GEMM stores the chunk straight to a peer: nothing is written here, unless it is local too
+    dma_map(c, to=, op=, after=)    the chunk stays until it has `after` updates, including the GEMM's own; then a copy engine
+                                    sends it
+
+op="update" adds to the peer's product for the same chunk. op="store" is all that the peer has of the chunk. Chunks are numbered
+as their rank computes them, and ranks are staggered: rank r computes the rows of rank r + 1 first, those of r + 2 next, its own
+last. So the configuration that 4.4 describes, of a ring reduce-scatter on four ranks, is
+
+    left = (RANK + 3) % 4
+    ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
+    ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
+    schedule = ring.schedule(MatmulReduceScatter(4, M, N, K, "bf16"))
+
+for every rank at once, as ranks are expressions. If ranks differ by more than their place in the ring, write a map for each:
+`schedule_of([mine(rank) for rank in range(4)], problem)`. The functions below are the paper's maps, and ours.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (figures 11 and 12), 4.2
+(triggers) and 7.1 (other collectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+from weft.builders.output_map.routes import CollectiveName, Entry, StoreOp, routes_of
+from weft.builders.output_map.steps import Gemm, Product, scheduled
+from weft.builders.partial_products import Add
+from weft.builders.problems.matmul_all_gather import MatmulAllGather
+from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
+from weft.builders.registry import NotApplicableError
+from weft.schedule.expr import RANK, Expr, Index
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import CopyBy
+
+Sender: TypeAlias = Literal["store", "dma"]
+"""The sender of a chunk that only this rank computes: the GEMM's stores (remote_map) or a copy engine (dma_map)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulInto:
+    """The target of an output map without a problem of its own: y = the collective of every rank's x @ w.
+
+        collective       x [.., k]      y [.., n]      result of rank r
+        reduce_scatter   rows           rows / ranks   its rows of the sum of all ranks' products
+        all_gather       rows / ranks   rows           all ranks' products, by rank
+        all_to_all       rows           rows           the r-th part of each rank's product, by rank
+
+    rows are the map's; w is [k, n]."""
+
+    collective: CollectiveName
+    world_size: int
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.collective not in get_args(CollectiveName):
+            raise ValueError(
+                f"collective={self.collective!r} is not known: use one of {', '.join(get_args(CollectiveName))}"
+            )
+        if self.world_size < 1 or min(self.n, self.k) < 0:
+            raise ValueError(
+                f"world_size={self.world_size}, n={self.n}, k={self.k}: give at least 1 rank, and sizes of at least 0"
+            )
+
+
+Target: TypeAlias = MatmulReduceScatter | MatmulAllGather | MatmulInto
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMap:
+    """The destination of each chunk of a GEMM's output, as T3 configures it. Each call returns a larger map.
+
+        left = (RANK + 3) % 4
+        ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
+        ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
+
+    rows: of the whole output, with all ranks' parts.
+    chunks: of the whole output; each rank's rows are cut into equally many.
+    order: the place of chunk 0, 1, ... in the whole output, `owner * c + piece`, where each rank's rows are c chunks.
+        Default: the staggered order. Other ranks' chunks have numbers too, even if this rank does not compute them, as in an
+        all-gather.
+    entries: the calls so far.
+
+    Impossible maps raise `ValueError`, at the call or in `schedule`, with the chunk, the value and the fix.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4, figures 11 and 12.
+    """
+
+    rows: int
+    chunks: int
+    order: tuple[Index, ...] | None = None
+    entries: tuple[Entry, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1 or self.rows < 0:
+            raise ValueError(f"rows={self.rows}, chunks={self.chunks}: give at least 0 rows and 1 chunk")
+        if self.order is not None and len(self.order) != self.chunks:
+            raise ValueError(f"order has {len(self.order)} places and chunks={self.chunks}: give each chunk its place")
+
+    def local(self, chunk: int) -> OutputMap:
+        """Keep this rank's product of the chunk: it is, or is part of, this rank's result."""
+        return self._with(Entry("local", chunk))
+
+    def remote_map(self, chunk: int, *, to: Index, op: StoreOp = "store") -> OutputMap:
+        """Let the GEMM store the chunk in the memory of rank `to`."""
+        return self._with(Entry("remote_map", chunk, to, op))
+
+    def dma_map(self, chunk: int, *, to: Index, op: StoreOp = "store", after: int = 1) -> OutputMap:
+        """Let a copy engine send the chunk to rank `to` when it has been written or updated `after` times.
+
+        The writers are this rank's GEMM, if it computes the chunk, and each rank that sends the chunk here."""
+        if not isinstance(after, int) or after < 1:
+            raise ValueError(
+                f"chunk {chunk}: after={after!r} must be at least 1: a chunk must be written before it is sent"
+            )
+        return self._with(Entry("dma_map", chunk, to, op, after))
+
+    def _with(self, entry: Entry) -> OutputMap:
+        if not isinstance(entry.chunk, int) or not 0 <= entry.chunk < self.chunks:
+            raise ValueError(f"chunk {entry.chunk!r} is none of {self.chunks}: use 0 to {self.chunks - 1}")
+        if not isinstance(entry.to, int | Expr):
+            raise ValueError(
+                f"chunk {entry.chunk}: to={entry.to!r} is not a rank: use a number, or an expression such as (RANK + 1) % 4"
+            )
+        if entry.op not in get_args(StoreOp):
+            raise ValueError(f"chunk {entry.chunk}: op={entry.op!r} is not known: use 'store' or 'update'")
+        return replace(self, entries=(*self.entries, entry))
+
+    def schedule(
+        self, problem: Target, *, gemm: Gemm = "chunks", add: Add | None = None,
+        by: CopyBy = "dma", engines: int = 1, name: str = "output map",
+    ) -> Schedule:  # fmt: skip
+        """Return the schedule that maps every rank's output so.
+
+        gemm: "chunks": a cuBLAS GEMM for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
+        add: what adds the updates of a reduce-scatter. "gemm": the GEMM that computes the same chunk, which waits for them.
+            "reduce": a kernel beside the GEMMs, which wait for nothing; a tracked GEMM needs it.
+        by: the kind of copy for dma-mapped chunks, a copy engine or a kernel.
+        engines: number of chunks that a rank copies at a time, each to another rank: 1 if one peer can have all of a GPU's
+            bandwidth (a switch), world_size - 1 if each link leads to one peer (a mesh).
+
+        Raises `ValueError` for an impossible map, and `NotApplicableError` if there is nothing to compute, or fewer rows than
+        chunks.
+        """
+        return schedule_of([self] * problem.world_size, problem, gemm=gemm, add=add, by=by, engines=engines, name=name)
+
+    def __str__(self) -> str:
+        return "\n".join([f"output of {self.rows} rows in {self.chunks} chunks", *(f"  {e}" for e in self.entries)])
+
+
+def schedule_of(
+    maps: Sequence[OutputMap], problem: Target, *, gemm: Gemm = "chunks",
+    add: Add | None = None, by: CopyBy = "dma", engines: int = 1, name: str = "output map",
+) -> Schedule:  # fmt: skip
+    """Return the schedule of `OutputMap.schedule`, with one map for each rank."""
+    p, wanted = (problem, None) if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
+    add = add or ("reduce" if gemm == "tracked" else "gemm")
+    if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(CopyBy):
+        raise ValueError(
+            f"gemm={gemm!r}, add={add!r}, by={by!r}: use gemm='chunks' or 'tracked', add='gemm' or 'reduce', by='dma' or 'kernel'"
+        )
+    if gemm == "tracked" and add == "gemm":
+        raise ValueError("add='gemm': a tracked GEMM computes all chunks at once and adds to none: use add='reduce'")
+    if not isinstance(engines, int) or engines < 1:
+        raise ValueError(f"engines={engines!r}: use at least one copy lane")
+    if len(maps) != p.world_size:
+        raise ValueError(f"{len(maps)} maps for world_size={p.world_size}: give one map for each rank")
+    first = maps[0]
+    for rank, one in enumerate(maps):
+        if (one.rows, one.chunks) != (first.rows, first.chunks):
+            raise ValueError(
+                f"rank {rank} maps {one.rows} rows in {one.chunks} chunks, and rank 0 {first.rows} in {first.chunks}: use the same "
+                f"numbers on every rank"
+            )
+    rows = first.rows
+    if wanted not in (rows, None):
+        raise ValueError(
+            f"the map has {rows} rows, and the problem's output has {wanted}: use OutputMap(rows={wanted}, ...)"
+        )
+    if rows % p.world_size:
+        raise ValueError(
+            f"rows={rows} must be divisible by world_size={p.world_size}: pad to {-(-rows // p.world_size) * p.world_size}"
+        )
+    if not rows * p.n * p.k:
+        raise NotApplicableError("there is nothing to multiply")
+    if gemm == "tracked":
+        _require_tracked(maps, p)
+    plain = [(one.order, one.entries) for one in maps]
+    same = all(one is first for one in maps)
+    routes = routes_of(p.collective, p.world_size, first.chunks, tuple(plain[:1] if same else plain))
+    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), gemm=gemm, add=add, by=by, engines=engines)
+
+
+def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
+    if p.world_size == 1:
+        raise NotApplicableError("one rank has nothing to send")
+    for rank, one in enumerate(maps):
+        if p.collective == "all_gather" and (e := next((e for e in one.entries if e.how == "remote_map"), None)):
+            raise ValueError(
+                f"chunk {e.chunk} of rank {rank}: a tracked GEMM stores it once, here: use dma_map({e.chunk}, to={e.to}, after=1)"
+            )
+
+
+def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
+    """Return the problem as a MatmulInto, and the rows of the whole output."""
+    if isinstance(p, ScaledMatmulReduceScatter):
+        raise NotApplicableError("an output map has no scaled GEMMs")
+    if isinstance(p, MatmulReduceScatter):
+        return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype), p.m
+    if p.columns:
+        raise NotApplicableError("an output map maps rows, and this problem joins columns")
+    return MatmulInto("all_gather", p.world_size, p.n, p.k, p.dtype), p.world_size * p.m
+
+
+# --- the paper's maps, and ours. per_rank: chunks of each rank's rows. rank: a number makes the map of one rank ---
+
+
+def ring_reduce_scatter(
+    rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", rank: Index = RANK
+) -> OutputMap:
+    """Figures 7, 11 and 12: sums travel to the left, and each rank adds its own product to the sum from the right.
+
+    The first chunk receives nothing. With first="store" the GEMM stores it straight into the neighbour's memory; with first="dma"
+    a copy engine sends it like the others."""
+    made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    for chunk in range(world * per_rank):
+        distance = chunk // per_rank
+        if distance == world - 1:
+            made = made.local(chunk)
+        elif distance or first == "dma":
+            made = made.dma_map(chunk, to=left, op="update", after=2 if distance else 1)
+        else:
+            made = made.remote_map(chunk, to=left, op="update")
+    return made
+
+
+def direct_reduce_scatter(
+    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
+) -> OutputMap:
+    """7.1: each chunk goes straight to the rank that owns its rows.
+
+    sliced: one chunk for every peer before a second for any, so that all links are busy from the first chunk on. Otherwise all of
+    a peer's rows come before those of the next peer."""
+    return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
+
+
+def all_to_all(
+    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
+) -> OutputMap:
+    """7.1: the direct reduce-scatter without the reduction."""
+    return _to_owners(rows, world, per_rank, by, "store", sliced, rank)
+
+
+def ring_all_gather(
+    rows: int, world: int, *, per_rank: int = 1, first: Sender = "dma", rank: Index = RANK
+) -> OutputMap:
+    """7.1: "reuses ring-RS's configuration", with stores for updates.
+
+    This rank's chunks stay and go to the left. Chunks from the right go on, except the last, which the left neighbour has
+    computed. A GEMM stores once, so with first="store" a kernel behind it stores again."""
+    made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    for chunk in range(world * per_rank):
+        distance = chunk // per_rank
+        if distance == world - 1:
+            made = made.local(chunk)
+            if world > 1:
+                made = _send(made, chunk, left, first, "store")
+        elif distance < world - 2:
+            made = made.dma_map(chunk, to=left, after=1)
+    return made
+
+
+def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = "dma", rank: Index = RANK) -> OutputMap:
+    """7.1: this rank's chunks stay, and go straight to every other rank."""
+    made = OutputMap(rows, world * per_rank)
+    for chunk in range((world - 1) * per_rank, world * per_rank):
+        made = made.local(chunk)
+        for distance in range(1, world):
+            made = _send(made, chunk, (rank + distance) % world, by, "store")
+    return made
+
+
+def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: StoreOp, sliced: bool, rank: Index) -> OutputMap:
+    pieces, peers = range(per_rank), range(1, world)
+    if sliced:
+        chunks = [(distance, piece) for piece in pieces for distance in peers]
+    else:
+        chunks = [(distance, piece) for distance in peers for piece in pieces]
+    chunks += [(world, piece) for piece in pieces]
+    order = tuple((rank + distance) % world * per_rank + piece for distance, piece in chunks)
+    made = OutputMap(rows, world * per_rank, order if sliced else None)
+    for chunk, (distance, _) in enumerate(chunks):
+        made = made.local(chunk) if distance == world else _send(made, chunk, (rank + distance) % world, by, op)
+    return made
+
+
+def _send(made: OutputMap, chunk: int, to: Index, by: Sender, op: StoreOp) -> OutputMap:
+    return made.remote_map(chunk, to=to, op=op) if by == "store" else made.dma_map(chunk, to=to, op=op, after=1)

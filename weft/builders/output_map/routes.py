@@ -1,0 +1,316 @@
+"""The combined output maps of all ranks: where each chunk goes, what it receives, and a check that every result is complete.
+
+Maps are written rank by rank, and a mistake in one is a hang or a wrong sum on another. Here they are compared in numbers, before
+a schedule is made of them. Errors name the chunk, the value and the fix.
+
+    reduce_scatter   every rank computes every chunk. Each chunk is sent on once, to a rank that adds its own product, until the
+                     owner of the rows has the sum: so the chunks of one owner's rows form a tree, with the owner at its root
+    all_gather       a rank computes its own chunks, and stores of them reach every other rank once
+    all_to_all       every rank computes every chunk, and stores it on the rank that owns it; nothing is reduced
+
+A chunk is named here by its place in the whole output: `owner * per_rank + piece`; maps number chunks in the order of
+computation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
+
+from weft.schedule.expr import RANK, Index, value
+
+CollectiveName: TypeAlias = Literal["reduce_scatter", "all_gather", "all_to_all"]
+MapKind: TypeAlias = Literal["local", "remote_map", "dma_map"]
+StoreOp: TypeAlias = Literal["store", "update"]
+ChunkOrder: TypeAlias = tuple[Index, ...] | None
+"""Places in the order of production; None: the next rank's first, this rank's last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One call of a map."""
+
+    how: MapKind
+    chunk: int
+    to: Index = RANK
+    op: StoreOp = "store"
+    after: int = 1
+
+    def __str__(self) -> str:
+        if self.how == "local":
+            return f"local({self.chunk})"
+        after = f", after={self.after}" if self.how == "dma_map" else ""
+        return f"{self.how}({self.chunk}, to={self.to}, op={self.op!r}{after})"
+
+
+class Send(NamedTuple):
+    how: MapKind
+    to: int
+
+
+Node: TypeAlias = tuple[int, int]
+"""(rank, place)"""
+
+
+@lru_cache(maxsize=64)
+def routes_of(
+    collective: CollectiveName, world: int, chunks: int, maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...]
+) -> Routes:
+    """Return the routes of these maps, one for each rank or one for all; raise `ValueError` for impossible maps."""
+    return Routes(collective, world, chunks, maps)
+
+
+class Routes:
+    """The routes of all ranks, in numbers.
+
+    order: the places of a rank's chunks by their numbers. sends: by rank and place, the sends of its GEMM or copy engine.
+    targets: the ranks to which a rank's engines send. sources: by rank and place, the ranks that send there, the nearest behind
+    in the ring first. alike: True if ranks differ only by their place in the ring.
+    """
+
+    def __init__(
+        self,
+        collective: CollectiveName,
+        world: int,
+        chunks: int,
+        maps: tuple[tuple[ChunkOrder, tuple[Entry, ...]], ...],
+    ) -> None:
+        if chunks % world:
+            raise ValueError(
+                f"chunks={chunks} must be a multiple of world_size={world}, so that each rank's rows have equally many: "
+                f"use {chunks - chunks % world or world} or {chunks - chunks % world + world}"
+            )
+        self.collective, self.world, self.chunks, self.per_rank = collective, world, chunks, chunks // world
+        self.sums = collective == "reduce_scatter"
+        of_rank = maps * world if len(maps) == 1 else maps
+        self.order = [self._order(rank, order) for rank, (order, _) in enumerate(of_rank)]
+        self.number = [{place: number for number, place in enumerate(order)} for order in self.order]
+        self._entries = [self._in_numbers(rank, entries) for rank, (_, entries) in enumerate(of_rank)]
+        self.sends: list[dict[int, tuple[Send, ...]]] = [{} for _ in range(world)]
+        for rank in range(world):
+            self._check_rank(rank)
+        self.targets = [
+            list(dict.fromkeys(s.to for place in order for s in sends[place] if s.how == "dma_map"))
+            for order, sends in zip(self.order, self.sends, strict=True)
+        ]
+        self.sources: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(world)]
+        for source, of_source in enumerate(self.sends):
+            for place, sends in of_source.items():
+                for send in sends:
+                    self.sources[send.to][self.landing(source, place)].append(source)
+        for rank, places in enumerate(self.sources):
+            for sources in places.values():
+                sources.sort(key=lambda source: (rank - source) % world)
+        for rank in range(world):
+            self._check_arrivals(rank)
+        self._times: dict[bool, dict[Node, int]] = {}
+        self.times()
+        self.alike = all(self._seen_from(rank) == self._seen_from(0) for rank in range(1, world))
+
+    def owner(self, place: int) -> int:
+        return place // self.per_rank
+
+    def computes(self, rank: int, place: int) -> bool:
+        return self.collective != "all_gather" or self.owner(place) == rank
+
+    def computed(self, rank: int) -> list[int]:
+        """Return the places of a rank's GEMM, in the order of production."""
+        return [place for place in self.order[rank] if self.computes(rank, place)]
+
+    def landing(self, source: int, place: int) -> int:
+        """Return the place of the chunk at its receiver: in an all-to-all, that of its source."""
+        return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
+
+    def arriving(self, rank: int, place: int) -> list[int]:
+        """Return the ranks that send this chunk here.
+
+        An all-to-all has none: the results of other ranks have places of their own."""
+        return [] if self.collective == "all_to_all" else self.sources[rank].get(place, [])
+
+    def times(self, in_turn: bool = False) -> dict[Node, int]:
+        """Return when each chunk may be sent on, counted in chunks: later than all that it waits for.
+
+        in_turn: a GEMM that adds to an arriving chunk waits for it, and later GEMMs of the rank wait with it. Raises `ValueError`
+        if a chunk waits for itself."""
+        if in_turn in self._times:
+            return self._times[in_turn]
+        before: dict[Node, list[Node]] = {}
+        least: dict[Node, int] = {}
+        for rank in range(self.world):
+            computed = self.computed(rank)
+            position = {place: i for i, place in enumerate(computed)}
+            for place in self.order[rank]:
+                node = rank, place
+                least[node] = position.get(place, 0)
+                before[node] = [(source, place) for source in self.arriving(rank, place)]
+                if in_turn and position.get(place, 0):
+                    before[node].append((rank, computed[position[place] - 1]))
+        after: dict[Node, list[Node]] = defaultdict(list)
+        for node, earlier in before.items():
+            for one in earlier:
+                after[one].append(node)
+        left = {node: len(earlier) for node, earlier in before.items()}
+        ready, found = [node for node, count in left.items() if not count], dict[Node, int]()
+        for node in ready:
+            found[node] = max(least[node], *(found[one] + 1 for one in before[node]), 0)
+            for one in after[node]:
+                left[one] -= 1
+                if not left[one]:
+                    ready.append(one)
+        if len(found) < len(before):
+            self._refuse_circle(
+                {node: [n for n in e if n not in found] for node, e in before.items() if node not in found}
+            )
+        self._times[in_turn] = found
+        return found
+
+    def _order(self, rank: int, order: ChunkOrder) -> tuple[int, ...]:
+        per = self.per_rank
+        if order is None:
+            first = (rank + 1) * per
+            return tuple((first + number) % self.chunks for number in range(self.chunks))
+        places = tuple(value(place, rank=rank) for place in order)
+        if sorted(places) != list(range(self.chunks)):
+            wrong = next(p for p in places if not 0 <= p < self.chunks or places.count(p) > 1)
+            raise ValueError(
+                f"chunk {places.index(wrong)} of rank {rank}: order={list(places)} has place {wrong}: it must have each of the "
+                f"{self.chunks} places, 0 to {self.chunks - 1}, once"
+            )
+        return places
+
+    def _in_numbers(self, rank: int, entries: tuple[Entry, ...]) -> dict[int, list[Entry]]:
+        """Return a rank's entries by place, with ranks as numbers."""
+        found = defaultdict[int, list[Entry]](list)
+        for e in entries:
+            to = value(e.to, rank=rank)
+            found[self.order[rank][e.chunk]].append(Entry(e.how, e.chunk, to, e.op, e.after))
+        return found
+
+    def _seen_from(self, rank: int) -> list[tuple]:
+        """Return a rank's entries, with ranks as distances from it."""
+
+        def from_here(place: int) -> tuple[int, int]:
+            return (self.owner(place) - rank) % self.world, place % self.per_rank
+
+        return [
+            (from_here(place), [(e.how, (e.to - rank) % self.world) for e in self._entries[rank].get(place, [])])
+            for place in self.order[rank]
+        ]
+
+    def _refuse(self, rank: int, place: int, text: str) -> NoReturn:
+        owner = self.owner(place)
+        whose = "its own rows" if owner == rank else f"rows of rank {owner}"
+        raise ValueError(f"chunk {self.number[rank][place]} of rank {rank}, {whose}: {text}")
+
+    def _check_rank(self, rank: int) -> None:
+        for place in self.order[rank]:
+            entries = self._entries[rank].get(place, [])
+            for e in entries:
+                if trouble := self._trouble(rank, place, e):
+                    self._refuse(rank, place, trouble)
+            self._check_together(rank, place, entries)
+            self.sends[rank][place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
+
+    def _trouble(self, rank: int, place: int, e: Entry) -> str:
+        """Return the fault of one call by itself."""
+        owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
+        own, computes = owner == rank, self.computes(rank, place)
+        if e.how == "local":
+            if own:
+                return ""
+            if gather:
+                return f"local, but rank {owner} computes it: use dma_map({c}, to=..., after=1), or no call if it goes no further"
+            return f"local, but rank {owner} keeps it: use remote_map({c}, to=...) or dma_map({c}, to=..., after=...)"
+        if not 0 <= to < self.world:
+            return f"to={to} is not a rank of this group: use 0 to {self.world - 1}"
+        if to == rank:
+            return f"to={to} is this rank itself: use local({c})"
+        if own and not gather:
+            return f"to={to}, but the chunk is this rank's result: use local({c})"
+        if gather and to == owner:
+            return f"to={to} would be written twice: that rank computes the chunk; drop this call"
+        if not computes and e.how == "remote_map":
+            return f"remote_map, but no GEMM of this rank computes the chunk: use dma_map({c}, to={to}, op='store', after=1)"
+        if self.collective == "all_to_all" and to != owner:
+            return f"to={to}, but an all-to-all sends the chunk to rank {owner}: use to={owner}"
+        if self.sums and e.op == "store":
+            return f"op='store' would overwrite the product of rank {to}: use op='update'"
+        if not self.sums and e.op == "update":
+            return f"op='update' would add to unwritten memory on rank {to}: use op='store'"
+        return ""
+
+    def _check_together(self, rank: int, place: int, entries: list[Entry]) -> None:
+        c, own, gather = self.number[rank][place], self.owner(place) == rank, self.collective == "all_gather"
+        said = " and ".join(map(str, entries))
+        twice = len(entries) > 1 and (not gather or len({e.to for e in entries}) < len(entries))
+        if twice:
+            self._refuse(rank, place, f"it is written twice, by {said}: keep one of them")
+        if own and not any(e.how == "local" for e in entries):
+            self._refuse(rank, place, f"its owner does not keep it: add local({c})")
+        if not entries and self.computes(rank, place):
+            self._refuse(
+                rank,
+                place,
+                f"it is unwritten: add remote_map({c}, to=..., op=...) or dma_map({c}, to=..., op=..., after=...)",
+            )
+
+    def _check_arrivals(self, rank: int) -> None:
+        for place in self.order[rank]:
+            c, sources = self.number[rank][place], self.arriving(rank, place)
+            who = _ranks(sources)
+            computes = self.computes(rank, place)
+            if self.collective == "all_gather" and not computes and len(sources) != 1:
+                if sources:
+                    self._refuse(rank, place, f"it is written twice, by {who}: have one of them send it")
+                self._refuse(
+                    rank, place, f"it is unwritten: no rank sends it here: have one remote_map or dma_map it to={rank}"
+                )
+            local = 1 if computes else 0
+            come = [*["its own GEMM's"] * local, *(f"rank {source}'s" for source in sources)]
+            for e in self._entries[rank].get(place, []):
+                if e.how == "remote_map" and self.sums and sources:
+                    self._refuse(
+                        rank, place,
+                        f"{who} sends updates here, but remote_map keeps no chunk here that they could add to: use "
+                        f"dma_map({c}, to={e.to}, op='update', after={len(come)}), or have them send it elsewhere",
+                    )  # fmt: skip
+                if e.how == "dma_map" and e.after != len(come):
+                    trouble = "never be sent" if e.after > len(come) else "be sent before all have come"
+                    self._refuse(
+                        rank, place,
+                        f"after={e.after}, and it gets {len(come)}, {' and '.join(come)}: it would {trouble}: use "
+                        f"after={len(come)}, or change who sends it here",
+                    )  # fmt: skip
+
+    def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
+        """Raise the error for a cycle of waits. waiting: nodes that wait for other nodes among these."""
+        node, path = min(waiting), list[Node]()
+        while node not in path:
+            path.append(node)
+            node = waiting[node][0]
+        circle = path[path.index(node) :]
+        names = [f"chunk {self.number[rank][place]} of rank {rank}" for rank, place in circle]
+        in_turn = len({place for _, place in circle}) > 1
+        fix = (
+            "GEMMs that add to arriving chunks wait for them in order: use add='reduce'"
+            if in_turn
+            else "send one of them elsewhere"
+        )
+        self._refuse(
+            *circle[0],
+            f"it waits for {', which waits for '.join([*names[1:], names[0]])}: none of them is ever sent: {fix}",
+        )
+
+    def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (rank, place there, number of earlier sources, source)."""
+        for rank in range(self.world):
+            for place, sources in self.sources[rank].items():
+                for nth, source in enumerate(sources):
+                    yield rank, place, nth, source
+
+
+def _ranks(ranks: list[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)

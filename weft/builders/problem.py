@@ -1,0 +1,144 @@
+"""Descriptions of operators: what to compute. `weft.builders.registry` has the ways to compute it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from weft.builders import options as own
+from weft.builders.candidate import Candidate
+from weft.words import counted, kind
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The description of an operator that the planner needs beside its builders.
+
+    One builder is `serial`: the NCCL and cuBLAS calls one after the other. It is the baseline for the other schedules, and its
+    steps give the sizes of the whole operations."""
+
+    world_size: int
+    name: ClassVar[str]
+    """The name of the operator."""
+    title: ClassVar[str]
+    """The name in messages: `name`, unless users never call the operator by that name themselves."""
+    tried_on_gpus: ClassVar[bool] = True
+    """True if its schedules have run and been timed on GPUs. If False, only serial is selected unless a schedule is pinned."""
+    rounds_sums: ClassVar[bool] = False
+    """True if the unfused calls, too, round each rank's product to the result's dtype before NCCL reduces it."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            PROBLEMS[cls.name] = cls
+            if "title" not in cls.__dict__:
+                cls.title = cls.name
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> Problem:
+        """Return the problem with even sizes, as plans and benchmarks name them.
+
+        An operator's own options follow as keywords; `weft plan` and `weft bench` accept them too. `weft plan NAME --help` prints
+        the docstring of the operator's own method (what M, N and K are, and examples), and for an option the text that its type
+        is `Annotated` with."""
+        given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
+        if {field.name for field in fields(cls)} != given.keys():
+            raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
+        return cls(**given)
+
+    @property
+    def text(self) -> str:
+        """The sizes as a line of text."""
+        sizes = (f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "world_size")
+        return f"{', '.join(sizes)}, {counted(self.world_size, 'rank')}"
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is anything to compute."""
+        return True
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """(problems that differ in one size only, that size).
+
+        Schedules are selected for a few sizes of each family (`weft.plan.nearby`). By default every problem is its own family."""
+        return self, 0.0
+
+    @property
+    def measured_family(self) -> tuple[Hashable, float]:
+        """`family` for choices by measurement, whose sizes may differ in more."""
+        return self.family
+
+    def resized(self, size: float) -> Problem:
+        """Return the problem of this family whose size is nearest to `size`."""
+        return self
+
+    @property
+    def not_captured(self) -> str:
+        """The reason why no CUDA graph can capture the problem, whatever the schedule; empty if a graph can."""
+        return ""
+
+    @property
+    def uneven(self) -> str:
+        """The difference between ranks that makes the simulator run each of them; empty if all ranks do the same work."""
+        return ""
+
+    def takes(self, candidate: Candidate) -> bool:
+        """True if a call without a pinned schedule may use `candidate`."""
+        return True
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        """True if `candidate` should be timed when no model predicts it: each timing costs a first call some milliseconds."""
+        return True
+
+
+PROBLEMS: dict[str, type[Problem]] = {}
+"""Problem classes by the name of the operator."""
+
+
+def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
+    """Raise `ValueError` for impossible sizes."""
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in (m, n, k))
+    if not whole or world_size < 1:
+        raise ValueError(f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1")
+
+
+def require_even(m: int, n: int, k: int, world_size: int) -> None:
+    """Raise `ValueError` for impossible sizes, or if m is not divisible by the number of ranks."""
+    require_sizes(m, n, k, world_size)
+    if m % world_size:
+        below = m - m % world_size
+        either = f"{below} or " if below else ""
+        raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {either}{below + world_size}")
+
+
+def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
+    """Return the problem of operator `op` with even sizes, as `weft.plan.explain` describes them.
+
+    options: keywords of the operator's `Problem.sized`, with values of the annotated types. Raises `ValueError` if the operator,
+    a size or an option is wrong."""
+    if op not in PROBLEMS:
+        raise ValueError(f"no operator {op!r} can be planned; use one of {', '.join(sorted(PROBLEMS))}")
+    sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise ValueError(f"{name}={size!r} is {kind(size)}: pass a size, a whole number")
+    if options:
+        own.check_names(op, {name: repr(value) for name, value in options.items()}, PROBLEMS)
+        known = own.keywords(PROBLEMS[op].sized)
+        options = {
+            one.name: own.checked(one.name, options[one.name], one.annotation) for one in known if one.name in options
+        }
+    m, n, k, ranks = map(operator.index, sizes.values())
+    return PROBLEMS[op].sized(m, n, k, ranks, dtype, **options)
+
+
+def option_from_text(op: str, given: str) -> tuple[str, Any]:
+    """Return the name and value of an option of operator `op` from "NAME=VALUE".
+
+    Raises `ValueError` for an unknown option, or a text that is not a value of it."""
+    name, text = own.split(given)
+    own.check_names(op, {name: text}, PROBLEMS)
+    (annotation,) = (one.annotation for one in own.keywords(PROBLEMS[op].sized) if one.name == name)
+    return name, own.from_text(name, text, annotation)

@@ -1,0 +1,64 @@
+"""The backward pass of all-gather + GEMM: all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from weft.builders.problem import Problem, require_even
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherMatmulGradients(Problem):
+    """grad_x = this rank's rows of the sum over ranks of sum_i g_i @ wt_i; grad_wt_i = gt_i @ x, with x gathered.
+
+    Buffers: x_shard [m / ranks, k], g0, g1, ... [m, n[i]], the same transposed gt0, gt1, ... [n[i], m], and the weights
+    transposed wt0, wt1, ... [n[i], k] in; grad_x [m / ranks, k], grad_wt0, grad_wt1, ... [n[i], k] out.
+
+    Builders: `weft.builders.all_gather_matmul_gradients`.
+    """
+
+    name: ClassVar[str] = "all_gather_matmul_gradients"
+    title: ClassVar[str] = "backward of all_gather_matmul"
+    rounds_sums: ClassVar[bool] = True
+    world_size: int
+    m: int
+    n: tuple[int, ...]
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for n in self.n:
+            require_even(self.m, n, self.k, self.world_size)
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmulGradients:
+        """M, N, K: sizes of forward's x_shard [M / ranks, K] and w [K, N] on each rank.
+
+        weft plan all_gather_matmul_gradients --shape 16384,8192,4096 --ranks 8
+        """
+        return cls(ranks, m, (n,), k, dtype)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a shard."""
+        return self.m // self.world_size
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """The problem without M, and the rows of a shard."""
+        return replace(self, m=self.world_size), float(self.rows)
+
+    def resized(self, size: float) -> AllGatherMatmulGradients:
+        return replace(self, m=max(1, round(size)) * self.world_size)
+
+    @property
+    def text(self) -> str:
+        n, ranks = "+".join(map(str, self.n)), counted(self.world_size, "rank")
+        return f"gradients of [{self.m}, {self.k}] gathered from {ranks} @ [{self.k}, {n}] on each, {self.dtype}"
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.k > 0 and sum(self.n) > 0

@@ -1,0 +1,60 @@
+"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.builders.candidate import Candidate
+from weft.builders.problems.experts import ExpertsProblem
+from weft.schedule.regions import ITEM_BYTES
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllMatmul(ExpertsProblem):
+    """Every token goes to the rank of its expert and is multiplied there by the expert's weights.
+
+    exact: y has exactly as many rows as arrive, which the host has to know; otherwise y has at least as many rows. return_x:
+    return the tokens that arrive too.
+
+    Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below the
+    other, in; y [rows that arrive, n] by expert and then by source rank, received [ranks, experts] int64, the number of these
+    rows, and with return_x x [rows that arrive, k] by source rank and then by expert, out. Source: "Design Space Exploration of
+    DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
+
+    Builders: `weft.builders.all_to_all_matmul`, `weft.builders.ficco_all_to_all_matmul`.
+    """
+
+    name: ClassVar[str] = "all_to_all_matmul"
+    return_x: bool = False
+
+    @property
+    def not_captured(self) -> str:
+        if not self.exact:
+            return ""
+        return (
+            f"no graph can capture {self.name} that returns exactly the rows that arrive: the host reads their number; plan it "
+            "with --option bounded=true (in Python bounded=True), and call it with max_rows"
+        )
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.tokens} [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of "
+            f"their experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
+            f"{', and the tokens that arrive' if self.return_x else ''}"
+        )
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Refuse FiCCO's schedules by columns for 16 bits and for more than 8 ranks.
+
+        They round at every step, too often for 16 bits. For many ranks, planning them takes longer than planning all others
+        together."""
+        return candidate.builder != "ficco_2d" or ITEM_BYTES[self.dtype] > 2 or self.world_size <= 8
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        given = dict(candidate.parameters)
+        if candidate.builder.startswith("ficco"):
+            return False
+        return given.get("chunks", 1) <= 4 and given.get("send", "in_turn") == "in_turn"

@@ -1,0 +1,127 @@
+"""Embedding pooling + all-to-all: each rank sums the bags of its own tables, for the ranks that own the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from weft.builders.candidate import Candidate
+from weft.builders.problem import Problem
+from weft.schedule.steps import ITEM_BYTES
+from weft.words import counted
+
+_MOST_SAMPLES = 1024  # the largest number of a rank's samples for which schedules are selected
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingAllToAll(Problem):
+    """out = for each sample of a rank the sums of its bags of all tables, side by side. Each table is on one rank.
+
+    slots: for each rank, (first column of out, columns) of the block of each of its tables, by rising column. rows_read: the
+    average number of rows that a bag of each slot sums, in the same order; empty: one row each.
+
+    Buffers: bags [sum(batch_sizes), slots] in, an element for each bag. The element stands for the bag's ids, which a rank has
+    for its own slots only. tables [most rows read, columns] in, the tables of all slots side by side, of which a rank has its
+    own. A region of tables has as many rows as a bag reads on average, whichever rows these are. out [max(batch_sizes), columns]
+    is symmetric, and its first batch_sizes[rank] rows are the result. Source: "Accelerating Multi-GPU Embedding Retrieval with
+    PGAS-Style Communication for Deep Learning Recommendation Systems", III.
+
+    Builders: `weft.builders.embedding_all_to_all`.
+    """
+
+    name: ClassVar[str] = "embedding_all_to_all"
+    world_size: int
+    batch_sizes: tuple[int, ...]
+    slots: tuple[tuple[tuple[int, int], ...], ...]
+    rows_read: tuple[tuple[float, ...], ...] = ()
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if len(self.batch_sizes) != self.world_size or len(self.slots) != self.world_size or self.world_size < 1:
+            raise ValueError(
+                f"batch_sizes={self.batch_sizes} and slots, of {len(self.slots)} ranks, must have one entry for each of "
+                f"{self.world_size} ranks"
+            )
+        if min(self.batch_sizes) < 0:
+            raise ValueError(f"batch_sizes={self.batch_sizes} must not be negative")
+        if self.rows_read and [len(rows) for rows in self.rows_read] != [len(slots) for slots in self.slots]:
+            raise ValueError("rows_read must have one number for each slot of each rank, or be empty")
+        if min((rows for of_rank in self.rows_read for rows in of_rank), default=0) < 0:
+            raise ValueError(f"rows_read={self.rows_read} must not be negative")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        end = 0
+        for column, dim in sorted(slot for of_rank in self.slots for slot in of_rank):
+            if column != end or dim < 1:
+                raise ValueError(
+                    f"slots must cover all columns once: a slot of {dim} columns begins at {column}, not at {end}"
+                )
+            end = column + dim
+        if not end or any(list(of_rank) != sorted(of_rank) for of_rank in self.slots):
+            raise ValueError(
+                f"slots={self.slots}: give at least one slot, and each rank's slots in the order of columns"
+            )
+
+    @property
+    def columns(self) -> int:
+        return sum(dim for of_rank in self.slots for _, dim in of_rank)
+
+    @classmethod
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str = "fp32", *,
+        tables: Annotated[int | None, "Required: number of tables of all ranks together, spread evenly."] = None,
+    ) -> EmbeddingAllToAll:  # fmt: skip
+        """The problem that transport="auto" plans. M: samples of all ranks. N: columns of each table. K: rows that a bag reads.
+
+        serial pools, calls NCCL's all-to-all, and puts the columns in order.
+
+            weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
+
+            weft plan embedding_all_to_all --shape 65536,128,20 --option tables=856 --ranks 8 --dtype fp16
+        """
+        if tables is None or tables < 1:
+            raise ValueError(
+                f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--option tables=NUMBER)"
+            )
+        each = [tables // ranks + (rank < tables % ranks) for rank in range(ranks)]
+        first = [sum(each[:rank]) for rank in range(ranks)]
+        slots = tuple(tuple(((f + i) * n, n) for i in range(e)) for f, e in zip(first, each, strict=True))
+        batch_sizes = tuple(m // ranks + (rank < m % ranks) for rank in range(ranks))
+        return cls(ranks, batch_sizes, slots, tuple((float(k),) * e for e in each), dtype)
+
+    @property
+    def text(self) -> str:
+        tables = sum(map(len, self.slots))
+        bags = [rows for of_rank in self.rows_read for rows in of_rank] or [1.0]
+        return (
+            f"{counted(sum(self.batch_sizes), 'sample')}, {counted(tables, 'feature')} with {self.columns} columns and "
+            f"{sum(bags) / len(bags):.3g} rows a bag, {self.dtype}, {counted(self.world_size, 'rank')}"
+        )
+
+    @property
+    def uneven(self) -> str:
+        return "ranks have tables of their own"
+
+    @property
+    def has_work(self) -> bool:
+        return sum(self.batch_sizes) > 0
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        return replace(self, batch_sizes=(1,) * self.world_size), self.size_of(self.batch_sizes)
+
+    @staticmethod
+    def size_of(batch_sizes: tuple[int, ...]) -> float:
+        """Return the number of samples of a rank, as a size of the family.
+
+        An uneven batch counts as an even batch of its largest part. Beyond the limit, time grows in proportion to the samples,
+        whatever the schedule."""
+        return float(min(max(batch_sizes), _MOST_SAMPLES))
+
+    def resized(self, size: float) -> EmbeddingAllToAll:
+        return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Refuse candidates with parameters: order and slice size are the caller's choice."""
+        return not candidate.parameters

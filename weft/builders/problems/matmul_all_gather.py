@@ -1,0 +1,85 @@
+"""GEMM + all-gather: each rank's product on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from weft.builders.candidate import Candidate
+from weft.builders.problem import Problem, require_sizes
+from weft.schedule.kernels import TrackedMatmul
+from weft.schedule.regions import SUMMED
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAllGather(Problem):
+    """y = all ranks' x @ w, one below the other; with `columns` side by side.
+
+    Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering
+    for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather behind its producer).
+
+    Builders: `weft.builders.matmul_all_gather`.
+    """
+
+    name: ClassVar[str] = "matmul_all_gather"
+    world_size: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    columns: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in SUMMED:
+            raise ValueError(f"dtype={self.dtype!r} cannot be multiplied here: use one of {', '.join(SUMMED)}")
+        require_sizes(self.m, self.n, self.k, self.world_size)
+
+    @classmethod
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
+        gather_dim: Annotated[int, "0 joins the products' rows, -1 their columns."] = 0,
+    ) -> MatmulAllGather:  # fmt: skip
+        """x [M, K] times w [K, N] on each rank, and all ranks' products on each rank.
+
+        weft plan matmul_all_gather --shape 4096,8192,4096
+
+        weft plan matmul_all_gather --shape 8192,2048,8192 --option gather_dim=-1 --ranks 4 --all
+        """
+        if gather_dim not in (0, -1):
+            raise ValueError(f"gather_dim={gather_dim}: 0 joins rows, -1 columns")
+        return cls(ranks, m, n, k, dtype, columns=gather_dim == -1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of y."""
+        return (self.m, self.world_size * self.n) if self.columns else (self.world_size * self.m, self.n)
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """The problem without M, and M."""
+        return replace(self, m=1), float(self.m)
+
+    def resized(self, size: float) -> MatmulAllGather:
+        return replace(self, m=max(1, round(size)))
+
+    @property
+    def text(self) -> str:
+        ranks, joined = counted(self.world_size, "rank"), "columns" if self.columns else "rows"
+        return (
+            f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, the {joined} of all to each, {self.dtype}"
+        )
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Refuse tracked GEMMs with a short K."""
+        return candidate.builder != "tracked" or self.k >= TrackedMatmul.least_k
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.n > 0 and self.k > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "direct[chunks=1,by=kernel]", "direct[chunks=2,by=dma]", "direct[chunks=4,by=dma]"
+        )  # fmt: skip

@@ -1,0 +1,34 @@
+"""The backward pass of GEMM + all-gather: both gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.builders.candidate import Candidate
+from weft.builders.problems.matmul_all_gather import MatmulAllGather
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAllGatherGradients(MatmulAllGather):
+    """grad_x = own @ wt and grad_w = xt @ own. own: this rank's part of the sum over ranks of g, where its product lay in y.
+
+    Buffers: g [ranks * m, n], with `columns` [m, ranks * n], the transposed x and w, xt [k, m] and wt [n, k], in; grad_x [m, k]
+    and grad_w [k, n] out.
+
+    Builders: `weft.builders.matmul_all_gather_gradients`.
+    """
+
+    name: ClassVar[str] = "matmul_all_gather_gradients"
+    title: ClassVar[str] = "backward of matmul_all_gather"
+    tried_on_gpus: ClassVar[bool] = False
+    rounds_sums: ClassVar[bool] = True
+
+    @property
+    def text(self) -> str:
+        products = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
+        return f"gradients of {products}, the {'columns' if self.columns else 'rows'} of all to each, {self.dtype}"
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in ("serial", "direct[chunks=2]", "direct[chunks=4]")

@@ -1,0 +1,84 @@
+"""GEMM + all-reduce: the sum of all ranks' products on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from weft.builders.candidate import Candidate
+from weft.builders.problem import Problem, require_sizes
+from weft.schedule.regions import SUMMED, checked_eps
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAllReduce(Problem):
+    """y = the sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual, and its RMSNorm.
+
+    normed = y / sqrt(the mean of a row's squares + eps) * norm. bias, residual: True if it is added. eps: of the norm; None: no
+    norm.
+
+    Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:
+    Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and
+    all-gather), 7.3 (small M: generative inference), 7.6 (following operators).
+
+    Builders: `weft.builders.matmul_all_reduce`.
+    """
+
+    name: ClassVar[str] = "matmul_all_reduce"
+    rounds_sums: ClassVar[bool] = True
+    world_size: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    bias: bool = False
+    residual: bool = False
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.eps is not None:
+            checked_eps(self.eps)
+        if self.dtype not in SUMMED:
+            raise ValueError(f"dtype={self.dtype!r} cannot be reduced: use one of {', '.join(SUMMED)}")
+        require_sizes(self.m, self.n, self.k, self.world_size)
+
+    @classmethod
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
+        residual: Annotated[bool, "Add a residual to the sum."] = False,
+        norm: Annotated[bool, "Return the RMSNorm of the sum too."] = False,
+    ) -> MatmulAllReduce:  # fmt: skip
+        """x [M, K] times w [K, N] on each rank, and the whole sum on each.
+
+        weft plan matmul_all_reduce --shape 8192,8192,4096
+
+        weft plan matmul_all_reduce --shape 16,8192,4096 --option residual=true --option norm=true --ranks 8 --mode graph --all
+        """
+        return cls(ranks, m, n, k, dtype, residual=residual, eps=1e-6 if norm else None)
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """The problem without M, and the number of rows that a rank reduces."""
+        return replace(self, m=self.world_size), float(-(-self.m // self.world_size))
+
+    def resized(self, size: float) -> MatmulAllReduce:
+        return replace(self, m=max(1, round(size)) * self.world_size)
+
+    @property
+    def text(self) -> str:
+        ranks = counted(self.world_size, "rank")
+        more = "".join(f" + {name}" for name in ("bias", "residual") if getattr(self, name))
+        more += "" if self.eps is None else f" and normed (eps {self.eps:g})"
+        product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
+        return f"{product} on each of {ranks}, added up{more}, all of it to each, {self.dtype}"
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.n > 0 and self.k > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "one_shot[by=load]", "two_shot[chunks=2,by=dma,add=gemm]", "chunked[chunks=4,by=dma]"
+        )  # fmt: skip

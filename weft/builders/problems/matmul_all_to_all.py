@@ -1,0 +1,48 @@
+"""GEMM + MoE combine: rows times the weights of their experts, and back to the ranks of their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.builders.candidate import Candidate
+from weft.builders.problems.experts import ExpertsProblem
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAllToAll(ExpertsProblem):
+    """The rows that came to a rank's experts times the experts' weights; every row returns to the rank that it came from.
+
+    exact: the host reads the number of tokens; otherwise the caller passed a number, and the host waits for nothing.
+
+    Buffers: h [rows that came, k] by local expert and then by source rank, received [ranks, experts] int64, the number of these
+    rows, splits [1, experts of all] int64, this rank's tokens for each expert, w [experts * k, n], one expert below the other,
+    in; y [rows[rank], n] in the order of this rank's tokens, by expert of all, out. Source: "T3: Transparent Tracking &
+    Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2.
+
+    Builders: `weft.builders.matmul_all_to_all`.
+    """
+
+    name: ClassVar[str] = "matmul_all_to_all"
+
+    @property
+    def not_captured(self) -> str:
+        if not self.exact:
+            return ""
+        return (
+            f"no graph can capture {self.name} without rows: the host reads the number of rows; plan it with "
+            "--option bounded=true (in Python bounded=True), and call it with rows"
+        )
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.tokens} of each of {counted(self.world_size, 'rank')}, [{self.k}] of them @ [{self.experts}, {self.k}, "
+            f"{self.n}] at their experts' ranks, and back, {self.dtype}, {'counted by the host' if self.exact else 'bounded'}"
+        )
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name == "serial" or dict(candidate.parameters)["chunks"] == 1 + (
+            candidate.builder != "combine"
+        )

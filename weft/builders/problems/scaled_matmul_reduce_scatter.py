@@ -1,0 +1,62 @@
+"""Scaled fp8 GEMM + reduce-scatter: the sum of all ranks' products, each rank's rows on that rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weft.builders.candidate import Candidate
+from weft.builders.problems.all_gather_matmul import Scaled, require_multiple
+from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatmulReduceScatter(MatmulReduceScatter):
+    """y = this rank's rows of the sum of all ranks' (x * its scales) @ (w * its scales) + bias.
+
+    x and w are fp8. The products travel and are reduced in `dtype`. by "tensor": one scale for all of x, one for all of w. "row":
+    one scale for each row of x, and for each column of w. biased: True if each rank's product has a bias. fast: True if the GEMM
+    accumulates fast (and less exactly).
+
+    Buffers: x [m, k], w [k, n], x_scale [1, 1] or [m, 1], w_scale [1, 1] or [1, n], in fp32, and with `biased` bias [1, n] in
+    `dtype`, in; y [m / ranks, n] out. Source: the same as of `MatmulReduceScatter`, for unscaled data.
+
+    Builders: `weft.builders.matmul_reduce_scatter`.
+    """
+
+    name: ClassVar[str] = "scaled_matmul_reduce_scatter"
+    tried_on_gpus: ClassVar[bool] = False
+    by: Literal["tensor", "row"]
+    biased: bool
+    fast: bool
+
+    def __post_init__(self) -> None:
+        MatmulReduceScatter.__post_init__(self)  # super() fails in a dataclass with slots
+        if self.dtype == "fp64":
+            raise ValueError("dtype='fp64': results of scaled GEMMs are bf16, fp16 or fp32")
+        require_multiple("K", self.k)
+        require_multiple("N", self.n)
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
+        """matmul_reduce_scatter with one scale for x and one for w. dtype: of the result; fp8, the operands' dtype, means bf16.
+
+        weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
+        """
+        return cls(ranks, m, n, k, "bf16" if dtype == "fp8" else dtype, "tensor", False, False)
+
+    @property
+    def scaled(self) -> Scaled:
+        """The scaling of the GEMM, in the form that all problems with scaled GEMMs share."""
+        return Scaled(self.by, (self.dtype,), (self.biased,), (self.fast,))
+
+    @property
+    def text(self) -> str:
+        product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
+        return f"{product}, fp8 scaled by {self.by}, added up in {self.dtype}, {self.rows} rows to each"
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "scatter", "direct[chunks=1,by=dma,add=reduce]", "direct[chunks=2,by=dma,add=reduce]"
+        )  # fmt: skip

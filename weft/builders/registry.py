@@ -1,0 +1,224 @@
+"""Builders, and the candidates that they make: the known ways to run an operator.
+
+A builder is a function from a description (and its own parameters) to a `Schedule`. Once registered, it is run, simulated,
+verified, traced and weighed by the planner like the others.
+
+    @builder(AllGatherMatmul, chunks=(1, 2, 4))
+    def my_schedule(p: AllGatherMatmul, *, chunks: int) -> Schedule: ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from weft.builders.candidate import Candidate
+from weft.builders.problem import Problem
+from weft.errors import ScheduleError
+from weft.schedule.schedule import Schedule
+
+
+class NotApplicableError(ValueError):
+    """The reason why a builder has no schedule for a description; users see the text."""
+
+
+def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
+    """Return the error for a pinned schedule that does not support `problem`."""
+    return NotApplicableError(
+        f'schedule {name!r} cannot do {problem.title} of {problem.text}: {why}. Pass schedule="serial", or pin none'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    function: Callable[..., Schedule]
+    parameters: dict[str, tuple[Any, ...]]
+    defaults: dict[str, Any]
+
+    def candidate(self, problem: Problem, chosen: dict[str, Any]) -> Candidate:
+        given = ((key, value) for key, value in chosen.items() if self.defaults.get(key) != value)
+        return Candidate(
+            self.function.__name__, tuple(given), partial(_built, self.function, problem, tuple(chosen.items()))
+        )
+
+
+_builders: dict[type, dict[str, _Builder]] = {}
+_MOST = 999_999
+_NUMBER, _PROPORTION = re.compile("0|[1-9][0-9]{0,5}"), re.compile("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})+")
+
+
+def builder(
+    problem: type, **parameters: tuple[Any, ...]
+) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
+    """Register the decorated function as a builder for `problem`, once for each combination of its parameters' values.
+
+    A candidate's name leaves out values that are the function's defaults, so names stay the same when a parameter is added.
+
+    A function replaces a registered function of the same name and module (a notebook's cell run again). If the registered
+    function is from another module, raise `ValueError`.
+    """
+
+    def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        known = _builders.get(problem, {}).get(function.__name__)
+        if known is not None and known.function.__module__ != function.__module__:
+            raise ValueError(
+                f"{problem.__name__} has a builder {function.__name__!r} from {known.function.__module__}: name yours differently"
+            )
+        signature = inspect.signature(function).parameters
+        defaults = {key: signature[key].default for key in parameters if key in signature}
+        _builders.setdefault(problem, {})[function.__name__] = _Builder(function, parameters, defaults)
+        return function
+
+    return register
+
+
+def unregister(problem: type, name: str) -> None:
+    """Remove a builder (for tests that register one)."""
+    del _builders[problem][name]
+
+
+def builders_of(problem: type) -> tuple[tuple[str, Callable[..., Schedule]], ...]:
+    """Return the builders registered for `problem`, by name."""
+    return tuple((name, entry.function) for name, entry in _builders.get(problem, {}).items())
+
+
+def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
+    """Return every candidate for `problem` (or those of the named builders), serial first.
+
+    A candidate's `build()` may raise `NotApplicableError`."""
+    known = _builders.get(type(problem), {})
+    for name in builders or ():
+        if name not in known:
+            raise ValueError(f"no schedule {name!r} for {problem.title}; use one of {', '.join(known)}")
+    found = []
+    for name in builders or sorted(known, key=lambda name: name != "serial"):
+        entry = known[name]
+        for values in itertools.product(*entry.parameters.values()):
+            found.append(entry.candidate(problem, dict(zip(entry.parameters, values, strict=True))))
+    return found
+
+
+def named(problem: Problem, name: str) -> Candidate:
+    """Return the candidate with this name.
+
+    Beside the candidates of `candidates`, which are the ones that are tried, a name may have other values. A parameter with
+    numbers takes any number from the least listed one on. A parameter with proportions takes any proportion.
+
+    Each candidate has one spelling, so that ranks that pin the same schedule compare equal: parameters in their order, without
+    defaults. Raises `ValueError` with the right spelling, with the error in the name, or with the nearest names that have a
+    schedule for `problem`.
+    """
+    entry, chosen = _parsed(problem, name)
+    if entry is not None and chosen is not None:
+        found = entry.candidate(problem, chosen)
+        if found.name == name:
+            return found
+    return _named_otherwise(problem, name)
+
+
+def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
+    """Return (builder, values of its parameters) that `name` stands for, None in place of either if it is not listed.
+
+    It does not go through all candidates, which takes milliseconds."""
+    head, _, rest = name.partition("[")
+    entry = _builders.get(type(problem), {}).get(head)
+    if entry is None:
+        return None, None
+    given = dict(word.partition("=")[::2] for word in rest.removesuffix("]").split(",") if word)
+    chosen = {}
+    for key, listed in entry.parameters.items():
+        text = given.get(key, str(entry.defaults.get(key)))
+        match = next((value for value in listed if str(value) == text), None)
+        if match is None:
+            return entry, None
+        chosen[key] = match
+    return entry, chosen
+
+
+def _named_otherwise(problem: Problem, name: str) -> Candidate:
+    """Return the candidate of a name with values that are not listed; raise `ValueError` if there is none."""
+    known = {candidate.name: candidate for candidate in candidates(problem)}
+    if name in known:
+        return known[name]
+    head, _, rest = name.partition("[")
+    entry = _builders.get(type(problem), {}).get(head)
+    words = [word.partition("=")[::2] for word in rest.removesuffix("]").split(",")]
+    given = dict(words)
+    optional = {key for key, default in entry.defaults.items() if default in entry.parameters[key]} if entry else set()
+    if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
+        if not known:
+            raise ValueError(
+                f"no schedule {name!r} for {problem.title}: no builder is registered for {type(problem).__name__}; "
+                f"import the file that has them"
+            )
+        if entry is None and head == "serial":
+            raise ValueError(
+                f"no schedule 'serial' for {problem.title}, and every problem needs one: register a builder named serial for "
+                f"{type(problem).__name__}, the NCCL and cuBLAS calls one after the other"
+            )
+        by_likeness = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
+        near = itertools.islice((one for one in by_likeness if _applies(known[one])), 3)
+        if not (nearest := ", ".join(near)):
+            raise ValueError(
+                f"no schedule {name!r} for {problem.title}: none of its builders has one for {problem.text}"
+            )
+        listing = f"; `weft plan {problem.title} --shape M,N,K --all` lists all" * type(problem).__module__.startswith(
+            "weft."
+        )
+        raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {nearest}{listing}")
+    if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
+        raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
+    chosen = {
+        key: _value(f"no schedule {name!r}: {key}", given[key], listed) if key in given else entry.defaults[key]
+        for key, listed in entry.parameters.items()
+    }
+    found = entry.candidate(problem, chosen)
+    if found.name != name:
+        raise ValueError(f"no schedule {name!r}: write it as {found.name!r}")
+    return found
+
+
+def _applies(candidate: Candidate) -> bool:
+    try:
+        candidate.build()
+    except (NotApplicableError, ScheduleError):
+        return False
+    return True
+
+
+def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
+    """Return the value of a parameter that `text` stands for."""
+    for value in listed:
+        if text == str(value):
+            return value
+    numbers = [value for value in listed if isinstance(value, int)]
+    proportions = [value for value in listed if isinstance(value, str) and _PROPORTION.fullmatch(value)]
+    if numbers and _NUMBER.fullmatch(text) and int(text) >= min(numbers):
+        return int(text)
+    if proportions and _PROPORTION.fullmatch(text):
+        return text
+    known = [str(value) for value in listed if value not in numbers and value not in proportions]
+    known += [f"a number from {min(numbers)} to {_MOST}"] if numbers else []
+    known += [f"a proportion such as {proportions[-1]}"] if proportions else []
+    raise ValueError(f"{where} must be {' or '.join(known)}, not {text!r}")
+
+
+@lru_cache(maxsize=2)  # a first call builds each schedule twice: to check it, and to run it
+def _built(function: Callable[..., Schedule], problem: Problem, given: tuple[tuple[str, Any], ...]) -> Schedule:
+    chosen = dict(given)
+    try:
+        made = function(problem, **chosen)
+    except NotApplicableError:
+        raise
+    except Exception as error:
+        text = f"builder {function.__module__}.{function.__name__}, {chosen}, for {problem}"
+        raise ScheduleError(f"{text}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Schedule):
+        raise ScheduleError(f"builder {function.__module__}.{function.__name__} returned {made!r}: return d.schedule()")
+    return made

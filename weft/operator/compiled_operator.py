@@ -1,0 +1,333 @@
+"""An operator that is compiled for one shape: made at the first call and cached (`weft.operator.cache`).
+
+It selects a schedule at its first call, and runs it with an executor, or unfused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import env, plan, symm
+from weft.builders import NotApplicableError, named
+from weft.errors import WeftError
+from weft.operator import select
+from weft.operator.across import AcrossRanks, passing_fingerprint
+from weft.operator.spec import Operator
+from weft.runtime.executor import Executor
+from weft.runtime.meeting import refuse
+from weft.runtime.opaque import opaque
+from weft.runtime.unfused.serial import Unfused
+from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
+from weft.symm import Domain
+from weft.timeline import Timeline
+
+
+@contextlib.contextmanager
+def _whole(domain: Domain, what: str) -> Iterator[None]:
+    """Guard set-up with several exchanges between ranks: an error on this rank alone (a broken file, no memory, Ctrl-C) ends the
+    group. Otherwise peers would wait for its part in the next exchange until their deadline."""
+    try:
+        yield
+    except (WeftError, NotApplicableError):  # all ranks raise it, or it has ended the group
+        raise
+    except BaseException as error:
+        domain.poison(f"{what}: {error!r}")
+        raise
+
+
+class CompiledOperator:
+    """An operator compiled for calls of one shape on one group."""
+
+    def __init__(
+        self,
+        op: Operator[Any],
+        p: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        pinned: str | None,
+        remembered: bool,
+        said: str,
+        shown: str,
+    ) -> None:
+        """Compile for calls of `p`. A schedule is selected at the first call.
+
+        remembered: True if a rank has cached times of schedules for exactly this problem.
+        said, shown: the text that CPU ranks compare at every call, in full and for errors.
+        """
+        self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
+        self._shown = shown
+        self.agreed: set[tuple[str, tuple[bool, ...]]] = (
+            set()
+        )  # (given options, wanted gradients) that ranks have compared
+        self._across: dict[str, AcrossRanks] = {}  # by given options
+        self.domain = symm.domain(group, device) if p.world_size > 1 else None
+        self._group = weakref.ref(group)  # the cache must not keep a group alive that the caller has dropped
+        self.chosen: select.Chosen | None = None
+        self._executors: list[Executor] = []  # of `chosen`
+        self._turns: Turns | None = None
+        if self.domain is not None and device.type == "cpu":
+            self._turns = Turns(f"{op.title}, {shown}", self.domain, said, op.arguments)
+        self._serial = named(p, "serial").build()
+        self.results = [b.name for b in self._serial.buffers if b.role == "output"]
+        self._steps: list[Unfused] = []  # at most one, made on demand; shared with passing sizes
+        self._checked = False  # True if the spec's inputs and outputs match the buffers
+        self._ran: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that have run
+        self._ready: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that are ready for captures
+        self.called_at = 0  # number of the operator's call that used this last
+        self.family: Hashable = None  # of sizes that may pass
+        self.passes = False  # True if made for a single call
+        self.came_back = False  # True if called more than once
+
+    @opaque
+    def __call__(
+        self, call: Any, deadline_s: float | None, timeline: Timeline | None, inputs: dict[str, Any] | None = None
+    ) -> list[torch.Tensor]:
+        """Run a call. Return its results in the order of the output buffers.
+
+        Autocast is off inside, since it would affect only some schedules. inputs: the spec's input buffers, if they are known.
+        """
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
+                return self(call, deadline_s, timeline, inputs)
+        op, capturing = self.op, self.capturing()
+        if self._across:
+            self.across(call).begin(call, capturing, deadline_s)
+        inputs = op.inputs(self.p, call) if inputs is None else inputs
+        if not self._checked:
+            self._check_buffers("inputs", "input", inputs)
+            self._check_buffers("outputs", "output", op.outputs(call, self.p.world_size))
+            self._checked = True
+        results = (
+            None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
+        )
+        if results is None:
+            results = self.in_turn(call, inputs, deadline_s, timeline)
+        if self.device.type == "cpu":
+            op.finished(call, results, self.rank)
+        elif not capturing:
+            self._be_ready_for_capture(call, inputs)
+        return results
+
+    def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
+        """Raise `TypeError` if the spec's tensors differ from the buffers of the serial schedule, which all schedules share."""
+        buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
+        if tensors.keys() != buffers.keys():
+            raise TypeError(
+                f"{of} of {self.op.name} has {', '.join(tensors) or 'nothing'}, and the {role} buffers of its schedules are "
+                f"{', '.join(buffers) or 'none'}: give one tensor for each"
+            )
+        for name, tensor in tensors.items():
+            rows, cols = int(buffers[name].rows), buffers[name].cols
+            if isinstance(tensor, torch.Tensor) and not self._serial.contents and tensor.numel() != rows * cols:
+                raise TypeError(
+                    f"{of} of {self.op.name} has {name} of shape {list(tensor.shape)}, and that buffer of {self.p} "
+                    f"is [{rows}, {cols}]"
+                )
+
+    def in_turn(
+        self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
+    ) -> list[torch.Tensor]:
+        """Run the call unfused: torch's collectives and GEMMs, one after the other."""
+        turn = STRAIGHT if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
+        results = self.op.unfused(self.p, call, self.group, turn)
+        if results is None:
+            made = self.steps().run(inputs, turn, self.group)
+            results = [made[name] for name in self.results]
+        turn.end()
+        return results
+
+    def _scheduled(
+        self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
+    ) -> list[torch.Tensor] | None:
+        """Run the chosen schedule; None if the unfused calls are at least as fast."""
+        self.require_room(call, deadline_s)
+        outputs = self.op.outputs(call, self.p.world_size)
+        tensors = {**inputs, **outputs}
+        executor = self.executor(call, tensors, capturing, deadline_s)
+        if executor is None:
+            return None
+        if self.device.type == "cpu":
+            made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        else:
+            # A call on GPUs may take only tens of microseconds. So tensors are validated once per layout: later calls of the
+            # layout differ only in addresses.
+            layout = (id(executor), tuple([t.stride() for t in inputs.values()]))
+            known = layout in self._ran
+            made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=known)
+            if not known:
+                self._ran.add(layout)
+        found = outputs | made
+        return [found[name] for name in self.results]
+
+    def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
+        """Warm up the schedule for captures with this layout. It may differ from the schedule that has just run."""
+        chosen = self.chosen
+        if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
+            return
+        layout = (id(chosen.captured), tuple([t.stride() for t in inputs.values()]))
+        if layout not in self._ready:
+            chosen.captured.warm_up({**inputs, **self.op.outputs(call, self.p.world_size)})
+            self._ready.add(layout)
+
+    def require_room(self, call: Any, deadline_s: float | None) -> None:
+        """Refuse a call that does not fit the compiled operator. On GPUs hosts do not meet: without a refusal, peers would wait for
+        this rank until their deadline."""
+        if self.domain is not None and (trouble := self.op.does_not_fit(self.p, call)):
+            refuse(self.domain, trouble, deadline_s=deadline_s)
+
+    def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
+        """Note that ranks have agreed on calls with these options and gradients.
+
+        said, shown: the text that was compared, in full and for errors.
+        """
+        self.agreed.add((given, wanted))
+        if self.domain is not None and given not in self._across:
+            self._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said)
+
+    def begin_backward(self) -> None:
+        for across in itertools.islice(
+            self._across.values(), 1
+        ):  # the first that ranks have agreed on, for any given options
+            across.begin_backward()
+
+    def for_one_call(
+        self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
+    ) -> CompiledOperator:
+        """Return an operator for one unfused call of another size, `p`. It is not cached. rows: of the first tensor."""
+        made = copy.copy(self)
+        made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
+        made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
+        made.agreed.add((given, wanted))
+        if self.domain is not None:
+            fingerprint = passing_fingerprint(self.op.name, self.family, rows)
+            made._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said, fingerprint)
+        return made
+
+    def across(self, call: Any) -> AcrossRanks:
+        """Return the `AcrossRanks` of a call on which ranks have agreed."""
+        return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
+
+    def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
+        """True if `executor` has run with inputs of these strides on a GPU. The next such run does not check them again."""
+        return (id(executor), layout) in self._ran
+
+    @property
+    def in_steps(self) -> bool:
+        """True if the serial schedule has run step by step, and not by the spec's `unfused`."""
+        return bool(self._steps)
+
+    def steps(self) -> Unfused:
+        """Return the serial schedule as torch calls."""
+        if not self._steps:
+            self._steps.append(Unfused(self._serial, self.rank))
+        return self._steps[0]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise WeftError("the process group of this call is gone: backward needs it as forward did")
+        return group
+
+    @property
+    def group_or_none(self) -> dist.ProcessGroup | None:
+        """The group; None if its last reference is gone."""
+        return self._group()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.domain is None else self.domain.rank
+
+    @property
+    def stale(self) -> bool:
+        return self.domain is not None and self.domain.closed
+
+    def close(self) -> None:
+        """Release the executors. The next call of this shape makes new ones."""
+        chosen, self.chosen, self._executors = self.chosen, None, []
+        self._ran.clear()
+        self._ready.clear()
+        if chosen is not None and not self.stale:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            chosen.close()
+
+    @property
+    def taken(self) -> tuple[str, str]:
+        """The names of the schedules for calls and for captured calls."""
+        return ("serial", "serial") if self.chosen is None else self.chosen.names
+
+    @property
+    def captured(self) -> bool:
+        """True if a CUDA graph that uses memory kept here may be replayed."""
+        return self.chosen is not None and self.chosen.was_captured
+
+    @property
+    def light(self) -> bool:
+        """True if it holds no memory of its own."""
+        return self.chosen is None or all(one.shared for one in self.chosen.executors())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory on a GPU."""
+        return 0 if self.chosen is None else self.chosen.nbytes
+
+    def capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def known_serial(self, capturing: bool) -> bool:
+        """True if calls are known to run unfused. Raise the group's error, if it has one.
+
+        Executors check the group themselves. Without the check here, an unfused call after a failed one would pair with a
+        different call of the peers.
+        """
+        if self.domain is None:
+            return True
+        chosen = self.chosen
+        settled = chosen is not None and (chosen.captured if capturing else chosen.usual) is None
+        if settled:
+            self.domain.check()
+        return settled
+
+    def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
+        """Return the `Turn` that runs the collectives of an unfused call."""
+        if self._turns is None and timeline is None:
+            return STRAIGHT
+        return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, self.rank, self.device))
+
+    def executor(
+        self, call: Any, tensors: dict[str, Any], capturing: bool, deadline_s: float | None
+    ) -> Executor | None:
+        """Return the executor of this call; None if it runs unfused.
+
+        Collective at the first call, which chooses a schedule and may run candidates on the call's `tensors`.
+        """
+        if True in [one.gone if capturing else one.stale for one in self._executors]:
+            self.close()
+        if self.chosen is None:
+            if capturing:
+                raise ValueError(f"call {self.op.title} once with these shapes before capturing it in a CUDA graph")
+            domain, op, p = self.domain, self.op, self.p
+            assert domain is not None
+            typical = call
+            if not plan.names_schedule(self.pinned):
+                typical = op.to_choose_with(p, domain.rank, call)
+            if typical is not call:
+                tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
+            # Ranks compile and measure here, for different times.
+            patience_s = env.deadline_s() if deadline_s is None else deadline_s
+            with _whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
+                self.chosen = select.choose(
+                    p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
+                    serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
+                )  # fmt: skip
+            self._executors = self.chosen.executors()
+        return self.chosen.captured if capturing else self.chosen.usual

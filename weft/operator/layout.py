@@ -1,0 +1,47 @@
+"""Layouts that GEMMs and collectives take, and copies of tensors in other layouts."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.caller import warn
+
+SCATTERED = "neither its rows nor its columns are in one piece each; pass a contiguous one"
+_warned: set[tuple[str, tuple[int, ...]]] = set()
+
+
+def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
+    """Warn of a copy, once per layout."""
+    if (name, x.stride()) not in _warned:
+        _warned.add((name, x.stride()))
+        warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}")
+
+
+def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
+    if not x.numel():  # to torch, an empty tensor with any strides is contiguous
+        return x.new_empty(x.shape)
+    x = x.resolve_neg()  # a view of an imaginary part may have its negative in memory
+    if x.is_contiguous():
+        return x
+    warn_of_copy(name, x, "pass one with contiguous rows")
+    return x.contiguous()
+
+
+def strided(w: torch.Tensor, name: str) -> torch.Tensor:
+    """Return `w` in a layout that GEMMs take; copy it if its layout is scattered."""
+    w = w.resolve_neg()
+    if w.is_contiguous():
+        return w
+    (rows, cols), (row, col) = w.shape[-2:], w.stride()[-2:]
+    if (col == 1 and row >= cols) or (row == 1 and col >= rows) or not is_scattered(w):
+        return w
+    warn_of_copy(name, w, SCATTERED)
+    return w.contiguous()
+
+
+def is_scattered(matrix: torch.Tensor) -> bool:
+    """True if cuBLAS would have to copy the tensor (or tensors): neither rows nor columns are contiguous."""
+    (k, n), (row, col) = matrix.shape[-2:], matrix.stride()[-2:]
+    by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
+    by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)
+    return matrix.numel() > 0 and not (by_rows or by_columns)

@@ -1,0 +1,171 @@
+"""Measurements for the selection of schedules: whole schedules, and the GEMMs that plans use. All are collective."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable
+
+import torch
+
+from weft import plan
+from weft.builders import Candidate, Problem, named
+from weft.operator import this_machine
+from weft.plan import gemms
+from weft.plan.predict import library_gemms
+from weft.runtime.executors import Tensors, executor
+from weft.schedule import Schedule
+from weft.sim.model import MatmulShape
+from weft.symm import Domain
+
+_REPETITIONS = 5
+_IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
+_CYCLES_PER_US = 2000  # at least the clock of any present GPU
+
+
+def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:
+    from weft.operator.gpu_gemms import GemmTimer
+
+    return GemmTimer(p, tensors)
+
+
+def _prepare_gpu(device: torch.device) -> None:
+    from weft.runtime.cuda.move import prepare
+
+    prepare(device)
+
+
+_PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
+"""By type of device: compiles what schedules for later sizes may need."""
+TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
+"""By type of device: times GEMMs."""
+
+
+def measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
+    """Time the GEMMs that the choice uses, unless they are known, in two rounds (see `weft.plan.gemms`). Collective."""
+    if domain.device.type not in TIMERS or not library_gemms(p):
+        return
+    name, left_us = this_machine.device_name(domain.device), gemms.BUDGET_US
+    timer: gemms.Timer | None = None
+    for _ in range(2):
+        model = this_machine.machine_model(domain.device, p.world_size)
+        mine: dict[MatmulShape, float] = {}
+        if model is not None:
+            wanted, known = gemms.wanted(p, model), gemms.measured_here(name)
+            mine = {shape: known[shape] for shape in wanted if shape in known}
+            if missing := [shape for shape in wanted if shape not in known]:
+                # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    timer = timer or TIMERS[domain.device.type](p, tensors)
+                    found, left_us = gemms.measure(missing, model, timer, left_us)
+                    mine |= found
+        gemms.learn(name, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+
+
+def measure_ladder(
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
+) -> None:
+    """Time the GEMMs of these weights, if the weights are new, or so many rows are. Collective. timed: by family, the size up to
+    which this was done."""
+    family, size = p.family
+    if domain.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not (wanted := gemms.ladder(p)):
+        return
+    timed[family] = size
+    _PREPARES.get(domain.device.type, lambda device: None)(domain.device)
+    model, name = this_machine.machine_model(domain.device, p.world_size), this_machine.device_name(domain.device)
+    mine: dict[MatmulShape, float] = {}
+    if model is not None:
+        known = gemms.measured_here(name)
+        mine = {shape: known[shape] for shape in wanted if shape in known}
+        if missing := [shape for shape in wanted if shape not in known]:
+            # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                mine |= gemms.measure(missing, model, TIMERS[domain.device.type](p, tensors))[0]
+    gemms.learn(name, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+
+
+def shared_name(p: Problem, candidate: Candidate) -> str:
+    """Return the name under which executors of a family share memory; "" for builders from outside weft."""
+    return "" if plan.from_outside(p, candidate) else candidate.name
+
+
+def measured(
+    p: Problem,
+    schedules: dict[str, Schedule],
+    domain: Domain,
+    tensors: Tensors,
+    deadline_s: float | None,
+    serial: Callable[[], object] | None,
+    mode: plan.Mode,
+    rounds: int,
+) -> dict[str, float]:
+    """Return the slowest rank's microseconds by name, measured now or before: they are kept on disk (`weft.plan.autotune`)."""
+
+    def run(candidate: Candidate) -> float:
+        if serial is not None and candidate.name == "serial":
+            return time_us(serial, domain, mode, deadline_s)
+        # On a GPU only one executor holds memory at a time, so it is not shared.
+        name = shared_name(p, candidate) if domain.device.type == "cpu" else ""
+        made = executor(schedules[candidate.name], domain, p, name)
+        try:
+            return time_us(lambda: made.run(tensors, deadline_s=deadline_s), domain, mode, deadline_s)
+        finally:
+            made.close()
+
+    def agree(mine: list[float]) -> list[float]:
+        times = domain.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
+        return [max(of_one) for of_one in zip(*times, strict=True)]
+
+    found = [named(p, name) for name in schedules]
+    return plan.autotune(
+        p, found, run, agree, machine=this_machine.device_name(domain.device), mode=mode, rounds=rounds
+    )
+
+
+def time_us(call: Callable[[], object], domain: Domain, mode: plan.Mode, deadline_s: float | None) -> float:
+    """Return the time of a call on this rank. Collective."""
+    return _queued_us(call, domain, deadline_s) if mode == "queued" else _time_us(call, domain.device)
+
+
+def _time_us(call: Callable[[], object], device: torch.device) -> float:
+    """Return the fastest of a few calls, after one to warm up: on a host with other work, slower calls mostly measure that work."""
+    times = []
+    for _ in range(1 + _REPETITIONS):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - start) * 1e6)
+    return min(times[1:])
+
+
+def _queued_us(call: Callable[[], object], domain: Domain, deadline_s: float | None) -> float:
+    """Return the mean time of several calls in a row. On a GPU the device sleeps until all are enqueued. Collective."""
+    device = domain.device
+    on_gpu = device.type == "cuda"
+    call()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    host_us = (time.perf_counter() - start) * 1e6
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    mine = (host_us, (time.perf_counter() - start) * 1e6)
+    every = domain.all_gather(mine, what="how long a call takes", deadline_s=deadline_s)
+    host_us, us = (max(of_ranks) for of_ranks in zip(*every, strict=True))
+    calls = max(3, min(_MOST_IN_A_ROW, int(_IN_A_ROW_US / us)))
+    if not on_gpu:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) * 1e6 / calls
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(_CYCLES_PER_US * 1.5 * host_us * (1 + calls)))
+    call()  # in which ranks wait for each other's sleep to end
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / calls

@@ -1,0 +1,336 @@
+"""The choice of a schedule for a call: pinned, by FiCCO's heuristic ("heuristic"), planned on a known machine, or measured (on an
+unknown machine, or with "autotune").
+
+On a known GPU the choice uses the machine's model. The first call with weights of a shape times their GEMMs (`weft.plan.gemms`),
+some 60 ms of device time. Another number of rows then costs milliseconds (`weft.plan.nearby`). "autotune" also times whole
+schedules. Autotuned times, once cached, override predictions, with or without "autotune". All ranks must take the same schedule:
+a pinned name is the same everywhere, a plan is the first rank's, and measured times are the slowest rank's.
+
+On a known machine "autotune" times `queued` calls: several in a row, on a GPU behind a sleep of the device that lets the host get
+ahead. The planner predicts the same, so the two can be compared. They also serve graphs, whose replays involve no host either.
+The costs that a graph adds (`graph.run` and `graph.collective` in a machine's file) are left out, in favour of serial if the file
+says that collectives lose more by it. Graphs are not captured for timing: a library that was captured once may launch differently
+for the rest of the process. On an unknown machine, single calls are timed, host included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+
+from weft import caller, env, plan
+from weft.builders import Candidate, NotApplicableError, Problem, candidates, named
+from weft.builders.registry import cannot_do
+from weft.errors import ScheduleError
+from weft.operator import measure, this_machine
+from weft.plan.choose import decide, warn_once
+from weft.plan.nearby import CONTENDERS
+from weft.runtime.executor import Executor
+from weft.runtime.executors import Tensors, executor
+from weft.schedule import Schedule
+from weft.schedule.verify import verify
+from weft.sim import Model
+from weft.symm import Domain
+
+_MOST_NEAR = 1024
+_ALIKE = 2  # half octaves: where no model says how fast schedules are, what was measured serves sizes up to twice or half as large
+_MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
+_CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
+"""The least gain over serial, by type of device: a fraction of its time, and microseconds.
+
+A few runs can tell so much. Threads of lanes that have slept take longer to wake than in these runs. If ranks share cores, times
+of the same call differ by a tenth from run to run.
+"""
+
+
+def check_name(name: str, p: Problem) -> None:
+    """Raise `ValueError` if there is no such schedule, or it cannot do `p`. "autotune" and "heuristic" always pass."""
+    if plan.names_schedule(name):
+        candidate = named(p, name)
+        try:
+            candidate.build()
+        except NotApplicableError as error:
+            raise cannot_do(name, p, error) from error
+
+
+def wanted_schedule(name: str | None, p: Problem) -> str:
+    """Return what all ranks must agree on: the pinned schedule, or the builders from outside weft that are registered."""
+    said = f"schedule {name or 'chosen'}"
+    if plan.names_schedule(name):
+        return said
+    others = [candidate.name for candidate in plan.candidates_from_outside(p)]
+    return f"{said}, with builders that this rank has registered beside weft's: {', '.join(others)}" if others else said
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The executors of calls and of captured calls; None: the serial schedule, which needs none."""
+
+    usual: Executor | None
+    captured: Executor | None
+    names: tuple[str, str] = ("serial", "serial")
+    """Names of the two schedules."""
+
+    @property
+    def was_captured(self) -> bool:
+        return any(one.was_captured for one in self.executors())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory on a GPU."""
+        return sum(one.nbytes for one in self.executors())
+
+    def close(self) -> None:
+        for one in self.executors():
+            one.close()
+
+    def executors(self) -> list[Executor]:
+        return list({id(one): one for one in (self.usual, self.captured) if one is not None}.values())
+
+
+def choose(
+    p: Problem,
+    domain: Domain,
+    tensors: Tensors,
+    pinned: str | None,
+    *,
+    deadline_s: float | None,
+    serial: Callable[[], object] | None = None,
+    remembered: bool = False,
+    what: str = "",
+) -> Chosen:
+    """Choose what runs `p` here. Collective. tensors: the first call's; they are computed with, to measure or to warm up.
+
+    pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does that. remembered:
+    True if a rank has cached times of this very problem. what: the call, in messages.
+
+    Raises `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.builders` would run that `verify` finds
+    faulty.
+    """
+    if pinned == plan.HEURISTIC:
+        pinned = _by_heuristic(p, domain, deadline_s)
+    if pinned not in (None, plan.AUTOTUNE):
+        names = (pinned, pinned)
+    elif pinned is None and domain.device.type == "cuda" and not p.tried_on_gpus:
+        names = "serial", "serial"
+    else:
+        this_machine.know_machine(domain, deadline_s)
+        if pinned is not None or remembered or not p.has_work:
+            names = _names(p, domain, tensors, pinned, deadline_s, serial)
+        else:
+            names = _names_near(p, domain, tensors, deadline_s, serial)
+    try:
+        schedules = _schedules(p, names, domain)
+    except NotApplicableError as error:  # what goes for sizes around it mostly does for this one
+        if pinned is not None:
+            raise cannot_do(pinned, p, error) from error
+        schedules = _schedules(p, names := _names_near(p, domain, tensors, deadline_s, serial, itself=True), domain)
+    captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
+    made = {
+        name: executor(schedules[name], domain, p, measure.shared_name(p, named(p, name)), what)
+        for name in schedules
+        if name in (names[0], captured)
+    }
+    chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
+    if chosen.captured is not None and chosen.captured is not chosen.usual:
+        chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
+    return chosen
+
+
+_said: set[str] = set()
+
+
+def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str | None:
+    """Return the pick of FiCCO's heuristic; None if it picks nothing that can run, with one warning per operator and reason.
+    Collective.
+
+    Ranks may know different machine files, so all take the first rank's pick.
+    """
+    mine = plan.pick_here(p, this_machine.device_name(domain.device))
+    picked, why = domain.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
+    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
+    if picked is None and text not in _said and not env.quiet():
+        _said.add(text)
+        caller.warn(text)
+    return picked
+
+
+def _schedules(p: Problem, names: Names, domain: Domain) -> dict[str, Schedule]:
+    return {name: _built(p, named(p, name), domain) for name in dict.fromkeys(names) if name != "serial"}
+
+
+Names: TypeAlias = tuple[str, str]
+"""The names of the schedules for calls and for captured calls."""
+
+
+def _names(
+    p: Problem, domain: Domain, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] | None
+) -> Names:  # fmt: skip
+    """Return the names for this very problem. pinned: None or "autotune"."""
+    if pinned is not None:
+        measure.measure_gemms(p, domain, tensors, deadline_s)
+    model = this_machine.machine_model(domain.device, p.world_size)
+    if pinned is not None:
+        _tune(p, domain, tensors, model, deadline_s, serial)
+    # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
+    mine = None
+    if model is not None:
+        mine = tuple(planned(p, model, domain.device, mode, pinned).candidate.name for mode in _MODES)
+    names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+    return names or _fastest(p, domain, tensors, deadline_s, serial)
+
+
+class _Measured:
+    """The choices by measurement for a family of problems (`Problem.measured_family`).
+
+    names: by half octave that was measured. contenders: the schedules to measure at further sizes; empty before the first.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, Names] = {}
+        self.contenders: frozenset[str] = frozenset()
+
+
+class _Near:
+    """The agreement of a group's ranks on neighbouring sizes.
+
+    names: by family, half octave, whether there are builders from outside, and whether for one size only. measured: by family, and
+    whether there are such builders. timed: up to which size the GEMMs of a family were timed.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[Any, Names] = {}
+        self.measured: defaultdict[Any, _Measured] = defaultdict(_Measured)
+        self.timed: dict[Any, float] = {}
+
+
+_near: weakref.WeakKeyDictionary[Domain, _Near] = weakref.WeakKeyDictionary()
+
+
+def _names_near(
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
+    itself: bool = False,
+) -> Names:  # fmt: skip
+    """Return the names for sizes around this one; agree on them if that is new. itself: for just this size."""
+    near = _near.setdefault(domain, _Near())
+    measure.measure_ladder(p, domain, tensors, deadline_s, near.timed)
+    from_outside = bool(plan.candidates_from_outside(p))
+    key = (p if itself else p.family[0], plan.octave(p), from_outside, itself)
+    if key not in near.names:
+        if len(near.names) >= _MOST_NEAR:  # uneven shapes are families of their own
+            near.names.clear()
+            near.measured.clear()
+        model, mine = this_machine.machine_model(domain.device, p.world_size), None
+        if model is not None:
+            base = this_machine.calibrated_model(domain.device, p.world_size)
+            mine = plan.names_near(p, model, _MODES, base, itself=itself)
+        # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
+        names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+        if names is None:
+            family, size = p.measured_family
+            measured, here = near.measured[p if itself else family, from_outside], plan.octave_of(size)
+            nearest = min(measured.names, key=lambda one: abs(one - here), default=None)
+            if nearest is None or abs(nearest - here) > _ALIKE:
+                nearest, measured.names[here] = here, _fastest(p, domain, tensors, deadline_s, serial, measured)
+            names = measured.names[nearest]
+        near.names[key] = names
+    return near.names[key]
+
+
+def remembers(p: Problem, device: torch.device) -> bool:
+    """True if this rank has times of schedules for this very problem, from this process or from disk."""
+    return bool(plan.known_times(p, this_machine.device_name(device), "graph"))  # which are those of queued calls too
+
+
+def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
+    """Return the choice of a call that pins nothing, which `weft.plan.explain` shows. Cached times of this machine override
+    predictions."""
+    return plan.choose(
+        p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, this_machine.device_name(device), mode)
+    )
+
+
+def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
+    schedule = candidate.build()
+    if plan.from_outside(p, candidate):
+        try:
+            _verify_once(schedule, domain.device)
+        except ScheduleError as error:
+            raise ScheduleError(f"builder {candidate.name}, for {p.title} of {p.text}: {error}") from error
+    return schedule
+
+
+@lru_cache(maxsize=64)
+def _verify_once(schedule: Schedule, device: torch.device) -> None:
+    if device.type == "cuda":
+        verify(schedule, compute_units=torch.cuda.get_device_properties(device).multi_processor_count)
+    else:
+        verify(schedule)
+
+
+def _tune(
+    p: Problem,
+    domain: Domain,
+    tensors: Tensors,
+    model: Model | None,
+    deadline_s: float | None,
+    serial: Callable[[], object] | None,
+) -> None:
+    """Measure the promising schedules, unless they are measured, if the first rank has a model. Collective."""
+    names: list[str] | None = None
+    if model is not None:
+        # What is promising rests on GEMMs that were measured in this process: in the next one it may be others.
+        names = list(plan.known_times(p, this_machine.device_name(domain.device), "queued") or ())
+        if not names:
+            choices = [decide(p, model, mode=mode) for mode in _MODES]
+            names = list(dict.fromkeys(one.name for choice in choices for one in plan.promising(choice)))
+    names = domain.all_gather(names, what=f"candidates for {p}", deadline_s=deadline_s)[0]
+    if names is not None:
+        schedules = {name: _built(p, named(p, name), domain) for name in names}
+        measure.measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
+
+
+def _fastest(
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
+    family: _Measured | None = None,
+) -> tuple[str, str]:  # fmt: skip
+    """Return the fastest schedules for calls and for captured calls, by measurement on the first call's tensors or by cached
+    times.
+
+    Candidates are the usual schedules and those of builders from outside; if `family` has contenders, only these. If it has none
+    yet, serial and the fastest become its contenders. Serial wins if it is not clearly slower, and can be captured.
+    """
+    schedules, known = {}, frozenset[str]() if family is None else family.contenders
+    for candidate in candidates(p):
+        if candidate.name in known if known else p.worth_running(candidate) or plan.from_outside(p, candidate):
+            domain.check()  # building them takes seconds on a loaded machine
+            with contextlib.suppress(NotApplicableError):
+                schedules[candidate.name] = _built(p, candidate, domain)
+    times = measure.measured(p, schedules, domain, tensors, deadline_s, serial, "single", 1 if known else 2)
+    if family is not None and not known:
+        family.contenders = frozenset(["serial", *sorted(times, key=times.__getitem__)[:CONTENDERS]])
+
+    device = domain.device.type
+
+    def best(names: list[str]) -> str:
+        fastest = min(names, key=lambda name: times[name])
+        if "serial" not in names:
+            return fastest
+        needed_us = max(_CLEARLY[device] * times["serial"], _CLEARLY_US[device])
+        return "serial" if times["serial"] - times[fastest] <= needed_us else fastest
+
+    capturable = [name for name, schedule in schedules.items() if not schedule.reads_on_host]
+    usual, others = best(list(times)), [name for name in times if name != "serial"]
+    if usual == "serial" and others and domain.rank == 0:  # times are the same on all ranks
+        other, us = min(others, key=lambda name: times[name]), times["serial"]
+        least = f"by {_CLEARLY[device]:.0%}" + (f" and {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else "")
+        text = f"serial {us:.0f} us measured, the best other one {other} {times[other]:.0f} us: not faster"
+        warn_once(p, None if device == "cpu" else "single", text + (f" {least}" if times[other] < us else ""))
+    return usual, best(capturable or list(times))

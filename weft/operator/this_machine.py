@@ -1,0 +1,55 @@
+"""The machine that plans are made for: the name of its device, and its model with what was calibrated and measured."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import torch
+
+from weft import caller, plan
+from weft.hw import machine_of
+from weft.operator.self_calibrate import self_calibrate
+from weft.plan import gemms
+from weft.plan.machine import machine_name
+from weft.sim import Model
+from weft.symm import Domain
+
+
+def know_machine(domain: Domain, deadline_s: float | None) -> None:
+    """Have ranks plan by the same self-calibration, if their GPUs need one: measure it, or take the first rank's. Collective."""
+    if self_calibrate(domain, device_name(domain.device), deadline_s):
+        model_by_name.cache_clear()
+
+
+def machine_model(device: torch.device, world_size: int) -> Model | None:
+    """Return the model of this machine by the best source (`weft.plan.source`), with the GEMMs that this process has measured.
+
+    None on CPU, and for unknown GPUs (AMD's without a file). The same object until either changes.
+    """
+    model = calibrated_model(device, world_size)
+    return None if model is None else gemms.informed(model, device_name(device))
+
+
+def calibrated_model(device: torch.device, world_size: int) -> Model | None:
+    return model_by_name(device_name(device), world_size) if device.type == "cuda" else None
+
+
+@lru_cache(maxsize=64)
+def model_by_name(name: str, world_size: int) -> Model | None:
+    machine = machine_of(name)
+    if machine is None:
+        return None
+    found = plan.calibrated(machine, world_size)
+    if found.refused:
+        caller.warn_once(f"planning without a calibration: {found.note}")
+    return found.model
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the device as in machine files and calibrations."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+@cache
+def _cpu_name() -> str:
+    return machine_name()  # which reads files

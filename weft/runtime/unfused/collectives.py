@@ -1,0 +1,60 @@
+"""Collectives of this rank's matrix, with deadlines and, on CPU, a rendezvous of the ranks before each (`Turn`).
+
+x: [rows, columns], contiguous. rows: of all ranks. name: of the collective, in messages and timelines.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from weft.runtime.collectives import all_gather_single, all_reduce_single, reduce_scatter_single, sendable
+from weft.runtime.unfused.turn import Turn
+
+
+def all_gather(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
+) -> torch.Tensor:
+    """Return the rows of all ranks below each other, [sum(rows), columns]."""
+    gathered, even = x.new_empty(sum(rows), x.shape[1]), rows.count(rows[0]) == len(rows)
+    whole, part = sendable(gathered), sendable(x)
+    if even:
+        turn.run(name, all_gather_single, whole, part, group=group)
+    elif x.device.type == "cuda":
+        turn.run(name, dist.all_gather, list(whole.split(rows)), part, group=group)
+    else:  # gloo gathers equal parts only
+        padded = part.new_zeros(max(rows), x.shape[1])
+        padded[: x.shape[0]] = part
+        parts = [torch.empty_like(padded) for _ in rows]
+        turn.run(name, dist.all_gather, parts, padded, group=group)
+        torch.cat([one[:n] for one, n in zip(parts, rows, strict=True)], out=whole)
+    return turn.done(name, gathered, (len(rows) - 1) * x.nbytes)
+
+
+def reduce_scatter(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
+) -> torch.Tensor:
+    """Return this rank's rows of the sum over all ranks, [rows[rank], columns]."""
+    if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
+        mine = x.new_empty(rows[rank], x.shape[1])
+        turn.run(name, reduce_scatter_single, mine, x, group=group)
+    else:  # not every backend has it for unequal parts, or on CPU
+        total = x.clone()
+        turn.run(name, all_reduce_single, total, group=group)
+        mine = total.split(rows)[rank].clone()
+    return turn.done(name, mine, x.nbytes - mine.nbytes)
+
+
+def all_reduce(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
+) -> torch.Tensor:
+    """Return the sum over all ranks."""
+    return all_reduce_(x.clone(memory_format=torch.contiguous_format), rows, rank, group, turn, name)
+
+
+def all_reduce_(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn, name: str
+) -> torch.Tensor:
+    """Reduce in place. The elements of `x` must be contiguous."""
+    turn.run(name, all_reduce_single, x, group=group)
+    return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))

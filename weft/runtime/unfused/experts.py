@@ -1,0 +1,128 @@
+"""Expert parallelism unfused: tokens sent to the ranks of their experts and multiplied there, or multiplied and sent back.
+
+    counts    all_to_all_single of splits: received [ranks, local experts]; the host waits for them
+    tokens    all_to_all_single with these sizes: they arrive by source rank, and from one source by expert
+    order     index_select: by expert, and for one expert by source rank
+    y         grouped GEMM: y_e = x_e @ w_e for the rows x_e of each expert e
+
+Combine, which sends rows back to their tokens' ranks:
+
+    y         grouped GEMM; put in the order of source ranks; all_to_all_single with the sizes exchanged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.runtime.collectives import all_to_all_single
+from weft.runtime.unfused.grouped_matmul import grouped_matmul
+from weft.runtime.unfused.permutation import expert_order
+from weft.runtime.unfused.sizes import Sizes
+from weft.runtime.unfused.turn import STRAIGHT, Turn
+from weft.schedule.kernels import LibraryGroupedMatmul, Permute
+
+_SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # names as in executors
+_BACK = "exchange ordered -> y"
+
+
+def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn = STRAIGHT) -> torch.Tensor:
+    """Return received [ranks, local experts] from splits [experts of all ranks], int64."""
+    world = group.size()
+    if world == 1:
+        return splits.view(1, -1).clone()
+    received = torch.empty_like(splits).view(world, -1)
+    turn.run(_SPLITS, all_to_all_single, received, splits.view(world, -1), group=group)
+    return turn.done(_SPLITS, received, splits.nbytes // world * (world - 1))
+
+
+def all_to_all_matmul(
+    tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
+    turn: Turn = STRAIGHT, *, return_x: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Return y [rows that came, N], or [max_rows, N] with as many of these rows as fit, and with return_x the received tokens.
+
+    The received tokens [rows that came, K] are in the order of arrival: by source rank, and from one source by expert.
+    """
+    came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
+    rows = came if max_rows is None else max_rows
+    x, arrived = _dispatched(tokens, sizes, group, rows, turn)
+    if not return_x:
+        del arrived  # a whole copy of the tokens, which nobody needs while they are multiplied
+    y = grouped_matmul(x, w, sizes, cut=rows < came)
+    return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
+
+
+def matmul_all_to_all(
+    h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT
+) -> torch.Tensor:
+    """Return y [rows, N]: this rank's tokens, each multiplied on its expert's rank. h may have more rows than came."""
+    if group.size() == 1:
+        return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
+    came = sum(sizes.host.came)
+    made = turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:came], w, sizes))
+    if w.shape[0] > 1:
+        made = torch.empty_like(made).index_copy_(0, expert_order(sizes.received, came), made)
+        turn.done(Permute.kind, made)
+    y = h.new_empty(rows, w.shape[2])
+    send(made, y, sizes.host.came, sizes.host.sent, group, turn, _BACK).wait()
+    return turn.done(_BACK, y, (came - sizes.host.came[group.rank()]) * w.shape[2] * y.itemsize)
+
+
+def begin_in_expert_order(
+    rows: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, turn: Turn, name: str
+) -> Callable[[], torch.Tensor]:
+    """Send `rows`, which are in the tokens' order, to their experts' ranks. Return a function that waits and returns the rows by
+    expert."""
+    if group.size() == 1:
+        return lambda: rows
+    came, experts = sum(sizes.host.came), sizes.received.shape[1]
+    arrived = rows.new_empty(came, rows.shape[1])
+    arriving = send(rows, arrived, sizes.host.sent, sizes.host.came, group, turn, name)
+    order = None if experts == 1 else expert_order(sizes.received, came)  # computed on the device during the exchange
+
+    def end() -> torch.Tensor:
+        arriving.wait()
+        return arrived if order is None else arrived.index_select(0, order)
+
+    return end
+
+
+def send(
+    rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn, name: str
+) -> Any:  # fmt: skip
+    """Begin the exchange. Return what to wait for before reading `out`."""
+    return turn.begin(name, all_to_all_single, out, rows, came, sent, group=group)
+
+
+def _dispatched(
+    tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exchange tokens. Return (x [rows, K], the received rows in the order of arrival).
+
+    x begins with the rows for the local experts in the experts' order, as many as fit.
+    """
+    k = tokens.shape[1]
+    if group.size() == 1:
+        if rows <= tokens.shape[0]:
+            return tokens[:rows], tokens
+        padded = tokens.new_empty(rows, k)
+        padded[: tokens.shape[0]] = tokens
+        return padded, tokens
+    came, experts = sum(sizes.host.came), sizes.received.shape[1]
+    arrived = tokens.new_empty(came if experts > 1 else max(rows, came), k)
+    exchange = send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, _TOKENS)
+    order = None
+    if experts > 1:
+        order = expert_order(sizes.received, came)[:rows]  # computed on the device during the exchange
+    exchange.wait()
+    kept = sizes.host.sent[group.rank()]
+    turn.done(_TOKENS, arrived, (tokens.shape[0] - kept) * k * tokens.itemsize)
+    if order is None:
+        return arrived[:rows], arrived[:came]
+    x = tokens.new_empty(rows, k)
+    torch.index_select(arrived, 0, order, out=x[: len(order)])
+    return turn.done(Permute.kind, x), arrived

@@ -1,0 +1,73 @@
+"""Each expert's rows times its weights: cuBLAS's grouped GEMM, or one GEMM for each expert.
+
+Rows are in the order of experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.runtime.unfused.sizes import Sizes
+
+_ALIGNMENT = 16  # bytes: alignment of addresses and strides for torch's grouped GEMM
+
+
+def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
+    """Return y [rows of x, N] = each expert's rows of x @ its w. Rows beyond are not written. cut: x lacks some of the rows."""
+    if _has_grouped_gemm(x, w):
+        return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
+    y = x.new_empty(x.shape[0], w.shape[2])
+    for part, rows, result in zip(w, _parts(x, sizes), _parts(y, sizes), strict=True):
+        if len(rows):
+            torch.mm(rows, part, out=result)
+    return y
+
+
+def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Return the gradient of w, [experts, K, N], laid out as w, from rows in the order of experts."""
+    if w.stride(1) == 1 and w.shape[1] > 1:
+        return _grouped_outer(grad_y, x, sizes).transpose(1, 2)
+    return _grouped_outer(x, grad_y, sizes)
+
+
+def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Return [experts, K, N]: each expert's rows of x, transposed, @ its rows of grad_y."""
+    if _has_grouped_gemm(x, grad_y):
+        result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
+        # Hopper's kernel writes zeros for an expert without rows, Blackwell's what was in memory.
+        for expert, count in enumerate(sizes.host.of_experts):
+            if count == 0:
+                result[expert].zero_()
+        return result
+    result = x.new_empty(sizes.received.shape[1], x.shape[1], grad_y.shape[1])
+    for rows, grad, of_expert in zip(_parts(x, sizes), _parts(grad_y, sizes), result, strict=True):
+        torch.mm(rows.t(), grad, out=of_expert)
+    return result
+
+
+def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    """Return the rows of each expert, as far as `rows` has them."""
+    parts, first = [], 0
+    for count in sizes.host.of_experts:
+        parts.append(rows[first : first + count])
+        first += count
+    return parts
+
+
+def _ends(sizes: Sizes, most: int | None = None) -> torch.Tensor:
+    ends = sizes.received.sum(0).cumsum(0, dtype=torch.int32)
+    return ends if most is None else ends.clamp_(max=most)
+
+
+def _has_grouped_gemm(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """True if torch has one kernel for all experts, which reads their sizes on the device."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.numel() > 0 and _is_aligned(x) and _is_aligned(w)
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """True if rows or columns are contiguous and begin at multiples of 16 bytes."""
+    (rows, cols), (row, col) = t.shape[-2:], t.stride()[-2:]
+    if not ((col == 1 and row >= cols) or (row == 1 and col >= rows)):
+        return False
+    begins = [t.data_ptr(), *(stride * t.element_size() for stride in (*t.stride()[:-2], col if row == 1 else row))]
+    return all(begin % _ALIGNMENT == 0 for begin in begins)

@@ -1,0 +1,24 @@
+"""The order of tokens on their experts' rank: by source as they arrive, by expert as they are multiplied."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.runtime.unfused.sizes import Sizes
+
+
+def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Return received rows by expert, and for one expert by source rank. arrived: the rows in the order of arrival."""
+    if 1 in sizes.received.shape:
+        return arrived
+    return arrived.index_select(0, expert_order(sizes.received, arrived.shape[0]))
+
+
+def expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
+    """Return, for each row in the order of experts, its place in the order of arrival: [came]."""
+    world, experts = received.shape
+    by_source, by_expert = received.flatten(), received.t().flatten()
+    begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()
+    begins_in_order = by_expert.cumsum(0) - by_expert
+    shift = torch.repeat_interleave(begins_in_arrival - begins_in_order, by_expert, output_size=came)
+    return shift.add_(torch.arange(came, device=received.device))

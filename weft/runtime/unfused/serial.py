@@ -1,0 +1,265 @@
+"""The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on the caller's stream or
+thread.
+
+Nothing is kept or prepared for it on the device, and it needs no symmetric memory: a call costs what the torch calls cost. Steps
+become calls when an `Unfused` is made, and a step allocates the buffer that it writes. On CPU, ranks meet before every collective
+(`weft.runtime.unfused.turn`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from weft import _core
+from weft.errors import ScheduleError
+from weft.runtime.collectives import (
+    COALESCING,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    all_gather_single,
+    gather_now,
+    reduce_now,
+    scatter_now,
+)
+from weft.runtime.layouts import READER
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
+from weft.runtime.unfused.turn import STRAIGHT, Turn
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step
+from weft.schedule.spans import span_name
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Call: TypeAlias = Callable[[Tensors, Turn, dist.ProcessGroup], None]
+_TORCH = None
+if READER is not None:
+    _TORCH = _core.TorchCalls(
+        reader=READER, mm=torch.mm, scaled_mm=torch._scaled_mm, scaled_elsewhere=scaled_matmul, byte=torch.uint8,
+        gather=gather_now, gather_options=GATHER, scatter=scatter_now, scatter_options=SCATTER, reduce=reduce_now,
+        reduce_options=REDUCE,
+    )  # fmt: skip
+
+
+class Unfused:
+    """`schedule`, which has one lane, on `rank`. Inputs may have other numbers of rows, if these are the same on all ranks.
+
+    The constructor raises `ScheduleError` for a step without an entry in `bind`, or one that writes a part of a buffer.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank = schedule, rank
+        self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank)}
+        (lane,) = schedule.of_rank(rank)
+        self._calls = [bind(step, self) for step in lane.steps]
+        made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
+        self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
+        self._plain = [_plain(step, self) for step in lane.steps]
+        self.plain: _core.PlainSteps | None = None
+        """All steps in one native call, if each takes and makes whole matrices, of any number of rows."""
+        if _TORCH is not None and None not in self._plain and not self._empty:
+            self.plain = _core.PlainSteps(_TORCH, self.order, self._plain, schedule.world_size)
+
+    @property
+    def only_scales(self) -> set[str]:
+        """The buffers that plain steps read only as scales of GEMMs, which may be one element of any shape."""
+        scales, others = set[str](), set[str]()
+        for kind, out, read, _ in filter(None, self._plain):
+            is_scaled = kind in SCALED_MATMULS
+            scales.update(read[2:4] if is_scaled else ())
+            others.update((out, *read[:2], *read[4:]) if is_scaled else (out, *read))
+        return scales - others
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the buffers, inputs first."""
+        return sorted(self.buffers, key=lambda name: self.buffers[name].role != "input")
+
+    def run(self, inputs: Tensors, turn: Turn, group: dist.ProcessGroup) -> Tensors:
+        """Run all steps. Return all buffers. turn: runs collectives and records steps."""
+        if turn is STRAIGHT and self.plain is not None and group not in COALESCING:
+            return self.plain.run(inputs, group)
+        tensors = dict(inputs)
+        for call in self._calls:
+            call(tensors, turn, group)
+        for buffer in self._empty:
+            like = next(iter(inputs.values()))
+            tensors[buffer.name] = like.new_empty(int(buffer.rows), buffer.cols, dtype=TORCH_DTYPE[buffer.dtype])
+        return tensors
+
+    # --- what steps are bound to ---
+
+    def name_of(self, step: Step) -> str:
+        return span_name(step, self.rank)
+
+    def made(self, region: Region) -> str:
+        """Return the name of the buffer that a step writes."""
+        if not self.is_whole(region):
+            raise ScheduleError(f"schedule {self.schedule.name}: unfused steps must write whole buffers, not {region}")
+        return region.buffer
+
+    def is_whole(self, region: Region) -> bool:
+        buffer = self.buffers[region.buffer]
+        return (region.row, region.rows, region.col, region.cols, region.at) == (
+            0, buffer.rows, 0, buffer.cols, self.rank,
+        )  # fmt: skip
+
+    def view(self, region: Region) -> Callable[[Tensors], torch.Tensor]:
+        name, buffer = region.buffer, self.buffers[region.buffer]
+        (row, rows), (col, cols) = ((int(a), int(n)) for a, n in ((region.row, region.rows), (region.col, region.cols)))
+        if (row, rows, col, cols) == (0, buffer.rows, 0, buffer.cols):
+            return lambda t: t[name]
+        return lambda t: t[name].narrow(0, row, rows).narrow(1, col, cols)
+
+    def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
+        """Return, for each rank, the rows of the region that `of` takes from this collective."""
+        world = range(self.schedule.world_size)
+        of_ranks = [[s for s in self.schedule.of_rank(r)[0].steps if isinstance(s, Collective)] for r in world]
+        number = of_ranks[self.rank].index(step)
+        return [int(of(steps[number]).rows) for steps in of_ranks]
+
+
+def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], torch.dtype] | None:
+    """Return the kind of a step, the buffers that it writes and reads, and its result's dtype; None if native code
+    (`_core.PlainSteps`) does not run it."""
+    if here.schedule.world_size == 1 or not all(here.is_whole(access.region) for access in step.accesses()):
+        return None
+    if isinstance(step, Compute) and step.op in ("matmul", *SCALED_MATMULS) and not step.accumulate:
+        names = tuple(region.buffer for region in step.inputs)
+        return step.op, step.out.buffer, names, TORCH_DTYPE[here.buffers[step.out.buffer].dtype]
+    if (
+        not isinstance(step, Collective)
+        or step.op not in _COLLECTIVES
+        or here.buffers[step.src.buffer].dtype == "int64"
+    ):
+        return None
+    rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
+    if len(set(rows)) > 1 or (step.op == "all_reduce" and step.src != step.dst):
+        return None
+    return step.op, step.dst.buffer, (step.src.buffer,), TORCH_DTYPE[here.buffers[step.dst.buffer].dtype]
+
+
+@singledispatch
+def bind(step: Step, here: Unfused) -> Call:
+    """Return the torch call for a step of this kind."""
+    raise ScheduleError(
+        f"schedule {here.schedule.name}: steps of kind {step.kind!r} have no unfused torch call: {step}"
+    )
+
+
+@bind.register
+def _collective(step: Collective, here: Unfused) -> Call:
+    if step.op not in _COLLECTIVES:
+        raise ScheduleError(
+            f"schedule {here.schedule.name}: {step} has no unfused torch call: use {', '.join(_COLLECTIVES)}"
+        )
+    src, dst, name, role = (
+        here.view(step.src),
+        here.made(step.dst),
+        here.name_of(step),
+        here.buffers[step.dst.buffer].role,
+    )
+    if here.schedule.world_size == 1:  # no peers
+
+        def alone(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
+            t[dst] = src(t).clone() if role == "output" else src(t)
+
+        return alone
+    rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
+    world, rank, even = here.schedule.world_size, here.rank, len(set(rows)) == 1
+    together, simple = _COLLECTIVES[step.op], step.op == "all_gather" and even
+    parts = world if step.op == "reduce_scatter" else 1
+    if step.op == "all_reduce" and step.src == step.dst:
+        together = all_reduce_
+
+    def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
+        x = src(t)
+        if simple and turn is STRAIGHT and x.itemsize > 1:  # most calls on GPUs
+            t[dst] = gathered = x.new_empty(world * x.shape[0], x.shape[1])
+            all_gather_single(gathered, x, group=group)
+        else:
+            t[dst] = together(x, [x.shape[0] // parts] * world if even else rows, rank, group, turn, name)
+
+    return call
+
+
+@bind.register
+def _compute(step: Compute, here: Unfused) -> Call:
+    out, inputs, name = here.made(step.out), [here.view(region) for region in step.inputs], here.name_of(step)
+    dtype = TORCH_DTYPE[here.buffers[out].dtype]
+
+    def done(t: Tensors, turn: Turn, result: torch.Tensor) -> None:
+        t[out] = turn.done(name, result)
+
+    if step.op == "matmul":
+        a, b = inputs
+        if step.accumulate:
+            return lambda t, turn, group: done(t, turn, torch.addmm(t[out], a(t), b(t)))
+        return lambda t, turn, group: done(t, turn, torch.mm(a(t), b(t)))
+    if step.op == "addmm":
+        a, b, c = inputs
+        return lambda t, turn, group: done(t, turn, torch.addmm(c(t), a(t), b(t)))
+    if step.op in SCALED_MATMULS:
+        fast = step.op == "scaled_matmul_fast"
+
+        def scaled(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
+            operands = [x(t) for x in inputs]
+            y = torch.empty(operands[0].shape[0], operands[1].shape[1], dtype=dtype, device=operands[0].device)
+            scaled_matmul(*operands, fast=fast, out=y)
+            done(t, turn, y)
+
+        return scaled
+    if step.op not in _ELEMENTWISE or step.accumulate:
+        raise ScheduleError(
+            f"schedule {here.schedule.name}: {step} has no unfused torch call: use matmul, addmm or {', '.join(_ELEMENTWISE)}"
+        )
+    op = _ELEMENTWISE[step.op]
+    return lambda t, turn, group: done(t, turn, op(*(x(t) for x in inputs)))
+
+
+@bind.register
+def _copy(step: Copy, here: Unfused) -> Call:
+    src, dst = here.view(step.src), here.made(step.dst)
+
+    def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
+        t[dst] = src(t).clone()
+
+    return call
+
+
+@bind.register
+def _reduce(step: Reduce, here: Unfused) -> Call:
+    out, parts = here.made(step.out), [here.view(part) for part in step.parts]
+
+    def add(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
+        first = parts[0](t)
+        total = first if first.dtype == torch.float64 else first.float()
+        for part in parts[1:]:
+            total = total + part(t)
+        t[out] = total.to(parts[0](t).dtype)
+
+    if step.norm is None:
+        return add
+    normed, weight, eps = here.made(step.norm.out), here.view(step.norm.weight), step.norm.eps
+
+    def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
+        if not step.norms_only:
+            add(t, turn, group)
+        t[normed] = torch.nn.functional.rms_norm(t[out], weight(t).shape[1:], weight(t)[0], eps)
+
+    return call
+
+
+_ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add, "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+}  # fmt: skip
+
+
+_COLLECTIVES: dict[str, Callable[..., torch.Tensor]] = {
+    "all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce,
+}  # fmt: skip

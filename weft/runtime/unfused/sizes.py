@@ -1,0 +1,106 @@
+"""How many rows of tokens go to and come from each rank and expert: tables on the device, and what the host has learned of them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class OnHost(NamedTuple):
+    """Numbers of rows: to each rank, from each rank, for each local expert."""
+
+    sent: list[int]
+    came: list[int]
+    of_experts: list[int]
+
+
+class Sizes:
+    """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and what the host needs
+    of them."""
+
+    def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
+        self.splits, self.received = splits, received
+        self.numbers = numbers or _Numbers()
+
+    def fetch(self) -> None:
+        """Enqueue the copy of the numbers to the host, behind the work enqueued so far. Further calls do nothing."""
+        if self.numbers.copy is not None:
+            return
+        both, copied = torch.cat((self.splits, self.received.flatten())), None
+        if both.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "the host reads sizes here, which a captured CUDA graph cannot: pass max_rows (all_to_all_matmul) or rows "
+                    "(matmul_all_to_all), use another schedule than 'serial', and capture without gradients"
+                )
+            copied = torch.cuda.Event()
+        self.numbers.copy = both.to("cpu", non_blocking=True)
+        if copied is not None:
+            copied.record()
+            self.numbers.copied = copied
+
+    @cached_property
+    def host(self) -> OnHost:
+        """The numbers on the host. Waits for `fetch`."""
+        self.fetch()
+        if self.numbers.copied is not None:
+            self.numbers.copied.synchronize()
+        assert self.numbers.copy is not None
+        world, experts = self.received.shape
+        both = self.numbers.copy.view(2, world, experts).numpy()
+        return OnHost(both[0].sum(1).tolist(), both[1].sum(1).tolist(), both[1].sum(0).tolist())
+
+
+@dataclass(slots=True)
+class _Numbers:
+    """Both tables on the host, once they have arrived there."""
+
+    copy: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By the `received` that a dispatch returned: (its version, the splits and their version, the numbers)."""
+
+
+def remember(sizes: Sizes) -> None:
+    """Let the combine after a dispatch find what the host has learned of its tables."""
+    splits, received = sizes.splits, sizes.received
+    if not (splits.is_inference() or received.is_inference()):
+        _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
+
+
+def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
+    """Return the sizes of these tables, with the host's numbers of the dispatch that returned `received`.
+
+    Without these numbers if either table has changed since, and in a captured call, which would keep the numbers forever.
+    """
+    version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
+    if (
+        of_splits() is not splits
+        or (received._version, splits._version) != (version, splits_version)
+        or (received.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        numbers = None
+    return Sizes(splits, received, numbers)
+
+
+_totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By the splits that a dispatch got: (their version, how many tokens they sum to)."""
+
+
+def remember_total(splits: torch.Tensor, tokens: int) -> None:
+    """Let the combine after a dispatch of `tokens` tokens find their number without reading it from the device."""
+    if not splits.is_inference():
+        _totals[splits] = splits._version, tokens
+
+
+def total_of(splits: torch.Tensor) -> int | None:
+    """Return how many tokens these splits sum to, if a dispatch has told and they have not changed since; else None."""
+    version, tokens = _totals.get(splits, (None, 0))
+    return tokens if version is not None and version == splits._version else None

@@ -1,0 +1,189 @@
+"""What an unfused call adds to NCCL / gloo and cuBLAS: deadlines and, on CPU, a meeting before each collective; a timeline.
+
+On CPU, ranks meet before each collective as they do before every call (`weft.runtime.meeting`), which takes microseconds. A rank
+that does not come is missed at the deadline, and a rank that calls something else is named. Both happen before gloo begins a
+collective, which cannot be cancelled and would abort or compute on the wrong bytes. The wait for the collective has the same
+deadline, and checks the group.
+
+On GPUs hosts do not meet, which would cost more than the call. There a `Turn` only fills a timeline, and NCCL's timeout and
+watchdog apply. A call without a timeline on GPUs, or on one rank, has `STRAIGHT`, which adds nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft import env, symm
+from weft.errors import WeftError
+from weft.runtime.collectives import finish, leave
+from weft.runtime.meeting import Topic, meeting_of, shown
+from weft.runtime.opaque import opaque
+from weft.symm import Domain
+from weft.timeline import Timeline
+
+T = TypeVar("T")
+
+
+class Turns:
+    """The calls of one shape on CPU. The constructor is collective. what: operator and shape. details: compared as well. arguments:
+    the names that callers know of buffers, for messages."""
+
+    def __init__(
+        self, what: str, domain: Domain, details: str = "", arguments: Mapping[str, str] | None = None
+    ) -> None:
+        self.what, self.domain, self._details, self._arguments = what, domain, details, arguments or {}
+        self._meeting = meeting_of(domain)
+        self._topics: dict[str, Topic] = {}
+
+    @opaque
+    def begin(
+        self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
+        deadline_s: float,
+    ) -> Pending:  # fmt: skip
+        """Begin a collective once all ranks have come to it. Return it without waiting for its end."""
+        topic = self._topics.get(collective)
+        if topic is None:
+            said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
+            topic = self._topics[collective] = Topic(
+                f"{said} of {self.what}", self._details, difference=shown(self.domain, self._details)
+            )
+        try:
+            self._meeting.meet(topic, deadline_s=deadline_s)
+            work = function(*arguments, group=group, async_op=True)
+        except WeftError:  # all ranks raise it, or it has ended the group
+            raise
+        except BaseException as error:  # the peers have begun the collective
+            self.domain.poison(f"{topic.text}: {error!r}")
+            raise
+        return Pending(work, self.domain, group, topic.text, deadline_s, arguments)
+
+
+class Turn:
+    """One call, or its backward. turns: None if ranks do not meet. deadline_s: of each wait for other ranks."""
+
+    deadline_s: float | None
+
+    def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
+        self._turns, self._marks = turns, marks
+        self.deadline_s = self._wait_s = deadline_s or env.deadline_s()
+
+    def begin(
+        self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
+    ) -> Any:
+        """Begin `function(*arguments, group=group)` of torch.distributed once all ranks have come. Return what to wait for."""
+        if self._turns is None:
+            return function(*arguments, group=group, async_op=True)
+        return self._turns.begin(collective, function, arguments, group, self._wait_s)
+
+    def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
+        """Run `function(*arguments, group=group)`; on GPUs in stream order."""
+        if self._turns is None:
+            function(*arguments, group=group)
+        else:
+            self.begin(collective, function, *arguments, group=group).wait()
+
+    def done(self, name: str, result: T, bytes: int = 0) -> T:
+        """Return `result`. Mark on the timeline that it was computed or sent since the previous step."""
+        if self._marks is not None:
+            self._marks.mark(name, bytes)
+        return result
+
+    def end(self) -> None:
+        """Fill the timeline, if there is one."""
+        if self._marks is not None:
+            self._marks.end()
+
+
+class _Straight(Turn):
+    """A turn that calls torch and nothing else."""
+
+    def __init__(self) -> None:
+        self.deadline_s = None
+
+    def begin(
+        self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
+    ) -> Any:
+        return function(*arguments, group=group, async_op=True)
+
+    def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
+        function(*arguments, group=group)
+
+    def done(self, name: str, result: T, bytes: int = 0) -> T:
+        return result
+
+    def end(self) -> None:
+        return
+
+
+STRAIGHT: Turn = _Straight()
+"""The turn of calls that need no meeting and fill no timeline."""
+
+
+def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn:
+    """Return a turn for a call without prepared `Turns`; `STRAIGHT` on GPUs and for one rank, which need no meeting."""
+    if device.type != "cpu" or group.size() == 1:
+        return STRAIGHT
+    with symm.set_up_within(deadline_s):
+        return Turn(Turns(what, symm.domain(group, device)), deadline_s)
+
+
+class Pending:
+    """A collective on CPU that has begun. `wait` works like that of torch's `Work`."""
+
+    def __init__(
+        self, work: dist.Work, domain: Domain, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any, ...]
+    ) -> None:  # fmt: skip
+        self._work, self._domain, self._group, self._name, self._deadline_s = work, domain, group, name, deadline_s
+        self._arguments, self._waited = arguments, False
+
+    @opaque
+    def wait(self) -> None:
+        self._waited = True
+        finish(self._work, self._domain, self._name, self._deadline_s, self._arguments)
+
+    def __del__(self) -> None:
+        """Keep the tensors of a collective that nobody waits for, because an error came first."""
+        if not self._waited and not self._work.is_completed():
+            leave(self._group, self._work, self._arguments)
+
+
+class Marks:
+    """The times at which the steps of a call ended on the caller's thread or stream.
+
+    Each step begins where the previous step ended. Steps become spans of lane `compute`, on the clocks of executors.
+    """
+
+    def __init__(self, timeline: Timeline, rank: int, device: torch.device) -> None:
+        self._timeline, self._rank, self._device = timeline, rank, device
+        self._names: list[tuple[str, int]] = []
+        self._times_ns: list[int] = []
+        self._stamps: list[Any] = []  # on a GPU
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError("a captured call cannot fill a timeline: pass timeline only outside of graph capture")
+            torch.cuda.synchronize(device)  # loading a kernel while a stream waits can hang the device
+        self._stamp()
+
+    def mark(self, name: str, bytes: int) -> None:
+        self._names.append((name, bytes))
+        self._stamp()
+
+    def _stamp(self) -> None:
+        if self._device.type != "cuda":
+            self._times_ns.append(time.monotonic_ns())
+            return
+        from weft.runtime.cuda.move import Stamps  # needs Triton, which a CPU machine may lack
+
+        self._stamps.append(Stamps(self._device, 1))
+        self._stamps[-1].launch(0, torch.cuda.current_stream(self._device).cuda_stream)
+
+    def end(self) -> None:
+        times_ns = self._times_ns + [int(stamp.times.item()) for stamp in self._stamps]  # waits for the device
+        for (name, bytes), (start, end) in zip(self._names, pairwise(times_ns), strict=True):
+            self._timeline.add(self._rank, "compute", name, start / 1e3, max(start, end) / 1e3, bytes)

@@ -1,0 +1,283 @@
+"""Static checks of a schedule, before anything runs it: hangs, races, and reads of unwritten memory.
+
+`verify` checks all ranks in numbers, over three consecutive runs, since a peer that is a run ahead may refill a persistent
+buffer. It finds
+
+    misfits              regions outside their buffer, shapes, dtypes, indices, writes to inputs, peers' private memory
+    hangs                waits for more sets than a run makes; waits for sets that come only after them (`issue_order`);
+                         lanes that poll on all compute units for a step that needs one (`occupancy`)
+    races                two accesses to one place, at least one of them a write, and neither certain to be before the other
+                         (`happens_before`); two updates do not race, an update and a read or a write do
+    unwritten reads      reads of elements that no step of the same run has written
+    incomplete outputs   elements that no step writes
+
+Dynamic sizes are the expected ones here (`weft.schedule.steps.Contents`). Each lane must have read the buffers that its sizes
+depend on.
+
+At most SAMPLE tiles of a step (`weft.schedule.steps.Tiles`) are checked: the first, the last, every k-th between them, and their
+neighbours. Faults of other tiles alone are not found, nor are unwritten reads and holes in the buffers that such steps write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from weft.errors import ScheduleError
+from weft.schedule.printing import describe
+from weft.schedule.regions import Box, box_of
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Step
+from weft.schedule.verify.forked_tiles import forked, step_number
+from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play
+from weft.schedule.verify.occupancy import held_up
+from weft.schedule.verify.well_formed import (
+    Buffers,
+    declared,
+    unread,
+    wrong_collectives,
+    wrong_declarations,
+    wrong_step,
+)
+
+RUNS = 3
+SHOWN = 10
+SAMPLE = 64
+
+
+def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
+    """Raise `ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and fault.
+
+    compute_units: the fewest of any GPU that it may run on.
+    """
+    if schedule.world_size < 1:
+        raise ScheduleError(f"schedule {schedule.name}: world_size={schedule.world_size} must be at least 1")
+    original = schedule
+    try:
+        buffers = [{b.name: b for b in schedule.buffers_of_rank(rank)} for rank in range(schedule.world_size)]
+        schedule, ranks, sampled = forked(schedule, SAMPLE)
+    except ValueError as error:
+        raise ScheduleError(f"schedule {schedule.name}: {error}") from error
+    faults = _Faults(schedule.name, ranks)
+    for fault in wrong_declarations(schedule, buffers):
+        faults.add(fault, fault)
+    for rank in range(schedule.world_size):
+        for fault in unread(original, rank):
+            faults.add(fault, fault)
+    faults.raise_any()
+    moves = Moves(ranks)
+    _check_steps(faults, schedule, buffers, moves)
+    faults.raise_any()
+    _, stuck = play(ranks, moves=moves)
+    if stuck:
+        raise ScheduleError("\n  ".join([f"schedule {schedule.name} hangs:", *explain(ranks, stuck)[:SHOWN]]))
+    happened = Happened(ranks, RUNS, moves)
+    _check_polling(faults, happened, compute_units)
+    _check_memory(faults, happened, buffers, sampled)
+    faults.raise_any()
+
+
+class _Faults:
+    """The faults found. The same fault of the same steps on other ranks and in later runs is counted, not repeated."""
+
+    def __init__(self, name: str, ranks: Sequence[Lanes]) -> None:
+        self.name, self.ranks = name, ranks
+        self._texts: dict[tuple, str] = {}
+        self._times: Counter[tuple] = Counter()
+
+    def add(self, kind: str, text: str, *events: Event) -> None:
+        key = (kind, *((event.lane, event.step) for event in events))
+        self._times[key] += 1
+        if key not in self._texts:
+            self._texts[key] = " | ".join([*(self._place(event) for event in events), text])
+
+    def _place(self, event: Event) -> str:
+        lane = self.ranks[event.rank][event.lane]
+        run = "" if event.run == 1 else f" of run {event.run}"
+        return (
+            f"rank {event.rank}, lane {lane.name}, step {step_number(lane, event.step)}{run}: "
+            f"{describe(lane.steps[event.step], event.rank)}"
+        )
+
+    def raise_any(self) -> None:
+        if not self._texts:
+            return
+        again = {key: f" (and {times - 1} times more)" if times > 1 else "" for key, times in self._times.items()}
+        lines = [text + again[key] for key, text in self._texts.items()]
+        count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
+        raise ScheduleError("\n  ".join([f"schedule {self.name} has {count}:", *lines[:SHOWN]]))
+
+
+def _check_steps(faults: _Faults, schedule: Schedule, buffers: Buffers, moves: Moves) -> None:
+    for where, lanes, of_rank in zip(declared(schedule, buffers), faults.ranks, moves.of_ranks, strict=True):
+        for i, lane in enumerate(lanes):
+            for number, (step, move) in enumerate(zip(lane.steps, of_rank[i], strict=True)):
+                for nth, fault in enumerate(wrong_step(where, step)):
+                    faults.add(f"misfit {nth}", fault, Event(1, where.rank, i, number))
+                if move.wait and move.counter and cast(int, move.wait.count) > (sets := moves.per_run[move.counter]):
+                    text = f"{move.wait.count} sets are waited for, and a run makes {sets}"
+                    faults.add("missing set", text, Event(1, where.rank, i, number))
+    for fault, event in wrong_collectives(schedule, faults.ranks):
+        faults.add("collective", fault, event)
+
+
+class _StepAccess(NamedTuple):
+    at: int
+    buffer: str
+    box: Box
+    how: tuple[bool, bool, bool]
+    """(reads, writes, updates)"""
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """The accesses to one buffer of one rank: event numbers (rising) and their runs, boxes, and kinds (reads, writes, updates)."""
+
+    events: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    how: list[tuple[bool, bool, bool]] = field(default_factory=list)
+
+
+class _AccessArrays(NamedTuple):
+    """`_Accesses` as arrays."""
+
+    events: np.ndarray
+    runs: np.ndarray
+    boxes: np.ndarray
+    reads: np.ndarray
+    writes: np.ndarray
+    updates: np.ndarray
+
+
+def _check_polling(faults: _Faults, happened: Happened, compute_units: int) -> None:
+    for number, lanes in held_up(happened, compute_units).items():
+        event = happened.events[number]
+        names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
+        text = f"it may never get a compute unit: lanes that poll ({names}) for steps that need one may hold all {compute_units}"
+        faults.add("polling", f"{text}: use copy engines on these lanes, or let their copies wait for less", event)
+
+
+def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled: set[str]) -> None:
+    """Find races, unwritten reads and holes. sampled: buffers that omitted tiles write too."""
+    # The caller's tensors are new in every run: an instance is (rank, buffer, run); run is 0 for persistent buffers.
+    instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
+    of_ranks = [[[_accesses(step) for step in lane.steps] for lane in lanes] for lanes in happened.ranks]
+    for number, (run, rank, lane, step) in enumerate(happened.events):
+        for at, name, box, how in of_ranks[rank][lane][step]:
+            mine = buffers[at][name].role in ("symmetric", "scratch")
+            found = instances[at, name, 0 if mine else run]
+            found.events.append(number)
+            found.runs.append(run)
+            found.boxes.append(box)
+            found.how.append(how)
+    for (rank, name, _), found in instances.items():
+        where = f"{name}@{rank}"
+        table = _AccessArrays(*map(np.array, (found.events, found.runs, found.boxes)), *np.array(found.how).T)
+        if not table.writes.any() and buffers[rank][name].role == "input":
+            continue  # an input, which all steps may read
+        common = _overlaps(table.boxes)
+        _check_races(faults, happened, where, table, common)
+        if buffers[rank][name].role != "input" and name not in sampled:
+            _check_reads(faults, happened, where, table, common)
+    for rank, of_rank in enumerate(buffers):
+        for buffer in of_rank.values():
+            if buffer.role == "output" and buffer.name not in sampled:
+                found = instances[rank, buffer.name, 1]
+                written = [box for box, (_, writes, _) in zip(found.boxes, found.how, strict=True) if writes]
+                if hole := _hole((0, cast(int, buffer.rows), 0, buffer.cols), written):
+                    faults.add(
+                        f"hole in {buffer.name}", f"output {_text(f'{buffer.name}@{rank}', hole)} is never written"
+                    )
+
+
+def _accesses(step: Step) -> list[_StepAccess]:
+    """Return the accesses of a step in numbers, without empty regions."""
+    every = [
+        _StepAccess(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
+        for region, reads, writes, updates in step.accesses()
+    ]
+    return [one for one in every if one.box[0] < one.box[1] and one.box[2] < one.box[3]]
+
+
+def _check_races(faults: _Faults, happened: Happened, where: str, found: _AccessArrays, common: np.ndarray) -> None:
+    writes, updates = found.writes, found.updates
+    conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # updates may come in any order
+    i, j = np.triu(common & conflict, 1).nonzero()
+    first, second = found.events[i], found.events[j]
+    unordered = (first != second) & ~happened.each_before(first, second)
+    for pair in np.stack([i, j], 1)[unordered].tolist():
+        a, b = (happened.events[found.events[n]] for n in pair)
+        does = ["writes" if writes[n] else "reads" for n in pair]
+        early = ", a run early" if a.run != b.run else ""
+        text = f"race on {where}: the first {does[0]} and the second {does[1]} there{early}, and nothing orders them"
+        faults.add("race", text, a, b)
+
+
+def _check_reads(faults: _Faults, happened: Happened, where: str, found: _AccessArrays, common: np.ndarray) -> None:
+    """Find reads of elements that no step has written in this run.
+
+    Unordered steps have been reported already, so a write that may come before a read counts. Updates are not ordered, and
+    something must have been written before the first of them: for an update, only writes that are certain to be before it count.
+    """
+    i, j = (common & found.reads[:, None] & found.writes).nonzero()  # the j-th may write elements that the i-th reads
+    number, other = found.events[i], found.events[j]
+    counts = (
+        (other != number)
+        & (found.runs[j] == found.runs[i])
+        & ~happened.each_before(number, other)
+        & (~(found.updates[i] & found.updates[j]) | happened.each_before(other, number))
+    )
+    i, j = i[counts], j[counts]
+    covered = np.zeros(len(found.reads), bool)
+    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # most reads are covered by one step
+    for read in np.flatnonzero(found.reads & ~covered).tolist():
+        written = [_box(found.boxes[n]) for n in j[i == read]]
+        if hole := _hole(_box(found.boxes[read]), written):
+            text = f"it reads {_text(where, hole)}, which no step has written in this run"
+            faults.add("nothing", text, happened.events[found.events[read]])
+
+
+def _overlaps(boxes: np.ndarray) -> np.ndarray:
+    """Return [n, n] bool: True if two boxes have an element in common."""
+    row, end_row, col, end_col = boxes.T
+    rows = (row[:, None] < end_row) & (row < end_row[:, None])
+    return rows & (col[:, None] < end_col) & (col < end_col[:, None])
+
+
+def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
+    """Return for each pair of boxes True if the first lies in the second."""
+    begins, ends = [0, 2], [1, 3]
+    return np.logical_and((outer[:, begins] <= inner[:, begins]).all(1), (inner[:, ends] <= outer[:, ends]).all(1))
+
+
+def _box(row: np.ndarray) -> Box:
+    first, end, col, end_col = row.tolist()
+    return first, end, col, end_col
+
+
+def _hole(whole: Box, boxes: list[Box]) -> Box | None:
+    """Return a part of `whole` that no box covers; None if all is covered."""
+    if any(b[0] <= whole[0] and whole[1] <= b[1] and b[2] <= whole[2] and whole[3] <= b[3] for b in boxes):
+        return None
+    table = np.array([whole, *boxes])
+    rows = np.unique(np.clip(table[:, :2], whole[0], whole[1]))
+    cols = np.unique(np.clip(table[:, 2:], whole[2], whole[3]))
+    free = np.ones((len(rows) - 1, len(cols) - 1), bool)
+    for box in boxes:
+        row, end_row = np.searchsorted(rows, box[:2])
+        col, end_col = np.searchsorted(cols, box[2:])
+        free[row:end_row, col:end_col] = False
+    if not free.any():
+        return None
+    i, j = np.argwhere(free)[0]
+    return int(rows[i]), int(rows[i + 1]), int(cols[j]), int(cols[j + 1])
+
+
+def _text(name: str, box: Box) -> str:
+    return f"{name}[{box[0]}:+{box[1] - box[0]}, {box[2]}:+{box[3] - box[2]}]"

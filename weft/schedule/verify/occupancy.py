@@ -1,0 +1,123 @@
+"""Occupancy deadlocks: lanes that poll may hold all compute units of a rank while the step that they wait for needs one.
+
+On GPUs most waits are stream waits, and hold no unit. But a copy by kernel runs the adjacent waits for other ranks in its own
+launch (`weft.runtime.cuda.groups`). For the waits before it all its programs poll, on up to COPY_UNITS compute units. For the
+waits behind it and behind its sets the last program polls. NCCL's collectives poll until all ranks have reached them. Such a
+launch is open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by kernel,
+or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
+
+Steps Y can never be scheduled if each y of them finds all units held by launches that may be open when y is to begin, and that
+all wait for some of Y:
+
+    open    in y's run on its rank, on other lanes; not certain to begin after y, nor to have ended before it
+    waits   for a step that is certain to come before the waits end, and not certain to have come before the launch begins
+
+The largest such Y is the greatest fixed point: start with all steps that need a unit, and remove those that get one, until
+nothing changes. If Y is empty, there is no deadlock. Launches that are never open together count as open together, which errs on
+the safe side.
+
+Waits for the previous run are harmless, however many lanes poll: in run e they wait for steps of run e - 1, and so on down to the
+first run, which waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from weft.schedule.steps import COPY_UNITS, Copy, Set, Step
+from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.issue_order import Event, Lanes
+
+
+class _Launch(NamedTuple):
+    """A launch that polls. begun: bit set of events before it begins; wanted: bit set of events it waits for. last: number of its
+    last event."""
+
+    lane: int
+    units: int
+    begun: int
+    wanted: int
+    last: int
+
+
+def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
+    """Return, by number of event, the steps that may never get a compute unit, and the lanes of their rank that then hold all
+    units."""
+    polling = _launches(happened, compute_units)
+    if not polling:
+        return {}
+    standing = {n: list[int]() for n, event in enumerate(happened.events) if happened.step(event).needs_unit}
+    while True:
+        left: dict[int, list[int]] = {}
+        mask = sum(1 << n for n in standing)
+        for n in standing:
+            event, units = happened.events[n], defaultdict[int, int](int)
+            for one in polling.get((event.run, event.rank), ()):
+                may_be_open = not (one.begun >> n & 1 or happened.past(n) >> one.last & 1)
+                if one.lane != event.lane and may_be_open and one.wanted & mask:
+                    units[one.lane] = max(units[one.lane], one.units)
+            if sum(units.values()) >= compute_units:
+                left[n] = sorted(units)
+        if len(left) == len(standing):
+            return left
+        standing = left
+
+
+def _launches(happened: Happened, compute_units: int) -> dict[tuple[int, int], list[_Launch]]:
+    """Return the polling launches by run and rank, for ranks whose lanes together can hold `compute_units` units."""
+    found: dict[tuple[int, int], list[_Launch]] = defaultdict(list)
+    crossing = _crossing(happened.ranks)
+    polled = [
+        [list(_polled(lane.steps, crossing[rank])) for lane in lanes] for rank, lanes in enumerate(happened.ranks)
+    ]
+    most = [sum(max([units for units, _, _ in of_lane], default=0) for of_lane in lanes) for lanes in polled]
+    if max(most) < compute_units:
+        return found
+    numbers = {event: n for n, event in enumerate(happened.events)}
+    for run in {event.run for event in happened.events}:
+        for rank in (rank for rank, units in enumerate(most) if units >= compute_units):
+            for i, of_lane in enumerate(polled[rank]):
+                for units, first, last in of_lane:
+                    begun = happened.past(numbers[Event(run, rank, i, first - 1)]) if first else 0
+                    end = numbers[Event(run, rank, i, last)]
+                    found[run, rank].append(_Launch(i, units, begun, happened.past(end) & ~(begun | 1 << end), end))
+    return found
+
+
+def _crossing(ranks: Sequence[Lanes]) -> list[set[tuple]]:
+    """Return for each rank its signals that another rank sets."""
+    found: list[set[tuple]] = [set() for _ in ranks]
+    for rank, lanes in enumerate(ranks):
+        for step in (step for lane in lanes for step in lane.steps):
+            for at, signal, index in step.sets():
+                if at != rank:
+                    found[int(at)].add((signal, index))
+    return found
+
+
+def _polled(steps: Sequence[Step], crossing: set[tuple]) -> Iterator[tuple[int, int, int]]:
+    """Yield (units, first step, last polling step) of each polling launch of a lane."""
+
+    def polls(at: int) -> bool:
+        return at < len(steps) and bool((wait := steps[at].awaits) and (wait.signal, wait.index) in crossing)
+
+    for at, step in enumerate(steps):
+        if step.meets:
+            yield COPY_UNITS, at, at
+        if not (isinstance(step, Copy) and step.by == "kernel"):
+            continue
+        first = at
+        while first and polls(first - 1):
+            first -= 1
+        if first < at:
+            yield COPY_UNITS, first, at
+        behind = at + 1
+        while behind < len(steps) and isinstance(steps[behind], Set):
+            behind += 1
+        last = behind
+        while polls(last):
+            last += 1
+        if last > behind:
+            yield 1, behind, last - 1

@@ -1,0 +1,115 @@
+"""Checks of a schedule's declarations and of its single steps, without regard to order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from weft.schedule.printing import describe
+from weft.schedule.regions import Access, Buffer, Declared, box_of, overlap
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Collective, Copy, Read, Step, Tiles, totals_of, variables_of
+from weft.schedule.steps.collectives import disagreement
+from weft.schedule.verify.issue_order import Event, Lanes
+
+Buffers = Sequence[dict[str, Buffer]]
+"""For each rank, its buffers by name, with their sizes in numbers."""
+
+
+def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
+    for what, items in (("buffers", schedule.buffers), ("signals", schedule.signals), ("lanes", schedule.lanes)):
+        for name, times in Counter(item.name for item in items).items():
+            if times > 1:
+                yield f"{times} {what} are named {name!r}: give each its own name"
+    for buffer in schedule.buffers:
+        sizes = [(cast(int, of_rank[buffer.name].rows), buffer.cols) for of_rank in buffers]
+        if min(map(min, sizes)) < 0:
+            yield f"buffer {buffer.name}: its sizes on the ranks are {sizes}: sizes must not be negative"
+        if buffer.role == "symmetric" and len(set(sizes)) > 1:
+            yield f"buffer {buffer.name}: symmetric memory has one size on all ranks, and rows are {buffer.rows}"
+
+
+def unread(schedule: Schedule, rank: int) -> Iterator[str]:
+    """Yield the steps of `rank` whose sizes depend on a buffer that their lane, or for copy engines the host, has not read."""
+    held = {contents.buffer for contents in schedule.contents}
+    if not held and not schedule.has_tiles:  # `of_rank` has substituted all variables
+        return
+    for lane in schedule.of_rank(rank, expected=False):
+        known: dict[str, str] = {}
+        for step in lane.steps:
+            if isinstance(step, Read):
+                known[step.region.buffer] = step.by
+            for part in [] if isinstance(step, Tiles) else totals_of(step):
+                buffer = schedule.buffer(part.buffer) if part.buffer in held else None
+                size = buffer.rows * buffer.cols if buffer and isinstance(buffer.rows, int) else part.end
+                if not 0 <= part.first <= part.end <= size:
+                    text = f"elements {part.first} to {part.end} of {part.buffer}, which has {size}"
+                    yield f"lane {lane.name}: {describe(step, rank)}: {text}"
+            for name in sorted(variables_of(step)):
+                where = f"lane {lane.name}: {describe(step, rank)}"
+                if name not in held:
+                    yield f"{where}: there is no value for {name}: say what that buffer holds (Draft.holds)"
+                elif name not in known:
+                    yield f"{where}: the lane has not read {name} before"
+                elif isinstance(step, Copy) and step.by == "dma" and known[name] != "host":
+                    yield f"{where}: a copy engine's size comes from the host, which has not read {name}"
+
+
+def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
+    """Return the buffers and signals that steps may refer to, by rank."""
+    signals, held = {s.name: s.count for s in schedule.signals}, {c.buffer for c in schedule.contents}
+    return [Declared(rank, buffers, signals, held) for rank in range(schedule.world_size)]
+
+
+def wrong_step(where: Declared, step: Step) -> Iterator[str]:
+    """Yield the faults of a step in numbers. Tiles come as single tiles (`weft.schedule.verify.forked_tiles.forked`)."""
+    accesses = step.accesses()
+    misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
+    if misplaced:
+        yield from misplaced
+        return
+    yield from step.faults(where)
+    written = [access.region for access in accesses if access.writes]
+    for region in [access.region for access in accesses if not access.writes]:
+        for out in written:
+            same_place = region.buffer == out.buffer and region.at == out.at
+            in_place = step.in_place and region == out
+            if same_place and not in_place and overlap(box_of(region), box_of(out)):
+                yield f"{describe(out, where.rank)} is written while {describe(region, where.rank)} is read"
+
+
+def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
+    """Yield (fault, the collective on the first rank that reaches it)."""
+    meetings: dict[tuple, dict[int, Event]] = {}
+    for rank, lanes in enumerate(ranks):
+        for i, lane in enumerate(lanes):
+            nth = 0
+            for number, step in enumerate(lane.steps):
+                if isinstance(step, Collective):
+                    meetings.setdefault((i, nth), {})[rank] = Event(1, rank, i, number)
+                nth += step.meets
+    for events in meetings.values():
+        first = next(iter(events.values()))
+        if len(events) < schedule.world_size:
+            yield f"of {schedule.world_size} ranks only {list(events)} call this collective", first
+        elif fault := disagreement([cast(Collective, ranks[e.rank][e.lane].steps[e.step]) for e in events.values()]):
+            yield fault, first
+
+
+def _misplaced(where: Declared, access: Access) -> Iterator[str]:
+    region, buffers = access.region, where.buffers
+    at = cast(int, region.at)
+    if not 0 <= at < len(buffers):
+        yield f"{describe(region, where.rank)}: there is no rank {at}"
+    elif region.buffer not in buffers[at]:
+        yield f"there is no buffer {region.buffer!r}"
+    else:
+        buffer = buffers[at][region.buffer]
+        row, end_row, col, end_col = box_of(region)
+        if not (0 <= row <= end_row <= cast(int, buffer.rows) and 0 <= col <= end_col <= buffer.cols):
+            yield f"{describe(region, where.rank)} is outside its buffer of {buffer.rows} x {buffer.cols}"
+        if at != where.rank and buffer.role != "symmetric":
+            yield f"{describe(region, where.rank)} is a peer's, and {region.buffer} is not symmetric but {buffer.role}"
+        if access.writes and buffer.role == "input":
+            yield f"{describe(region, where.rank)} is written, and {region.buffer} is an input"
