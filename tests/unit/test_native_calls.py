@@ -236,6 +236,13 @@ def test_steps_run_in_order_and_return_every_buffer() -> None:
             _core.PlainSteps(played.calls(), BUFFERS, [wrong], WORLD)
 
 
+def test_a_step_may_be_a_function() -> None:
+    step = ("called", "y", ("x", "w"), lambda x, w: x - w)
+    steps = _core.PlainSteps(Torch().calls(), ["x", "w", "y"], [step], WORLD)
+    x, w = torch.randn(2, 3), torch.randn(2, 3)
+    assert torch.equal(steps.run({"x": x, "w": w}, Group())["y"], x - w)
+
+
 @pytest.mark.parametrize("rows", [0, 3])
 def test_fp8_is_gathered_as_bytes_and_multiplied_with_its_scales(rows: int) -> None:
     played = Torch()
