@@ -205,6 +205,9 @@ def test_recipes_make_what_they_say() -> None:
     assert made(("given", 1, 0)) is made(("named", "y")) is y
     assert made(("view", ("given", 0), (6,))).shape == (6,)
     assert made(("as_strided", ("named", "y"), (2,), (2,))).tolist() == [0, 2]
+    divided = y.clone()
+    assert _core.Recipe(("div_", ("given", 0), 2))([divided], {}) is divided
+    assert torch.equal(divided, y / 2)
     assert made(("tuple", [("constant", None), ("list", [("given", 0)])])) == (None, [x])
     assert made(("dict", {"a": ("given", 0)})) == {"a": x}
     assert made(("call", divmod, [("constant", 7), ("constant", 2)])) == (3, 1)
