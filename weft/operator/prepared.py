@@ -139,7 +139,7 @@ class Prepared:
             set()
         )  # (given options, wanted gradients) that ranks have compared
         self._across: dict[str, AcrossRanks] = {}  # by given options
-        self.domain = symm.domain(group, device) if p.world_size > 1 else None
+        self.domain = symm.domain(group, device) if p.world_size > 1 or op.has_executors else None
         self._group = weakref.ref(group)  # preparations must not keep a group alive that the caller has dropped
         self.chosen: choosing.Chosen | None = None
         self._executors: list[Executor] = []  # of `chosen`
@@ -152,6 +152,7 @@ class Prepared:
         self._checked = False  # True if the spec's inputs and outputs match the buffers
         self._ran: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that have run
         self._ready: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that are ready for captures
+        self.key: Any = None  # in the table
         self.called_at = 0  # number of the operator's call that used this last
         self.family: Hashable = None  # of sizes that may pass
         self.passes = False  # True if made for a single call
@@ -172,6 +173,10 @@ class Prepared:
         if self._across:
             self.across(call).begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
+        if op.has_executors:
+            executor = self.executor(call, inputs, capturing, deadline_s)
+            assert executor is not None
+            return list(executor.run(inputs, deadline_s=deadline_s, timeline=timeline).values())
         if not self._checked:
             self._check_buffers("inputs", "input", inputs)
             self._check_buffers("outputs", "output", op.outputs(call, self.p.world_size))
@@ -395,10 +400,13 @@ class Prepared:
             # Ranks compile and measure here, for different times.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with _whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
-                self.chosen = choosing.choose(
-                    p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
-                    serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
-                )  # fmt: skip
+                if op.has_executors:
+                    self.chosen = op.own_executors(p, call, domain, tensors, deadline_s)
+                else:
+                    self.chosen = choosing.choose(
+                        p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
+                        serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
+                    )  # fmt: skip
             self._executors = self.chosen.executors()
         return self.chosen.captured if capturing else self.chosen.usual
 
@@ -443,7 +451,7 @@ class _OfGroup:
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Prepared] = {}
-        self.by_signature: dict[bytes, Known] = {}
+        self.by_signature: dict[Hashable, Known] = {}
         self.calls = 0
         self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not come back
         self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused, once
@@ -539,7 +547,7 @@ class Table:
             return None
         return here.called(prepared)
 
-    def again(self, group: dist.ProcessGroup, signature: bytes) -> Known | None:
+    def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known | None:
         """Return the `Known` of calls with this signature (`weft.runtime.layouts`), and count the call; None if there is none."""
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
@@ -552,7 +560,12 @@ class Table:
         return known
 
     def remember(
-        self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any, inputs: dict[str, Any] | None
+        self,
+        group: dist.ProcessGroup,
+        signature: Hashable,
+        prepared: Prepared,
+        call: Any,
+        inputs: dict[str, Any] | None,
     ) -> None:
         """Remember `prepared` for calls with this signature. inputs: the call's input buffers; None if gradients are wanted."""
         found = [
@@ -580,7 +593,7 @@ class Table:
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: Prepared) -> Prepared:
         here = self.of_group(group)
         here.make_room(prepared.capturing())
-        prepared.called_at = here.calls
+        prepared.called_at, prepared.key = here.calls, key
         here.known[key] = prepared
         return prepared
 
