@@ -27,7 +27,8 @@ from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transpo
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
-from weft.nn.input_dist import InputDist
+from weft.nn import local_batch
+from weft.nn.input_dist import input_dist_of
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
@@ -136,12 +137,6 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """
         if self.input == "global_batch":
             return self._pooled(features, batch_sizes)
-        if torch.compiler.is_compiling():
-            return self._distributed(features, batch_sizes)
-        with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
-            return self._distributed(features, batch_sizes)  # two collectives, one call for the ranks
-
-    def _distributed(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
         refusal = None
         if self.device.type == "meta":
             refusal = ValueError(no_tables_on(self.device))
@@ -150,7 +145,14 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
                 f"local batches"
             )
-        return self._pooled(*self._input_dist(features, refusal))
+        if torch.compiler.is_compiling():
+            if refusal is not None:
+                raise refusal
+            call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
+            return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
+        with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
+            # Two collectives, one call for the ranks.
+            return self._pooled(*self._input_dist(features, refusal))
 
     def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
         def form(group: dist.ProcessGroup | str | None) -> Any:
@@ -256,9 +258,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks with tables on meta still take part, to report their refusal.
         speaks_on = _device_for(self.group, None) if device.type == "meta" else device
-        self._input_dist = InputDist(
-            sharding, self.group, speaks_on, is_weighted=self._is_weighted, deadline_s=self.deadline_s
-        )
+        self._input_dist = input_dist_of(sharding, self.group, speaks_on, self._is_weighted, self.deadline_s)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert and move parameters: `half()`, `to(...)`, `cuda()` and others of `nn.Module` end here."""

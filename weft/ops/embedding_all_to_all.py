@@ -170,12 +170,13 @@ def form_of(
     """Return the call, of which `inputs` of the spec checks the rest."""
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     if torch.compiler.is_compiling():  # which sees gradients wanted here alone
-        _require_no_gradient(weights)
+        require_no_gradient(weights)
     sizes, names = cast("list[int] | None", batch_sizes), cast("list[str] | None", keys)
     return _Call(weights, values, offsets, of_values, sizes, names, stride, whole, rank, *plan)
 
 
-def _require_no_gradient(weights: Sequence[torch.Tensor]) -> None:
+def require_no_gradient(weights: Sequence[torch.Tensor]) -> None:
+    """Raise `ValueError` if a gradient is wanted."""
     if torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
         raise ValueError(
             "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
@@ -207,7 +208,7 @@ def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
     device = weights[0].device if known and weights else None
     checked = check_jagged(jagged, plan.sharding, rank, call.batch_sizes, device or weights, layout)
     if not known:
-        _require_no_gradient(weights)
+        require_no_gradient(weights)
         if layout is not None:
             if len(_checked_tables) >= 64:
                 _checked_tables.clear()
