@@ -119,6 +119,11 @@ def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Prepared
     return _tables[op.name].known(group)
 
 
+def drop_calls(op: Operator[Any], group: dist.ProcessGroup, dropped: list[Prepared]) -> None:
+    """Give back what is prepared for some shapes. All ranks drop the same, and nothing may be running."""
+    _tables[op.name].drop(group, dropped)
+
+
 def _called(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     timeline: Timeline | None,

@@ -590,6 +590,14 @@ class Table:
         here = self._of_group.get(id(group))
         return [] if here is None else list(here.known.values())
 
+    def drop(self, group: dist.ProcessGroup, dropped: list[Prepared]) -> None:
+        """Close preparations and forget them. The next calls of their shapes are first calls."""
+        here = self.of_group(group)
+        for signature in [one for one, known in here.by_signature.items() if known.prepared in dropped]:
+            del here.by_signature[signature]
+        for prepared in dropped:
+            here.known.pop(prepared.key).close()
+
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: Prepared) -> Prepared:
         here = self.of_group(group)
         here.make_room(prepared.capturing())

@@ -24,13 +24,14 @@ from weft.embedding.plan import EmbeddingPlan, plan_of, problem_of
 from weft.embedding.tables import sharding_of
 from weft.errors import DisagreementError, RefusedError
 from weft.operator import choosing
-from weft.operator.calls import made, prepared_calls, registered
+from weft.operator.calls import drop_calls, made, prepared_calls, registered
 from weft.operator.choosing import Chosen
 from weft.operator.prepared import Prepared, rank_of, size_of
 from weft.operator.spec import Across, Operator
 from weft.plan.autotune import remembered
 from weft.plan.choose import CLEARLY_US, decide, warn_once
 from weft.runtime.embedding import executor_of, executors_on
+from weft.runtime.executor import Executor
 from weft.runtime.layouts import layout_of
 from weft.schedule import Candidate, EmbeddingAllToAll, named
 from weft.symm import Domain
@@ -318,7 +319,7 @@ def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device,
     """Return the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` documents. Collective."""
     domain = symm.domain(group, device, deadline_s=deadline_s)
     prepared = calls_with(p, domain)
-    executors = {executor for one in prepared if one.chosen is not None for executor in one.chosen.executors()}
+    executors = {executor for one in prepared for executor in _executors(one)}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for executor in executors:
@@ -331,8 +332,12 @@ def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device,
         raise RefusedError(
             f"{', '.join(held)} in the memory that is to be given back: drop them, and all views of them, first"
         )
-    for one in prepared:
-        one.close()
+    others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
+    drop_calls(OPERATOR, group, prepared + others)
+
+
+def _executors(prepared: Prepared) -> set[Executor]:
+    return set() if prepared.chosen is None else set(prepared.chosen.executors())
 
 
 # --- the choice of a transport ---
