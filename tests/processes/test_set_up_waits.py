@@ -250,7 +250,7 @@ def late_in(group, function, where, late_s, deadline_s, variables):
         slow(multiply, "schedules to run"),
         slow(multiply, "buffers of schedule"),
         slow(embed, "Exchange"),
-        (embed, "allocating 8 bytes"),  # the first flags
+        slow(embed, "allocating 8 bytes"),  # the first flags
         (embed, "allocating 131072 bytes"),  # results
     ],
 )
