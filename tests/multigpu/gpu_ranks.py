@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import pytest
@@ -76,15 +76,6 @@ def poison(operator: Any) -> None:
         memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
         for slot in pool._free:
             memory[slot].fill_(NAN_BYTE)
-
-
-def error_of(doing: Callable[[], Any]) -> tuple[str, str]:
-    """The type and text of the error that `doing` must raise."""
-    try:
-        doing()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
 
 
 def pooled_alone(p: Problem) -> torch.Tensor:

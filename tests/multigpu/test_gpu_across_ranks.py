@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import across_ranks
-from support.across_ranks import error_of
+from support.on_ranks import error_of
 
 import weft
 from weft.launch import Pool

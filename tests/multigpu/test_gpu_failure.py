@@ -17,7 +17,8 @@ import gpu_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import FUSED, assert_right, error_of
+from gpu_ranks import FUSED, assert_right
+from support.on_ranks import error_of
 from support.reference import Problem, problem
 
 import weft

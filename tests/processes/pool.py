@@ -5,20 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from weft import symm
-
-
-def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    """The type and text of the error that `call` must raise."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
 
 
 def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:

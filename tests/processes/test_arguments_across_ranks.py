@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators_called import OPERATORS, TABLES, Arguments, leaves
-from pool import error_of
 from support import across_ranks
+from support.on_ranks import error_of
 
 import weft
 from weft.launch import Pool

@@ -178,7 +178,7 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("launcher", ["weft.cli", slow("weft.bench")])
+@pytest.mark.parametrize("launcher", [slow("weft.cli"), slow("weft.bench")])
 def test_a_benchmark_that_nobody_reads_keeps_its_records_and_ends_quietly(tmp_path: Path, launcher: str) -> None:
     file = tmp_path / "kept.jsonl"
     given = [

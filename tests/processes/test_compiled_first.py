@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
     import sys
     import torch, torch.distributed as dist
@@ -56,6 +58,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_operators_compile_when_they_are_first_used(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "WEFT_DEADLINE_S": "100", "WEFT_QUIET": "1"}
     ranks = [

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import assert_same_bits
-from pool import error_of
 from support.measuring_ranks import instead, on_h200s
+from support.on_ranks import error_of
 from support.reference import Problem, assert_close, tables_of
 from test_embedding_module_close import BATCH, WIDTH, features, made, mapped_bytes
 

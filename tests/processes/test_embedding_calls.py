@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import DTYPES, FUSED, ORDERS, TRANSPORTS, assert_same_bits, pooled_here
-from pool import error_of
+from support.on_ranks import error_of
 from support.reference import Problem, assert_close, problem, tables_of
 
 import weft

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
-from pool import error_of
+from support.on_ranks import error_of
 from support.reference import Problem, problem, tables_of
 
 from weft import _core, symm

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import error_of
+from support.on_ranks import error_of
 
 import weft
 from weft import EmbeddingBagConfig, KeyedJaggedTensor

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from pool import error_of, traces
+from pool import traces
+from support.on_ranks import error_of
 
 from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.launch import Pool

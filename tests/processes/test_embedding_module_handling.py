@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import error_of
+from support.on_ranks import error_of
 from support.slow import slow
 
 import weft

@@ -12,7 +12,8 @@ import time
 
 import pytest
 import torch.distributed as dist
-from pool import assert_deadline, error_of
+from pool import assert_deadline
+from support.on_ranks import error_of
 
 import weft
 from weft.launch import Pool

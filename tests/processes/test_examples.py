@@ -139,7 +139,7 @@ def losses(printed: str) -> list[tuple[float, float]]:
     return [(float(ours), float(torchs)) for ours, torchs in found]
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 12), slow(4, 20)])
+@pytest.mark.parametrize(("ranks", "steps"), [slow(2, 12), slow(4, 20)])
 def test_the_transformer_learns_as_torchs_does(tmp_path: Path, ranks: int, steps: int) -> None:
     text = tmp_path / "text"
     text.write_text("weft weaves communication through computation. " * 30)
@@ -190,6 +190,7 @@ def functions_of(script: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_the_pages_script_runs_and_prints_what_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(SCRIPT)
     assert run("page.py", cwd=tmp_path) == TABLE

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from support import expert_module_ranks as ranks
+from support.slow import slow
 
 from weft.launch import Pool
 
+EVERY = product([1, 2, 3, 4], [True, False], [False, True])
+SOME = (1, True, False), (1, False, True), (2, False, True), (3, True, True), (4, False, False), (4, True, True)
 
-@pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two GEMMs"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+@pytest.mark.parametrize(("world", "gated", "bounded"), [one if one in SOME else slow(*one) for one in EVERY])
 def test_results_and_gradients(pool: Pool, world: int, gated: bool, bounded: bool) -> None:
     pool.run(ranks.agrees, 2 * world, gated, bounded, False, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])
+@pytest.mark.parametrize("bounded", [slow(False), True], ids=["as many as come", "max_rows"])
 def test_compiled(pool: Pool, bounded: bool) -> None:
     pool.run(ranks.agrees, 4, True, bounded, True, ranks=2, timeout_s=120)
 

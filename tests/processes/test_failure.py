@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import barrier, error_of, traces
+from pool import barrier, traces
+from support.on_ranks import error_of
 
 from weft import symm
 from weft.errors import PeerLostError

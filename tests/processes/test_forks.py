@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pool import error_of
 from schedule_cpu_ranks import build, domain_of, tensors_of
+from support.on_ranks import error_of
 
 import weft
 from weft import symm

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import error_of
+from support.on_ranks import error_of
 
 import weft
 from weft import symm

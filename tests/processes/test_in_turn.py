@@ -21,7 +21,8 @@ import pytest
 import schedule_cpu_ranks as ranks
 import torch
 import torch.distributed as dist
-from pool import assert_deadline, error_of
+from pool import assert_deadline
+from support.on_ranks import error_of, own_group
 
 import weft
 from weft import symm
@@ -52,11 +53,6 @@ def call(group: dist.ProcessGroup, operator: str, rows: int = 4, width: int = N,
     splits = torch.zeros(group.size() * EXPERTS, dtype=torch.int64)
     splits[0] = rows
     return weft.all_to_all_matmul(x, w.expand(EXPERTS, K, width).contiguous(), splits, group=group, **options)
-
-
-def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """One that may fail."""
-    return dist.new_group(list(range(group.size())))
 
 
 def right(group: dist.ProcessGroup, operator: str, **options: Any) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.slow import slow
 
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
@@ -164,7 +165,7 @@ def _found(group: dist.ProcessGroup) -> dict:
     return {"found": found, "shares": sum(shares)}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_every_variant_is_measured_and_all_ranks_agree(pool: Pool, ranks: int) -> None:
     first, *others = pool.run(_found, ranks=ranks)
     assert all(other["found"] == first["found"] for other in others)

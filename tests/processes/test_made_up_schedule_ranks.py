@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from pool import error_of
 from support import made_up
+from support.on_ranks import error_of
 from support.operators import suite
 from support.operators.gemms import Gathered
 

@@ -3,6 +3,8 @@ behind ranks that come late; backward takes the operator; layouts, sizes of noth
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from support import matmul_all_gather_gradients_ranks as ranks
 from support.on_ranks import BF16, F16, F32, applicable, late, told
 from support.operators import suite
 from support.operators.gemms import Gemm, MatmulAllGatherGradientsCall
-from support.slow import pairs
+from support.slow import slow
 
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
@@ -51,12 +53,11 @@ def on_poisoned_memory(
     return names
 
 
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize(
-    ("world", "dtype"),
-    pairs([2, 3, 4, 8], [F32, BF16, F16], (2, F32), (3, F16), (4, F32), (8, BF16)),
-    ids=str,
-)
+EVERY = product([2, 3, 4, 8], [F32, BF16, F16], [False, True])
+SOME = (2, F32, False), (3, F16, True), (4, F32, True), (8, BF16, False)
+
+
+@pytest.mark.parametrize(("world", "dtype", "columns"), [one if one in SOME else slow(*one) for one in EVERY], ids=str)
 def test_every_schedule_on_poisoned_memory(pool: Pool, world: int, dtype: torch.dtype, columns: bool) -> None:
     (names, *_) = pool.run(on_poisoned_memory, 75, 38, 40, columns, dtype, ranks=world, timeout_s=100)
     assert len(names) == 8
@@ -89,8 +90,13 @@ def test_backward_of_one_rank_goes_the_plain_way(pool: Pool) -> None:
     assert pool.run(ranks.called_by_backward, 0, (True, True), ranks=1) == [(set(), True)]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("shape", "dim"), [((12, 16), 0), ((12, 16), -1), ((2, 5, 16), 1), ((2, 5, 16), 2)])
+SHAPES = ((12, 16), 0), ((12, 16), -1), ((2, 5, 16), 1), ((2, 5, 16), 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "compiled"),
+    [*((*one, False) for one in SHAPES), (*SHAPES[0], True), *(slow(*one, True) for one in SHAPES[1:])],
+)
 def test_gradients(pool: Pool, shape: tuple[int, ...], dim: int, compiled: bool) -> None:
     for schedule in (DIRECT, COLUMNS):
         pool.run(ranks.backward, schedule, Gemm(shape, 5, dim=dim), compiled, ranks=3, timeout_s=120)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 from support.operators import suite
 from support.operators.call import Case
 from support.operators.cases import ROWS
+from support.slow import slow
 
 import weft
 import weft.ops
@@ -23,19 +23,15 @@ from weft.launch import Pool
 from weft.operator.calls import OPERATORS
 
 
-def each(*fields: str, names: str) -> Any:
-    """Return all operators with each entry of a field of theirs, or with each pair of entries of two, marked as the entries are."""
+def each(field: str, names: str) -> Any:
+    """Return all operators with each entry of that field of theirs, marked as the entry is."""
     found = []
     for operator, row in ROWS.items():
-        for entries in product(*(enumerate(getattr(row, field)) for field in fields)):
-            values, marks, labels = list[Any](), list[Any](), [operator]
-            for number, entry in entries:
-                given = entry.values if hasattr(entry, "marks") else entry if isinstance(entry, tuple) else (entry,)
-                values += given
-                marks += getattr(entry, "marks", ())
-                plain = all(isinstance(value, int | str) for value in given)
-                labels.append("-".join(map(str, given)) if plain else str(number))
-            found.append(pytest.param(operator, *values, marks=marks, id="-".join(labels)))
+        for number, entry in enumerate(getattr(row, field)):
+            values, marks = (entry.values, entry.marks) if hasattr(entry, "marks") else (entry, ())
+            values = values if isinstance(values, tuple) else (values,)
+            label = entry if isinstance(entry, str) else number
+            found.append(pytest.param(operator, *values, marks=marks, id=f"{operator}-{label}"))
     return pytest.mark.parametrize(("operator", *names.split()), found)
 
 
@@ -50,13 +46,13 @@ def on(world: int, case: Case) -> Case:
     return case if world > 1 or case.schedule == "serial" else replace(case, schedule=None)
 
 
-# Worlds change last: each change makes a new group.
+# Worlds change last: each change makes a new group. `make test` tries one rank and the most.
 RESULTS = [
-    (world, name, case)
+    (world, operator, name) if world in (1, max(row.worlds)) else slow(world, operator, name)
     for world in range(1, 9)
-    for name in ROWS
-    if world in ROWS[name].worlds
-    for case in ROWS[name].results
+    for operator, row in ROWS.items()
+    if world in row.worlds
+    for name in row.results
 ]
 
 
@@ -86,12 +82,28 @@ def test_every_schedule(pool: Pool, operator: str, world: int, case: Case, build
 GRADIENTS = [name for name in ROWS if ROWS[name].gradients]
 
 
-@each("gradients", "worlds_of_gradients", names="case wanted world compiled")
-def test_gradients(pool: Pool, operator: str, world: int, case: Case, wanted: tuple[bool, ...], compiled: bool) -> None:
+@each("gradients", names="case wanted")
+@pytest.mark.parametrize("world", [1, 3])
+def test_gradients(pool: Pool, operator: str, world: int, case: Case, wanted: tuple[bool, ...]) -> None:
     row = ROWS[operator]
-    block = None if world == 1 or compiled else row.block
-    given = operator, on(world, case), wanted, compiled, block, row.seeds[:2] if compiled else row.seeds
+    given = operator, on(world, case), wanted, False, row.block if world > 1 else None, row.seeds
     pool.run(suite.gradients, *given, ranks=world, timeout_s=120)
+
+
+COMPILED = [
+    (operator, world, number, world == 2 and number in ROWS[operator].compiled_gradients)
+    for operator in GRADIENTS
+    for world in (1, 2, 3)
+    for number in range(len(ROWS[operator].gradients))
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "world", "number"), [one if is_fast else slow(*one) for *one, is_fast in COMPILED]
+)
+def test_compiled_gradients(pool: Pool, operator: str, world: int, number: int) -> None:
+    case, wanted = ROWS[operator].gradients[number]
+    pool.run(suite.gradients, operator, on(world, case), wanted, True, None, ranks=world, timeout_s=120)
 
 
 @each("many", names="case")
@@ -100,9 +112,8 @@ def test_many_sizes_in_a_row(pool: Pool, operator: str, case: Case) -> None:
 
 
 @each("layouts", names="case")
-def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(operator: str, case: Case) -> None:
-    with Pool(2) as fresh:  # which has not warned of these strides
-        first, second = fresh.run(suite.layouts, operator, case, timeout_s=60)
+def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(pool: Pool, operator: str, case: Case) -> None:
+    first, second = pool.run(suite.layouts, operator, case, ranks=2, timeout_s=60)
     for operand in suite.CALLS[operator].operands:
         assert sum(f"{operand} is copied at every call" in text for text in first) == 1
     assert not second
@@ -119,25 +130,21 @@ def test_what_cannot_be_is_refused_on_every_rank_with_the_fix(pool: Pool, operat
 
 
 @pytest.mark.parametrize("operator", ROWS)
-def test_one_rank_that_differs_is_named_on_every_rank(operator: str) -> None:
-    with Pool(2) as alone:
-        alone.run(suite.one_rank_differs, operator, ROWS[operator].small, timeout_s=60)
+def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool, operator: str) -> None:
+    pool.run(suite.one_rank_differs, operator, ROWS[operator].small, ranks=2, timeout_s=60)
 
 
 @each("late", names="case")
-def test_a_rank_that_does_not_come(operator: str, case: Case) -> None:
-    with Pool(2) as alone:
-        told, _ = alone.run(suite.never_comes, operator, case, False, timeout_s=60)
+def test_a_rank_that_does_not_come(pool: Pool, operator: str, case: Case) -> None:
+    told, _ = pool.run(suite.never_comes, operator, case, False, ranks=2, timeout_s=60)
     assert told.startswith("DeadlineError: rank 0 waited 1 s for ")
     assert operator in told
 
 
 @pytest.mark.parametrize("operator", GRADIENTS)
-def test_backward_waits_as_long_as_the_call_says(operator: str) -> None:
-    with Pool(2) as alone:
-        told, _ = alone.run(
-            suite.never_comes, operator, replace(ROWS[operator].late[0], schedule=None), True, timeout_s=60
-        )
+def test_backward_waits_as_long_as_the_call_says(pool: Pool, operator: str) -> None:
+    case = replace(ROWS[operator].late[0], schedule=None)
+    told, _ = pool.run(suite.never_comes, operator, case, True, ranks=2, timeout_s=60)
     assert told.startswith("DeadlineError: rank 0 waited 1 s")
 
 

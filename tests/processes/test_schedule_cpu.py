@@ -17,8 +17,9 @@ from collections.abc import Iterator
 import pytest
 import schedule_cpu_ranks as ranks
 import torch
-from pool import error_of, traces
+from pool import traces
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
+from support.on_ranks import error_of
 from support.slow import slow
 
 from weft.builders import AllGatherMatmul

@@ -7,7 +7,6 @@ of their own. Deadlines are short where one is meant to be missed, and long wher
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import signal
@@ -18,8 +17,9 @@ from typing import Any
 import pytest
 import schedule_cpu_ranks as ranks
 import torch.distributed as dist
-from pool import assert_deadline, error_of
+from pool import assert_deadline
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
+from support.on_ranks import error_of, own_group
 
 from weft.builders import AllGatherMatmul
 from weft.launch import Pool, RankDiedError
@@ -30,11 +30,6 @@ THREE = AllGatherMatmul(3, (4, 4, 4), (5,), 8, "fp32")
 LONG_S = 30.0
 # A step of rank 1 on a thread of its own, one on the caller's, and one of the library's collective.
 STEPS = [("shard", "copy x_shard -> box@2"), ("shard", "matmul y0"), ("serial", "all_gather x_shard -> gathered")]
-
-
-def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Collectives of the library that nobody completes hold their group until its own time is up: here, soon."""
-    return dist.new_group(list(range(group.size())), timeout=datetime.timedelta(seconds=5))
 
 
 def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensors) -> tuple[str, str]:

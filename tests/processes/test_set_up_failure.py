@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import error_of
 from schedule_cpu_ranks import wait_for_failure
 from support import made_up
+from support.on_ranks import error_of
 
 import weft
 from weft import plan, symm

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import assert_deadline, error_of, traces
+from pool import assert_deadline, traces
+from support.on_ranks import error_of, own_group
 from support.slow import slow
 
 import weft
@@ -34,10 +35,6 @@ from weft.symm.control import Control
 BAD_RANK = 1
 LONG_S = 50.0
 PROMPT_S = 10.0  # far below LONG_S, and enough for a busy machine
-
-
-def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(list(range(group.size())))
 
 
 def timed(call: Callable[[], Any]) -> tuple[str, str, float]:
@@ -253,7 +250,7 @@ def late_in(group, function, where, late_s, deadline_s, variables):
         slow(multiply, "schedules to run"),
         slow(multiply, "buffers of schedule"),
         slow(embed, "Exchange"),
-        (embed, "allocating 8 bytes"),  # the first flags
+        slow(embed, "allocating 8 bytes"),  # the first flags
         (embed, "allocating 131072 bytes"),  # results
     ],
 )

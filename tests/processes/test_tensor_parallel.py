@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import tensor_parallel_ranks as ranks
+from support.slow import mostly, pairs, slow
 
 from weft.launch import Pool
 
@@ -15,15 +16,17 @@ KINDS = ("column", "row", "mlp", "attention")
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "kind"), pairs([1, 2, 4], KINDS, (1, "mlp"), (2, "attention"), *((4, k) for k in KINDS))
+)
 def test_results_and_gradients(pool: Pool, world: int, kind: str, bias: bool) -> None:
     sequence_dim = 0 if bias else 1  # both, with two sequences in a batch
     pool.run(ranks.agrees, kind, bias, sequence_dim, torch.float32, False, 3, ranks=world, timeout_s=100)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "kind"), pairs([1, 2, 4], KINDS, (1, "attention"), (2, "mlp"), *((4, k) for k in KINDS))
+)
 def test_without_sequence_parallelism(pool: Pool, world: int, kind: str) -> None:
     dtypes = (torch.float32, torch.bfloat16) if world == 2 else (torch.float32,)
     for dtype in dtypes:
@@ -33,7 +36,7 @@ def test_without_sequence_parallelism(pool: Pool, world: int, kind: str) -> None
 @pytest.mark.parametrize(
     ("world", "sequence_dim", "compiled", "own_norms"),
     [
-        (2, None, False, False),
+        slow(2, None, False, False),
         (4, None, False, False),
         (2, None, True, False),
         (2, None, False, True),
@@ -54,12 +57,12 @@ def test_a_norm_that_is_watched_is_called(pool: Pool) -> None:
         assert heard == dict.fromkeys(heard, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly(KINDS, "mlp", "attention"))
 def test_bf16(pool: Pool, kind: str) -> None:
     pool.run(ranks.agrees, kind, True, 1, torch.bfloat16, False, 2, ranks=2, timeout_s=100)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly(KINDS, "attention"))
 def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
     pool.run(ranks.agrees, kind, True, 1, torch.float32, True, 2, ranks=2, timeout_s=200)
     pool.run(ranks.agrees, kind, True, None, torch.float32, True, 1, ranks=2, timeout_s=200)
@@ -84,7 +87,7 @@ def test_checkpoints_have_all_ranks_parts(pool: Pool, tmp_path: Path) -> None:
     assert {"mlp.down_proj.bias [24]", "norm.weight [24]", "experts.down_proj [4, 8, 12]"} < set(names)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("recompute", [slow(False), True], ids=["", "recomputed"])
 def test_a_block_under_fsdp(pool: Pool, recompute: bool) -> None:
     assert max(pool.run(ranks.sharded_by_fsdp, recompute, ranks=4, timeout_s=100)) < 1e-4
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import error_of
+from support.on_ranks import error_of, own_group
 
 import weft
 from weft.launch import Pool
@@ -40,10 +40,6 @@ def call(group: dist.ProcessGroup, step: int, schedule: str, **options: Any) -> 
 def right(group: dist.ProcessGroup, step: int, schedule: str, **options: Any) -> bool:
     wanted = torch.cat([shard(rank, step) for rank in range(group.size())]) @ torch.ones(K, N)
     return torch.equal(call(group, step, schedule, **options), wanted)
-
-
-def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(list(range(group.size())))
 
 
 def told(call: Callable[[], object]) -> tuple[str, str]:

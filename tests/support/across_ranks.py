@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.on_ranks import error_of
 
 import weft
 from weft.operator import calls
@@ -27,15 +27,6 @@ def declared_by(operator: str) -> Mapping[str, Across]:
 def compared_by(operator: str) -> set[str]:
     """Return the parameters that ranks compare in every call."""
     return {name for name, across in declared_by(operator).items() if across in COMPARED}
-
-
-def error_of(call: Callable[[], Any]) -> tuple[str, str]:
-    """The type and text of the error that `call` must raise."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
 
 
 def rows_that_nobody_expects(

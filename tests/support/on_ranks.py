@@ -47,6 +47,13 @@ def told(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """Return the type and text of the error that `call` must raise."""
+    kind, _, text = told(call).partition(": ")
+    assert kind != "nothing", "nothing was raised"
+    return kind, text
+
+
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks, which may fail."""
     return dist.new_group(list(range(group.size())))

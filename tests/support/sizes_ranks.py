@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.on_ranks import close
+from support.on_ranks import close, own_group
 
 import weft
 from weft import symm
@@ -31,10 +31,6 @@ from weft.symm.memory import lent
 
 K, N, LEAST, MOST = 24, 16, 16, 300
 NAN_BYTE = 0xFF  # of all floats
-
-
-def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(list(range(group.size())))
 
 
 class Held(NamedTuple):

@@ -25,8 +25,8 @@ class Row:
 
     results: cases by name, each called `calls` times in a row on each of `worlds` ranks. more: (ranks, case) beside them.
     every: (ranks, case, builders) of which every schedule is tried, and the builders that these come from.
-    gradients: cases, and which inputs want a gradient; data are made from `seeds`. worlds_of_gradients: (ranks, if it is compiled).
-    block: the schedule for all that eager ones run.
+    gradients: cases, and which inputs want a gradient; data are made from `seeds`. block: the schedule for all that eager ones run.
+    compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all.
     compiled: names of results that torch.compile calls.
     many, layouts: cases that are called with many sizes, and with operands that lie otherwise.
     small: a case whose arguments are replaced by wrong ones. late: calls to which ranks do not come.
@@ -43,10 +43,10 @@ class Row:
     worlds: Sequence[int] = (1, 2, 4)
     more: Sequence[Any] = ()
     gradients: Sequence[tuple[Case, tuple[bool, ...]]] = ()
-    worlds_of_gradients: Sequence[Any] = ((1, False), (3, False), (2, True), slow(1, True), slow(3, True))
+    compiled_gradients: Sequence[int] = (0,)
     seeds: Sequence[int] = (1,)
     block: str | None = None
-    compiled: Sequence[str] = ()
+    compiled: Sequence[Any] = ()
     many: Sequence[Case] = ()
     opcheck: Case | None = None
 
@@ -56,10 +56,16 @@ def by(case: Case, *schedules: str | None) -> list[Case]:
     return [replace(case, schedule=schedule) for schedule in schedules]
 
 
+def apart(case: Any, *schedules: str | None) -> list[Any]:
+    """Return `case` with each schedule, and with other sizes for each: a copy is warned of once for its name and strides."""
+    more = [replace(case, n=case.n + 16 * i, schedule=schedule) for i, schedule in enumerate(schedules)]
+    return [replace(one, shape=(one.shape[0] + 24 * i, *one.shape[1:])) for i, one in enumerate(more)]
+
+
 SOME = ((1, F32), (2, F32), (3, BF16), (4, F16))
 
 
-def dtypes(builders: Any, case: Any, most: int, fast: Any = SOME, of: Sequence[Any] = (F32, BF16, F16)) -> list[Any]:
+def dtypes(builders: Any, case: Any, most: int, *fast: Any, of: Sequence[Any] = (F32, BF16, F16)) -> list[Any]:
     """Return (ranks, case, builders) for several numbers of ranks and dtypes; `make test` tries those that are `fast`.
 
     case, builders: functions of the number of ranks and the dtype.
@@ -87,7 +93,7 @@ ALL_GATHER_MATMUL = Row(
     },
     every=[],  # tests/processes/test_schedule_cpu.py
     small=Gathered((8, 8), 3, schedule=GATHER),
-    layouts=by(Gathered((17, 24), 8), "serial", GATHER, SHARD),
+    layouts=apart(Gathered((18, 24), 8), "serial", GATHER, SHARD),
     steps=[
         (Gathered((6, 16), 8, more=(4,), schedule="serial"), {"all_gather x_shard -> ", "matmul y0", "matmul y1"}),
         (Gathered((6, 16), 8, schedule=SHARD), {"copy", "matmul"}),
@@ -98,6 +104,7 @@ ALL_GATHER_MATMUL = Row(
         for rows in (None, (4, 0, 9))
         for return_A in (False, True)
     ],
+    compiled_gradients=(0, 3),
     opcheck=Gathered((4, 8), 3, return_A=True),
 )
 
@@ -129,9 +136,10 @@ MATMUL_REDUCE_SCATTER = Row(
         # Several tiles, and a part of one.
         lambda world, dtype: Gemm(((300 if dtype == F32 else 50) * world, 24), 40, dtype),
         4,
+        *SOME,
     ),
     small=Gemm((8, 8), 3, schedule="scatter"),
-    layouts=by(Gemm((96, 24), 8), "serial", "scatter", "tracked[chunks=1,to=store]", "pulled[chunks=1,by=tracked]"),
+    layouts=apart(Gemm((96, 24), 8), "serial", "scatter", "tracked[chunks=1,to=store]", "pulled[chunks=1,by=tracked]"),
     steps=[
         (Gemm((16, 8), 4, op="avg", schedule="serial"), {"matmul", "reduce_scatter"}),
         (Gemm((16, 8), 4, op="avg", schedule=SUMMED), {"matmul", "copy"}),
@@ -145,6 +153,7 @@ MATMUL_REDUCE_SCATTER = Row(
         (Gemm((12, 16), 5), (True, False)),
         (Gemm((12, 16), 5, op="avg"), (False, True)),
     ],
+    compiled_gradients=(1, 4),
     block="direct[chunks=1,by=store,add=reduce]",
     many=by(
         Gemm(),
@@ -172,8 +181,8 @@ def followed(bias: bool, residual: bool) -> list[Any]:
         lambda world, _: summed_everywhere(world, 14),
         lambda _, dtype: Following((2, 7, 24), 40, dtype, bias=bias, residual=residual),
         3,
-        ((1, F32), (2, BF16), (3, F32)),
-        (F32, BF16),
+        *[(2, BF16), (3, F32)][: 1 + (bias and residual)],
+        of=(F32, BF16),
     )
 
 
@@ -185,8 +194,8 @@ def normed(fewer: int) -> list[Any]:
             (12 * world - fewer, 24), 40, dtype, residual=not fewer, eps=0.25 if fewer else 1e-6
         ),
         4,
-        ((1, F32), (2, BF16), (3, F32), (4, F64)),
-        (F32, BF16, F16, F64),
+        *[(3, F32), (2, BF16), (4, F64)][: 1 if fewer else 3],
+        of=(F32, BF16, F16, F64),
     )
 
 
@@ -217,12 +226,13 @@ MATMUL_ALL_REDUCE = Row(
             lambda world, dtype, fewer=fewer: summed_everywhere(world, whole(world, dtype) - fewer),
             lambda world, dtype, fewer=fewer: Gemm((whole(world, dtype) - fewer, 24), 40, dtype),
             8,
+            *SOME[2 * fewer :],
         )
     ]
     + [one for bias, residual in ((True, True), (True, False), (False, True)) for one in followed(bias, residual)]
     + [one for fewer in (0, 1) for one in normed(fewer)],
     small=Gemm((8, 8), 3, schedule="one_shot[by=load]"),
-    layouts=by(Gemm((17, 24), 8), "serial", "one_shot[by=dma]", TWO_SHOT),
+    layouts=apart(Gemm((17, 24), 8), "serial", "one_shot[by=dma]", TWO_SHOT),
     steps=[
         (Gemm((16, 8), 4, op="avg", schedule="serial"), {"matmul", "all_reduce"}),
         (Gemm((16, 8), 4, op="avg", schedule=TWO_SHOT), {"matmul", "copy"}),
@@ -249,6 +259,7 @@ MATMUL_ALL_REDUCE = Row(
         ),
         *((Following((rows, 8), 5, bias=True, residual=True, eps=0.1), (True,) * 5) for rows in (6, 7)),
     ],
+    compiled_gradients=(1, 2, 4, 10),
     block="two_shot[chunks=1,by=store,add=reduce]",
     many=by(Gemm(), None, "one_shot[by=kernel]", "two_shot[chunks=2,by=store,add=gemm]", "chunked[chunks=4,by=dma]"),
     opcheck=Gemm((4, 8), 3),
@@ -282,10 +293,11 @@ MATMUL_ALL_GATHER = Row(
             lambda world, _: {"serial"} | ({"direct", "tracked"} if world > 1 else set()),
             lambda _, dtype, dim=dim: Gemm((299, 24), 40, dtype, dim),
             8,
+            *SOME[-2 * dim :],
         )
     ],
     small=Gemm((8, 8), 3, schedule="direct[chunks=1,by=dma]"),
-    layouts=by(Gemm((17, 24), 8, dim=-1), "serial", DIRECT, "tracked[chunks=1]"),
+    layouts=apart(Gemm((19, 24), 12, dim=-1), "serial", DIRECT, "tracked[chunks=1]"),
     steps=[
         (Gemm((16, 8), 4, schedule="serial"), {"matmul", "all_gather"}),
         (Gemm((16, 8), 4, dim=-1, schedule="serial"), {"matmul", "all_gather", "unpack"}),
@@ -300,6 +312,7 @@ MATMUL_ALL_GATHER = Row(
         (Gemm((2, 5, 16), 5, dim=2), (True, False)),
         (Gemm((12, 16), 5), (False, True)),
     ],
+    compiled_gradients=(1, 3),
     block="direct[chunks=1,by=dma]",
     many=[
         one
@@ -340,19 +353,26 @@ ALL_GATHER_SCALED_MATMUL = Row(
         "fp8, serial, a batch": ScaledGathered((2, 3, 16), dim=1, out=FP8, schedule="serial"),
     },
     every=[
-        *(gathered_kind(world, *kind) for world in (1, 2) for kind in KINDS),
+        *(gathered_kind(2, *kind) for kind in KINDS),
+        *(slow(*gathered_kind(1, *kind)) for kind in KINDS),
         slow(*gathered_kind(3, "tensor", FP8)),
         slow(*gathered_kind(4, "row", BF16)),
     ],
     small=ScaledGathered(schedule=GATHER),
-    layouts=by(ScaledGathered(), "serial", GATHER),
+    layouts=apart(ScaledGathered((11, 32)), "serial", GATHER),
     steps=[(ScaledGathered(schedule="serial"), {"all_gather", "scaled_matmul"})],
     late=[ScaledGathered(schedule="serial")],
-    compiled=["a scale for all", "by row, biases in fp16", "a batch of sequences", "fp8", "uneven"],
+    compiled=["by row, biases in fp16", "uneven", *map(slow, ("a scale for all", "a batch of sequences", "fp8"))],
     opcheck=ScaledGathered(by="row", biased=True),
 )
 
 REDUCED, STORED = "direct[chunks=2,by=dma,add=reduce]", "direct[chunks=1,by=store,add=reduce]"
+
+
+def scattered_kind(world: int, by: Any, out: torch.dtype) -> tuple[int, Case, set[str]]:
+    builders = {"serial"} if world == 1 else {"serial", "scatter", "direct"}
+    return world, ScaledGemm((50 * world, 32), 48, by=by, out=out, biased=out != F32), builders
+
 
 SCALED_MATMUL_REDUCE_SCATTER = Row(
     results={
@@ -375,22 +395,22 @@ SCALED_MATMUL_REDUCE_SCATTER = Row(
         "no batch": ScaledGemm((0, 12, 16), dim=1, op="avg"),
     },
     every=[
-        (
-            world,
-            ScaledGemm((50 * world, 32), 48, by=kind, out=out, biased=out != F32),  # type: ignore[arg-type]
-            {"serial"} if world == 1 else {"serial", "scatter", "direct"},
-        )
-        for world, kind in [(1, "row"), (2, "tensor"), (2, "row"), (3, "row"), (4, "tensor")]
-        for out in (F32, BF16, F16)
+        *(
+            scattered_kind(*kind)
+            for kind in ((1, "row", F32), (2, "tensor", BF16), (3, "row", F16), (4, "tensor", F32))
+        ),
+        *(slow(*scattered_kind(2, "row", out)) for out in (F32, BF16, F16)),
+        *(slow(*scattered_kind(3, "row", out)) for out in (F32, BF16)),
+        *(slow(*scattered_kind(4, "tensor", out)) for out in (BF16, F16)),
     ],
     small=ScaledGemm(schedule="scatter"),
-    layouts=by(ScaledGemm(), "serial", REDUCED),
+    layouts=apart(ScaledGemm(), "serial", REDUCED),
     steps=[
         (ScaledGemm(schedule="serial"), {"scaled_matmul", "reduce_scatter"}),
         (ScaledGemm(schedule=REDUCED), {"scaled_matmul", "copy", "reduce"}),
     ],
     late=[ScaledGemm(schedule="scatter")],
-    compiled=["a scale for all", "biases, by row, in fp16", "a batch of sequences", "flattened"],
+    compiled=["biases, by row, in fp16", "flattened", *map(slow, ("a scale for all", "a batch of sequences"))],
     many=by(ScaledGemm(by="row"), None, "scatter", "direct[chunks=2,by=store,add=reduce]"),
     opcheck=ScaledGemm(by="row", biased=True),
 )
@@ -437,7 +457,7 @@ ALL_TO_ALL_MATMUL = Row(
         for experts, exact in ((2, True), (1, True), (2, False))
         for schedule in (None, "serial")
     ],
-    worlds_of_gradients=((1, False), (3, False), (2, True)),
+    compiled_gradients=(0, 4),
     seeds=range(4),
     opcheck=Experts(exact=False, k=8, n=3),
 )
@@ -461,7 +481,7 @@ MATMUL_ALL_TO_ALL = Row(
     },
     every=[(3, Experts(exact=exact), {"serial", "combine", "combine_by_expert"}) for exact in (True, False)],
     small=Experts(traffic="two each", k=8, n=3, schedule=STORE),
-    layouts=by(Experts(traffic="two each", k=6, n=5), None),
+    layouts=by(Experts(traffic="two each", k=6, n=7), None),
     steps=[
         (Experts(schedule="serial"), {"library_grouped_matmul", "permute", "exchange ordered -> y"}),
         (Experts(schedule="combine[chunks=2,by=kernel]"), {"read counts", "returning_matmul", "copy inbox -> y"}),
@@ -483,7 +503,7 @@ MATMUL_ALL_TO_ALL = Row(
         (Experts(k=12, schedule=DMA), (True, False)),
         (Experts(k=12, schedule=DMA), (False, True)),
     ],
-    worlds_of_gradients=((1, False), (3, False), (2, True)),
+    compiled_gradients=(0, 6, 9),
     seeds=range(4),
     opcheck=Experts(exact=False, k=8, n=3),
 )
