@@ -27,9 +27,7 @@ from weft.operator.spec import Across, Operator
 from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS
 from weft.ops.matmul_all_gather_gradients import part_of_sum
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused.collectives import all_gather
 from weft.runtime.unfused.turn import Turn
-from weft.runtime.unfused.unpack import side_by_side
 from weft.timeline import Timeline
 
 
@@ -151,16 +149,6 @@ class _MatmulAllGather(Operator[_Call]):
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
         return call.x.shape[0], [call.w]
-
-    def unfused(
-        self, p: MatmulAllGather, call: _Call, group: dist.ProcessGroup, turn: Turn
-    ) -> list[torch.Tensor] | None:
-        """Run the serial schedule, but put columns side by side with one copy."""
-        if not p.columns or p.world_size == 1 or not p.m * p.n:
-            return None
-        own = turn.done("matmul own", torch.mm(call.x, call.w))
-        below = all_gather(own, [p.m] * p.world_size, group.rank(), group, turn, "all_gather own -> below")
-        return [turn.done("unpack", side_by_side(below, p.world_size))]
 
     def gradients(
         self, p: MatmulAllGather, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],

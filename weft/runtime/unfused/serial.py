@@ -32,7 +32,9 @@ from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
 from weft.runtime.unfused.turn import STRAIGHT, Turn
-from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step
+from weft.runtime.unfused.unpack import side_by_side
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step, Tiles, value
+from weft.schedule.kernels import Unpack
 from weft.schedule.spans import span_name
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -57,7 +59,8 @@ class Unfused:
         self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank)}
         (lane,) = schedule.of_rank(rank)
         self._calls = [bind(step, self) for step in lane.steps]
-        made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
+        parts = [part for step in lane.steps for part in step.inner or (step,)]
+        made = {access.region.buffer for part in parts for access in part.accesses() if access.writes}
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
         self._plain = [_plain(step, self) for step in lane.steps]
         self.plain: _core.PlainSteps | None = None
@@ -228,6 +231,24 @@ def _copy(step: Copy, here: Unfused) -> Call:
 
     def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
         t[dst] = src(t).clone()
+
+    return call
+
+
+@bind.register
+def _tiles(step: Tiles, here: Unfused) -> Call:
+    """Return the one copy that puts the matrices of all ranks side by side. The kernel copies one of them in each tile."""
+    ranks = value(step.extent)
+    copies = [part for n in range(ranks) for part in step.tile(n) if isinstance(part, Copy)]
+    places = [(copy.src.row, copy.dst.col) for copy in copies]
+    if not isinstance(step.kernel, Unpack) or places != [
+        (n * copies[0].src.rows, n * copies[0].dst.cols) for n in range(ranks)
+    ]:
+        raise ScheduleError(f"schedule {here.schedule.name}: {step} has no unfused torch call")
+    src, dst, name = copies[0].src.buffer, copies[0].dst.buffer, here.name_of(step)
+
+    def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
+        t[dst] = turn.done(name, side_by_side(t[src], ranks))
 
     return call
 
