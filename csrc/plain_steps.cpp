@@ -38,14 +38,15 @@ nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle
 PlainSteps::PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world)
     : torch_(torch), calls_(*nb::cast<const TorchCalls *>(torch)), world_(world) {
     for (nb::handle name : buffers) names_.push_back(nb::borrow(name));
-    static const char *const kinds[] = {"matmul", "all_gather", "reduce_scatter", "all_reduce", "scaled_matmul", "scaled_matmul_fast"};
+    static const char *const kinds[] = {"matmul",     "all_gather",    "reduce_scatter",
+                                        "all_reduce", "scaled_matmul", "scaled_matmul_fast", "called"};
     for (nb::handle one : steps) {
         const nb::tuple written = nb::cast<nb::tuple>(one);
         const std::string name = nb::cast<std::string>(written[0]);
         size_t kind = 0;
         while (kind < std::size(kinds) && name != kinds[kind]) ++kind;
         const nb::tuple read = nb::cast<nb::tuple>(written[2]);
-        const size_t wanted = kind == mm ? 2 : kind >= scaled ? 4 : 1;
+        const size_t wanted = kind == mm ? 2 : kind == scaled || kind == scaled_fast ? 4 : 1;
         if (kind == std::size(kinds) || nb::len(read) < wanted)
             throw std::invalid_argument("no plain step: " + std::string(nb::repr(one).c_str()));
         Step &step = steps_.emplace_back(Step{Kind(kind), place(nb::object(written[1])), {}, nb::object(written[3])});
@@ -120,6 +121,13 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
         case scaled_fast:
             buffers[step.out] = scaled_product(step, buffers);
             break;
+        case called: {
+            std::vector<PyObject *> given(1 + step.in.size());
+            for (size_t i = 0; i < step.in.size(); ++i) given[1 + i] = buffers[step.in[i]].ptr();
+            const size_t count = step.in.size() | PY_VECTORCALL_ARGUMENTS_OFFSET;
+            buffers[step.out] = checked(PyObject_Vectorcall(step.dtype.ptr(), given.data() + 1, count, nullptr));
+            break;
+        }
         }
         if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // of backends that have not ordered the stream
     }

@@ -35,7 +35,8 @@ struct TorchCalls {
 
 class PlainSteps {
   public:
-    // buffers: the names of inputs first. steps: (kind, the buffer that it writes, the buffers that it reads, dtype).
+    // buffers: the names of inputs first. steps: (kind, the buffer that it writes, the buffers that it reads, dtype); of kind
+    // "called" a function of these buffers is in place of the dtype.
     PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
 
     // Runs all steps. buffers: one for each name; the inputs are there, and steps add the others.
@@ -46,12 +47,12 @@ class PlainSteps {
     size_t size() const { return names_.size(); }
 
   private:
-    enum Kind { mm, gather, scatter, reduce, scaled, scaled_fast };
+    enum Kind { mm, gather, scatter, reduce, scaled, scaled_fast, called };
     struct Step {
         Kind kind;
         size_t out;
         std::vector<size_t> in;
-        nb::object dtype;
+        nb::object dtype;  // or the function
     };
 
     nb::object new_matrix(nb::handle like, int64_t rows, int64_t cols) const;

@@ -3,7 +3,7 @@
 // A recipe is written once, from an earlier call, as nested tuples:
 //
 //     ("constant", value)  ("given", i)  ("given", i, j)  ("named", name)  ("named", name, j)
-//     ("view", recipe, shape)  ("as_strided", recipe, shape, strides)
+//     ("view", recipe, shape)  ("as_strided", recipe, shape, strides)  ("div_", recipe, number)
 //     ("list", [recipe...])  ("tuple", [recipe...])  ("dict", {key: recipe})  ("call", function, [recipe...])
 #pragma once
 #include <nanobind/nanobind.h>
@@ -44,9 +44,9 @@ class Recipe {
             if (kind_ == given) index_ = nb::cast<int64_t>(first_);
             require(index_ >= 0);
             if (size > 2) nth_ = nb::cast<int64_t>(parts[2]);
-        } else if (kind == "view" || kind == "as_strided") {
-            require(size == (kind == "view" ? 3 : 4));
-            kind_ = kind == "view" ? view : as_strided;
+        } else if (kind == "view" || kind == "div_" || kind == "as_strided") {
+            require(size == (kind == "as_strided" ? 4 : 3));
+            kind_ = kind == "as_strided" ? as_strided : method;
             children_.emplace_back(parts[1]);
             first_ = nb::object(parts[2]);
             if (kind_ == as_strided) second_ = nb::object(parts[3]);
@@ -83,7 +83,7 @@ class Recipe {
             }
             return item(nb::borrow(found));
         }
-        case view:
+        case method:
             return call_method(children_[0].make(from), method_, first_);
         case as_strided:
             return call_method(children_[0].make(from), method_, first_, second_);
@@ -112,7 +112,7 @@ class Recipe {
     size_t size() const { return children_.size(); }
 
   private:
-    enum Kind { constant, given, named, view, as_strided, list, tuple, dict, called };
+    enum Kind { constant, given, named, method, as_strided, list, tuple, dict, called };
 
     nb::object item(nb::object found) const {
         return nth_ < 0 ? found : checked(PySequence_GetItem(found.ptr(), nth_));

@@ -154,7 +154,8 @@ class PlainSteps:
 
     Args:
         buffers: names, inputs first.
-        steps: (kind, the buffer that it writes, the buffers that it reads, dtype).
+        steps: (kind, the buffer that it writes, the buffers that it reads, dtype); of kind "called", a function of these buffers in
+            place of the dtype.
         world: ranks.
     """
 

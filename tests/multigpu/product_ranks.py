@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.matmul_ranks import close
-from support.scatter_ranks import late
+from support.on_ranks import close, late
 
 from weft import symm
 from weft.builders import Problem, named

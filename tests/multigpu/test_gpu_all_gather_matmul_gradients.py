@@ -7,7 +7,7 @@ import product_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from support.matmul_ranks import close
+from support.on_ranks import close
 
 import weft
 from weft.builders import AllGatherMatmulGradients

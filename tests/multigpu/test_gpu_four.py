@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import dispatch_ranks
+import gpu_all_to_all_matmul_ranks as dispatch_ranks
 import gpu_ranks
 import pytest
 import schedule_ranks
 import torch
-from support import (
-    gathered_gradient_ranks,
-    gathered_product_ranks,
-    matmul_ranks,
-    output_maps,
-    reduce_ranks,
-    scatter_ranks,
-)
+from support import output_maps
+from support.on_ranks import BF16, F32
+from support.operators import suite
+from support.operators.call import Case
+from support.operators.gemms import Gathered, Gemm
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul
 from weft.launch import Pool
@@ -56,30 +53,34 @@ def test_every_schedule_of_experts(ranks: Pool, exact: bool) -> None:
     ranks.run(dispatch_ranks.every_candidate, p, False, False, columns, timeout_s=180)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_schedule_that_scatters(ranks: Pool, dtype: torch.dtype) -> None:
-    names = ranks.run(scatter_ranks.every_schedule, 300 * ranks.world_size, 136, 72, dtype, 0.01, timeout_s=240)
-    assert {"scatter", "direct", "tracked", "ring", "pulled"} < {name.split("[")[0] for name in names[0]}
+def builders(ranks: Pool, operator: str, case: Case) -> set[str]:
+    """Call every schedule. Return their builders."""
+    names = ranks.run(suite.every_schedule, operator, case, 0.01, timeout_s=240)
+    return {name.split("[")[0] for name in names[0]}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_schedule_that_adds_up_everywhere(ranks: Pool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_every_schedule_of_reduce_scatter(ranks: Pool, dtype: torch.dtype) -> None:
+    case = Gemm((300 * ranks.world_size, 72), 136, dtype)
+    assert {"scatter", "direct", "tracked", "ring", "pulled"} < builders(ranks, "matmul_reduce_scatter", case)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_every_schedule_of_all_reduce(ranks: Pool, dtype: torch.dtype) -> None:
     for m in (300 * ranks.world_size, 300 * ranks.world_size - 1):
-        names = ranks.run(reduce_ranks.every_schedule, m, 136, 72, dtype, 0.01, timeout_s=240)
-        assert {"one_shot", "two_shot"} < {name.split("[")[0] for name in names[0]}
+        assert {"one_shot", "two_shot"} < builders(ranks, "matmul_all_reduce", Gemm((m, 72), 136, dtype))
 
 
 @pytest.mark.parametrize("dim", [0, -1])
-def test_every_schedule_that_gathers_products(ranks: Pool, dim: int) -> None:
-    names = ranks.run(gathered_product_ranks.every_schedule, 300, 136, 72, dim, torch.bfloat16, 0.01, timeout_s=240)
-    assert {"direct", "tracked"} < {name.split("[")[0] for name in names[0]}
+def test_every_schedule_of_all_gather(ranks: Pool, dim: int) -> None:
+    assert {"direct", "tracked"} < builders(ranks, "matmul_all_gather", Gemm((300, 72), 136, BF16, dim))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("columns", [False, True])
-def test_every_schedule_of_both_gradients_of_what_was_gathered(ranks: Pool, columns: bool, dtype: torch.dtype) -> None:
-    names = ranks.run(gathered_gradient_ranks.every_schedule, 300, 1030, 72, columns, dtype, 0.01, timeout_s=120)
-    assert len(names[0]) == 8
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_every_schedule_of_both_gradients_of_all_gather(ranks: Pool, dim: int, dtype: torch.dtype) -> None:
+    case = Gemm((300, 72), 1030, dtype, dim)
+    assert builders(ranks, "matmul_all_gather_gradients", case) == {"serial", "direct"}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_every_schedule_of_both_gradients_of_what_was_gathered(ranks: Pool, colu
     ["scatter", "direct[chunks=2,by=store,add=gemm]", "ring[chunks=2,by=dma]", "pulled[chunks=2,by=tracked]", "serial"],
 )
 def test_scattered_sizes_take_turns_in_one_memory(ranks: Pool, name: str) -> None:
-    ranks.run(scatter_ranks.many_sizes, name, torch.bfloat16, timeout_s=60)
+    ranks.run(suite.many_sizes, "matmul_reduce_scatter", Gemm(dtype=BF16, schedule=name), timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +107,9 @@ def test_stragglers_and_graphs(ranks: Pool, name: str) -> None:
 
 
 def test_the_operator(ranks: Pool) -> None:
-    ranks.run(matmul_ranks.forward, (256, 512), 0, [384], None, torch.bfloat16, False, None, 3, timeout_s=90)
+    ranks.run(suite.results, "all_gather_matmul", Gathered((256, 512), 384, BF16), 3, timeout_s=90)
 
 
 def test_every_output_map(ranks: Pool) -> None:
-    ranks.run(output_maps.run_library, (256, 128, 192), torch.bfloat16, timeout_s=300)
-    ranks.run(output_maps.run_random, (256, 128, 192), torch.bfloat16, range(10), timeout_s=200)
+    ranks.run(output_maps.run_library, (256, 128, 192), BF16, timeout_s=300)
+    ranks.run(output_maps.run_random, (256, 128, 192), BF16, range(10), timeout_s=200)

@@ -6,17 +6,22 @@ import gpu_ranks
 import product_ranks
 import pytest
 import torch
-from support import gathered_gradient_ranks as ranks
-from support.scatter_ranks import every
+from support import matmul_all_gather_gradients_ranks as ranks
+from support.on_ranks import BF16, F16, F32, applicable
+from support.operators import suite
+from support.operators.gemms import Gemm
 
 from weft.builders import MatmulAllGatherGradients
 from weft.launch import Pool
 
 pytestmark = gpu_ranks.MARKS
+NAME = "matmul_all_gather_gradients"
 SIZES = {"whole": (2048, 1024, 256), "odd": (601, 1030, 43), "few columns": (301, 19, 7)}
 """M, N, K: of whole tiles; blocks of columns that are whole tiles of rows that are not; and nothing of it."""
 DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"
-OVERLAPPING = [c.name for c in every(MatmulAllGatherGradients(2, 2048, 1024, 256, "bf16")) if c.name != "serial"]
+NAMES = [candidate.name for candidate in applicable(MatmulAllGatherGradients(2, 2048, 1024, 256, "bf16"))]
+OVERLAPPING = [name for name in NAMES if name != "serial"]
+each_dim = pytest.mark.parametrize("dim", [0, -1])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -28,26 +33,26 @@ def test_behind_stragglers_and_replayed(pair: Pool, sizes: str, columns: bool, d
         pair.run(product_ranks.on_streams, p, name, timeout_s=60)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("columns", [False, True])
-def test_every_schedule_by_the_operator(pair: Pool, columns: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@each_dim
+def test_every_schedule_by_the_operator(pair: Pool, dim: int, dtype: torch.dtype) -> None:
     """Three calls in a row with fresh data and poisoned results, behind stragglers, and to the bit again."""
-    names = pair.run(ranks.every_schedule, 777, 520, 264, columns, dtype, 0.01, timeout_s=200)
-    assert names[0] == OVERLAPPING
+    names = pair.run(suite.every_schedule, NAME, Gemm((777, 264), 520, dtype, dim), 0.01, timeout_s=200)
+    assert names[0] == NAMES
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("shape", "dim"), [((128, 64), 0), ((128, 64), -1), ((3, 65, 48), 1), ((3, 65, 48), -1)])
 def test_gradients(pair: Pool, shape: tuple[int, ...], dim: int, compiled: bool) -> None:
     for schedule in (DIRECT, COLUMNS):
-        pair.run(ranks.backward, schedule, shape, 40, dim, (True, True), compiled, None, timeout_s=120)
+        pair.run(ranks.backward, schedule, Gemm(shape, 40, dim=dim), compiled, timeout_s=120)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@each_dim
 @pytest.mark.parametrize("schedule", [None, DIRECT, COLUMNS])
-def test_many_sizes_in_a_row(pair: Pool, schedule: str | None, columns: bool, dtype: torch.dtype) -> None:
-    pair.run(ranks.many_sizes, columns, schedule, dtype, timeout_s=60)
+def test_many_sizes_in_a_row(pair: Pool, schedule: str | None, dim: int, dtype: torch.dtype) -> None:
+    pair.run(suite.many_sizes, NAME, Gemm(dtype=dtype, dim=dim, schedule=schedule), timeout_s=60)
 
 
 @pytest.mark.parametrize("schedule", ["serial", DIRECT, COLUMNS])

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import dispatch_ranks
+import gpu_all_to_all_matmul_ranks as dispatch_ranks
+import gpu_matmul_all_to_all_ranks as returning_ranks
 import gpu_ranks
 import pytest
-import returning_ranks
 import torch
 import torch.distributed as dist
-from support import combine_call_ranks as calls
-from support import combine_ranks as ranks
-from support import expert_module_ranks, matmul_ranks
-from support.expert_ranks import tokens_gradient_alone
+from support import expert_module_ranks
+from support import matmul_all_to_all_ranks as ranks
+from support.all_to_all_matmul_ranks import tokens_gradient_alone
+from support.on_ranks import BF16, told
+from support.operators import suite
+from support.operators.experts import Experts, MatmulAllToAllCall
 
 import weft
 from weft.builders import AllToAllMatmul, MatmulAllToAll
 from weft.launch import Pool
 
 pytestmark = gpu_ranks.MARKS
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DMA, KERNEL, STORE = (f"combine[chunks=1,by={by}]" for by in ("dma", "kernel", "store"))
 BY_EXPERT = "combine_by_expert[chunks=2,by=kernel]"
 
@@ -64,18 +65,6 @@ def test_what_ran_can_be_seen(pair: Pool, name: str) -> None:
         assert sum("-> y" in name for name in names) == 1
 
 
-@pytest.mark.parametrize("schedule", [None, "serial", DMA, STORE], ids=str)
-@pytest.mark.parametrize("traffic", ["uneven", "all to one", "one has nothing", "nothing"])
-def test_results(pair: Pool, traffic: str, schedule: str | None) -> None:
-    pair.run(ranks.forward, 3, BF16, traffic, True, schedule, False, 6, timeout_s=60)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("schedule", [None, "serial", KERNEL, STORE, BY_EXPERT], ids=str)
-def test_results_where_the_host_is_told(pair: Pool, schedule: str | None, dtype: torch.dtype) -> None:
-    pair.run(ranks.forward, 2, dtype, "uneven", False, schedule, True, 6, (64, 40), timeout_s=60)
-
-
 @pytest.mark.parametrize("schedule", [None, "serial", STORE], ids=str)
 def test_a_gemm_before_an_all_to_all(pair: Pool, schedule: str | None) -> None:
     pair.run(ranks.dense, schedule, BF16, timeout_s=60)
@@ -84,7 +73,8 @@ def test_a_gemm_before_an_all_to_all(pair: Pool, schedule: str | None) -> None:
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "h", "weights"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
 def test_gradients(pair: Pool, exact: bool, wanted: tuple[bool, bool]) -> None:
-    pair.run(ranks.backward, 2, exact, STORE, False, wanted, timeout_s=120)
+    case = Experts(exact=exact, k=12, schedule=STORE)
+    pair.run(suite.gradients, "matmul_all_to_all", case, wanted, False, None, range(4), timeout_s=120)
 
 
 def test_rows_travel_once_backward_and_the_order_of_sums_is_one(pair: Pool) -> None:
@@ -117,7 +107,8 @@ def test_a_dispatch_that_returns_the_tokens_too(pair: Pool, name: str) -> None:
 
 
 def test_compiled_gradients(pair: Pool) -> None:
-    pair.run(ranks.backward, 2, False, None, True, timeout_s=200)
+    case = Experts(exact=False, k=12)
+    pair.run(suite.gradients, "matmul_all_to_all", case, (True, True), True, None, range(2), timeout_s=200)
 
 
 @pytest.mark.parametrize("schedules", [(None, None), ("dispatch[by=kernel,rest=each]", STORE)], ids=str)
@@ -132,37 +123,43 @@ def test_the_gradient_of_tokens_alone_is_a_combine(pair: Pool, max_rows: bool) -
 
 def captured(group: dist.ProcessGroup, schedule: str) -> str:
     """The operator in a graph, replayed with other rows and tables; what is told of a capture without rows."""
-    rank, world = group.rank(), group.size()
-    cases = [ranks.Case(rank, returning_ranks.random_splits(world, 2, (64,) * world, seed), 64, 32, BF16, seed)
-             for seed in range(6)]  # fmt: skip
-    held = ranks.Case(rank, returning_ranks.random_splits(world, 2, (64,) * world, 9), 64, 32, BF16, 9)
+    world = group.size()
+
+    def case(seed: int) -> MatmulAllToAllCall:
+        splits = returning_ranks.random_splits(world, 2, (64,) * world, seed)
+        return MatmulAllToAllCall(Experts(2, BF16, k=64, n=32), group, seed, splits)
+
+    cases, held = [case(seed) for seed in range(6)], case(9)
     h = torch.full((64 * world, 64), torch.nan, dtype=BF16, device="cuda")
 
-    def fill(case: ranks.Case) -> None:
+    def fill(one: MatmulAllToAllCall) -> None:
         h.fill_(torch.nan)
-        h[: len(case.h)] = case.h
-        for name in ("w", "received", "given"):
-            getattr(held, name).copy_(getattr(case, name))
+        h[: len(one.mine[0])] = one.mine[0]
+        for to, given in (
+            (held.mine[1], one.mine[1]),
+            (held.received, one.received),
+            (held.splits_here, one.splits_here),
+        ):
+            to.copy_(given)
 
     def call(rows: int | None = 64) -> torch.Tensor:
-        return weft.matmul_all_to_all(
-            h, held.w, held.received, held.given, group=group, rows=rows, capacity=64, schedule=schedule
-        )
+        tables = held.received, held.splits_here
+        return weft.matmul_all_to_all(h, held.mine[1], *tables, group=group, rows=rows, capacity=64, schedule=schedule)
 
     with torch.no_grad():
         fill(cases[0])
-        cases[0].check(call())
+        cases[0].check(group, [call()])
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = call()
-        for case in cases:
-            fill(case)
+        for one in cases:
+            fill(one)
             y.fill_(torch.nan)
             graph.replay()
             torch.cuda.synchronize()
-            case.check(y)
-        return matmul_ranks.told(lambda: _captured_without_rows(call))
+            one.check(group, [y])
+        return told(lambda: _captured_without_rows(call))
 
 
 def _captured_without_rows(call: Callable[..., torch.Tensor]) -> None:
@@ -172,13 +169,8 @@ def _captured_without_rows(call: Callable[..., torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("schedule", [KERNEL, STORE, BY_EXPERT])
 def test_a_call_in_a_graph(pair: Pool, schedule: str) -> None:
-    for told in pair.run(captured, schedule, timeout_s=60):
-        assert "give rows" in told
-
-
-def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
-    steps = ["library_grouped_matmul", "permute", "exchange ordered -> y"]
-    assert pair.run(calls.serial_steps, timeout_s=60) == [steps * 2, []]
+    for error in pair.run(captured, schedule, timeout_s=60):
+        assert "give rows" in error
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])

@@ -1,4 +1,4 @@
-"""weft.matmul_all_reduce with a norm behind the sum, on two GPUs; most functions are those of the CPU tests."""
+"""weft.matmul_all_reduce with what follows the sum, on two GPUs; the functions are those of the CPU tests."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import gpu_ranks
 import product_ranks
 import pytest
 import torch
-from support import reduce_ranks as ranks
+from support.matmul_all_reduce_ranks import normed_alike
+from support.on_ranks import BF16, F16, F32, applicable
+from support.operators import suite
+from support.operators.gemms import Following
 
 from weft.builders import MatmulAllReduce
 from weft.launch import Pool
 
 pytestmark = gpu_ranks.MARKS
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-SIZES = (2048, 512, 256)
-"""M, N, K"""
-BUILDERS = [c.name for c in ranks.every(MatmulAllReduce(2, *SIZES, "bf16"))]
+NORMED = MatmulAllReduce(2, 2048, 512, 256, "bf16", bias=True, residual=True, eps=1e-6)
+
+
+def every_schedule(pair: Pool, case: Following) -> None:
+    pair.run(suite.every_schedule, "matmul_all_reduce", case, 0.01, timeout_s=300)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("n", [256, 19], ids=["whole", "odd"])
+def test_what_follows_is_added_by_every_schedule(pair: Pool, n: int, dtype: torch.dtype) -> None:
+    for bias, residual in ((True, True), (True, False), (False, True)):
+        every_schedule(pair, Following((2, 256, 128), n, dtype, bias=bias, residual=residual))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
@@ -23,25 +34,32 @@ BUILDERS = [c.name for c in ranks.every(MatmulAllReduce(2, *SIZES, "bf16"))]
 def test_sums_are_normed_by_every_schedule(pair: Pool, n: int, dtype: torch.dtype) -> None:
     """Compare the sum and its norm, which repeat to the bit; with weights of each rank's own, and of all ranks."""
     for m, residual in ((256, True), (301, False)):
-        pair.run(ranks.normed, (2, m, 128), n, dtype, residual, 1e-6, timeout_s=200)
+        every_schedule(pair, Following((2, m, 128), n, dtype, residual=residual, eps=1e-6))
 
 
 def test_norms_of_little_compiled_and_of_scattered_weights(pair: Pool) -> None:
-    pair.run(ranks.normed_alike, timeout_s=200)
+    pair.run(normed_alike, timeout_s=200)
 
 
 @pytest.mark.parametrize("n", [7168, 16384, 40000])
 def test_long_rows_are_normed(pair: Pool, n: int) -> None:
-    pair.run(ranks.normed, (1, 17, 64), n, BF16, True, 1e-6, timeout_s=200)
+    every_schedule(pair, Following((1, 17, 64), n, BF16, residual=True, eps=1e-6))
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", [candidate.name for candidate in applicable(NORMED)])
 def test_every_schedule_with_a_norm_is_captured_and_replayed(pair: Pool, name: str) -> None:
-    p = MatmulAllReduce(2, *SIZES, "bf16", bias=True, residual=True, eps=1e-6)
-    pair.run(product_ranks.on_streams, p, name, timeout_s=60)
+    pair.run(product_ranks.on_streams, NORMED, name, timeout_s=60)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("of", ["yt", "y", "t"])
-def test_gradients_of_norms(pair: Pool, of: str, compiled: bool) -> None:
-    pair.run(ranks.backward_normed, 64, (True,) * 5, of, compiled, timeout_s=120)
+@pytest.mark.parametrize("wanted", [(True, True, True, True), (False, False, True, True)])
+def test_gradients_of_what_follows(pair: Pool, wanted: tuple[bool, ...], compiled: bool) -> None:
+    case = Following((64, 8), 5, bias=True, residual=True)
+    pair.run(suite.gradients, "matmul_all_reduce", case, wanted, compiled, None, timeout_s=120)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("weighed", [(0, 1), (0,), (1,)], ids=["both", "norm", "sum"])
+def test_gradients_of_norms(pair: Pool, weighed: tuple[int, ...], compiled: bool) -> None:
+    case = Following((64, 8), 5, bias=True, residual=True, eps=0.1)
+    pair.run(suite.gradients, "matmul_all_reduce", case, (True,) * 5, compiled, None, (4,), weighed, timeout_s=120)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import output_maps as maps
-from support.matmul_ranks import close, device
+from support.on_ranks import close, device
 
 from weft import symm
 from weft.launch import Pool

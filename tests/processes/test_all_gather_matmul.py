@@ -1,51 +1,48 @@
-"""weft.all_gather_matmul on CPU processes: results, gradients, torch.compile, layouts, bad input, a rank that does not come."""
+"""What weft.all_gather_matmul alone does, on CPU processes: backward by other operators, shapes that are kept, GEMMs and schedules
+that are timed, FiCCO's heuristic, a weight gathered as FSDP does; groups that fail or end. The rest: `test_operators.py`."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
+import threading
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import matmul_ranks as ranks
+from support.all_gather_matmul_ranks import by_heuristic
+from support.on_ranks import F32, data, device, own_group, told
+from support.operators.gemms import AllGatherMatmulCall, Gathered
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft.launch import Pool
 from weft.symm.calls import calls_of
 
-F32, BF16 = torch.float32, torch.bfloat16
-# shape of a shard, dimension, widths, rows of each rank, dtype, whether A is wanted, schedule
-FORWARD = {
-    "a matrix": ((5, 16), 0, [7], None, F32, True, None),
-    "three matrices in bf16": ((8, 32), 0, [16, 8, 8], None, BF16, False, None),
-    "pinned": ((6, 16), 0, [5], None, F32, False, "shard[chunks=2,send=in_turn,by=dma]"),
-    "pinned, A wanted": ((6, 16), 0, [5, 4], None, F32, True, "shard[chunks=2,send=in_turn,by=dma]"),
-    "serial": ((6, 16), 0, [5], None, F32, True, "serial"),
-    "serial, uneven": ((4, 16), 0, [5], [4, 0, 9, 2], F32, True, "serial"),
-    "uneven": ((4, 16), 0, [5], [4, 0, 9, 2], F32, True, "gather[by=kernel]"),
-    "a batch of sequences": ((3, 4, 16), 1, [6], None, F32, True, None),
-    "a batch, uneven": ((2, 3, 16), 1, [6], [3, 1, 2, 5], F32, True, None),
-    "no rows": ((0, 16), 0, [6], None, F32, True, None),
-}
 
+def backward_by_other_operators(
+    group: dist.ProcessGroup, rows: list[int], widths: list[int], return_A: bool, wanted: str
+) -> tuple[set[str], bool]:
+    """(which operators backward calls, whether the gradients of equal calls have equal bits). The first call chooses. wanted:
+    "x", or "all"."""
+    from weft.operator.calls import OPERATORS, prepared_calls
 
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("world", [1, 2, 4])  # the one that changes last: each change makes a new group
-def test_results(pool: Pool, world: int, name: str) -> None:
-    shape, gather_dim, widths, rows, dtype, return_A, schedule = FORWARD[name]
-    if rows is not None:
-        rows = rows[:world]
-    if world == 1:
-        schedule = None
-    pool.run(ranks.forward, shape, gather_dim, widths, rows, dtype, return_A, schedule, 3, ranks=world, timeout_s=60)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("return_A", [False, True], ids=["", "A wanted"])
-@pytest.mark.parametrize("rows", [[5, 5], [4, 0, 9]], ids=["even", "uneven"])
-def test_gradients(pool: Pool, rows: list[int], return_A: bool, compiled: bool) -> None:
-    pool.run(ranks.backward, rows, [6, 3], return_A, compiled, F32, ranks=len(rows), timeout_s=120)
+    own = own_group(group)
+    x = data(group.rank(), (rows[group.rank()], 16), torch.float32, 1).requires_grad_()
+    Bs = [data(group.rank(), (16, n), torch.float32, 2).requires_grad_(wanted == "all") for n in widths]
+    found = []
+    for _ in range(4):
+        _, ys = weft.all_gather_matmul(x, Bs, 0, own, return_A=return_A, rows=rows)
+        loss = sum((y * data(0, tuple(y.shape), torch.float32, 3)).sum() for y in ys)
+        assert isinstance(loss, torch.Tensor)
+        found.append(torch.autograd.grad(loss, [x, *Bs] if wanted == "all" else [x]))
+    equal = all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
+    return {name for name in OPERATORS if prepared_calls(OPERATORS[name], own)} - {"all_gather_matmul"}, equal
 
 
 @pytest.mark.parametrize(
@@ -63,31 +60,110 @@ def test_backward_calls_other_operators_and_its_bits_are_equal(
     pool: Pool, rows: list[int], widths: list[int], return_A: bool, wanted: str, called: set[str]
 ) -> None:
     arguments = rows, widths, return_A, wanted
-    assert pool.run(ranks.backward_by_other_operators, *arguments, ranks=len(rows), timeout_s=60) == [
-        (called, True)
-    ] * len(rows)
+    assert pool.run(backward_by_other_operators, *arguments, ranks=len(rows), timeout_s=60) == [(called, True)] * len(
+        rows
+    )
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_many_sizes_in_a_row(pool: Pool, world: int) -> None:
-    pool.run(ranks.many_sizes, 12, ranks=world, timeout_s=60)
+def many_sizes(group: dist.ProcessGroup, count: int, most: int, kept: int) -> int:
+    """Call many sizes, of which `kept` are kept. Return how many threads there are afterwards."""
+    from weft.operator import cache
+
+    cache.KEPT = kept
+    sizes, made = torch.Generator().manual_seed(5), []
+    for seed in range(count):
+        m = int(torch.randint(1, most, (1,), generator=sizes))
+        case = Gathered((m, 16), 8 + 8 * (seed % 2), schedule="shard[chunks=1,send=in_turn,by=dma]")
+        call = AllGatherMatmulCall(case, group, seed)
+        made.append((call, call(group)))
+    for call, ys in made:
+        call.check(group, ys)
+    return threading.active_count()
 
 
 def test_of_many_shapes_the_last_ones_are_kept() -> None:
     """Each shape holds a thread for its copies and memory; a service sees any number of lengths."""
     with Pool(2) as alone:
-        few, many = (max(alone.run(ranks.many_sizes, n, 200, 4, timeout_s=60)) for n in (8, 60))
+        few, many = (max(alone.run(many_sizes, n, 200, 4, timeout_s=60)) for n in (8, 60))
     assert many <= few
 
 
+def remembers_times(group: dist.ProcessGroup) -> list[str]:
+    """The schedules that were timed at the first call of a shape, which others of its description, in another process or after
+    the domain has gone, do not time again."""
+    from weft import env, symm
+    from weft.operator import measure
+    from weft.plan import store
+
+    symm.domain(group, "cpu").close()  # for which sizes near this one may have been timed
+    x, B = data(group.rank(), (6, 16), torch.float32, 1), data(0, (16, 10), torch.float32, 2)
+    _, (first,) = weft.all_gather_matmul(x, [B], 0, group)
+    symm.domain(group, "cpu").close()
+    original = measure._time_us
+    measure._time_us = None  # type: ignore[assignment]
+    try:
+        _, (again,) = weft.all_gather_matmul(x, [B], 0, group)
+    finally:
+        measure._time_us = original
+        symm.domain(group, "cpu").close()
+    assert torch.equal(first, again)
+    kept = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
+    (found,) = (content for content in kept if "'rows': (6, 6), 'n': (10,), 'k': 16" in content["key"]["problem"])
+    assert found["key"]["mode"] == "single"
+    return sorted(found["times_us"])
+
+
 def test_schedules_are_timed_once_where_there_is_no_model(pool: Pool) -> None:
-    for timed in pool.run(ranks.remembers_times, ranks=2, timeout_s=60):
+    for timed in pool.run(remembers_times, ranks=2, timeout_s=60):
         assert {name.split("[")[0] for name in timed} == {"serial", "gather", "shard"}
+
+
+def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Choose as on a GPU with a model, whose GEMMs take made-up times: twice as long on rank 1."""
+    from weft import symm
+    from weft.hw import load_machine
+    from weft.operator import measure, this_machine
+    from weft.plan import gemms
+    from weft.sim import model_of
+
+    rank = group.rank()
+    timed: list[tuple[int, int, int, str]] = []
+    # Launches and copies cost next to nothing, so that small GEMMs are worth cutting up.
+    model = replace(model_of(load_machine("h200"), group.size()), launch_us=0.01, copy_latency_us=0.01, sustained=1.0)
+
+    def timer(p: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        def time_us(shape: tuple[int, int, int, str], warm: int, calls: int) -> float:
+            assert tensors["y0"].shape == (p.m, p.n[0])
+            timed.append(shape)
+            return (1 + rank) * 1e-3 * shape[0]
+
+        return time_us
+
+    def call(m: int, **options: Any) -> list[tuple[int, int, int, str]]:
+        before = len(timed)
+        one = AllGatherMatmulCall(Gathered((m, 16), 10), group, 1)
+        one.check(group, one(group, **options))
+        return timed[before:]
+
+    original = this_machine.calibrated_model
+    this_machine.calibrated_model = lambda device, world_size: model  # type: ignore[assignment]
+    measure.TIMERS["cpu"] = timer
+    try:
+        found = {"pinned": call(48, schedule="serial"), "first": call(48), "again": call(48), "half": call(24)}
+        informed = this_machine.machine_model(device(), group.size())
+        assert informed is not None
+        known = gemms.measured_here(this_machine.device_name(device()))
+        return {**found, "known": dict(known), "model": informed.measured_us}
+    finally:
+        this_machine.calibrated_model = original
+        del measure.TIMERS["cpu"]
+        gemms._times.clear()
+        symm.domain(group, "cpu").close()  # and with it what was chosen
 
 
 def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:
     """GEMMs that were measured for one shape are not measured again for another; all ranks use the slowest times."""
-    told = pool.run(ranks.measures_gemms, ranks=2, timeout_s=60)
+    told = pool.run(measures_gemms, ranks=2, timeout_s=60)
     for found in told:
         assert found["pinned"] == found["again"] == []
         assert found["first"][0] == (96, 10, 16, "fp32")
@@ -100,7 +176,7 @@ def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pool: Pool, world: int) -> None:
-    for found, warned in pool.run(ranks.by_heuristic, ranks=world, timeout_s=100):
+    for found, warned in pool.run(by_heuristic, ranks=world, timeout_s=100):
         rows = "ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]"
         columns = "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]"
         assert found[:2] == [(rows, rows), (columns, columns)]
@@ -111,91 +187,78 @@ def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pool: Pool, worl
         assert f"{tuple(range(3, 3 + world))} rows have no common chunks" in uneven
 
 
-def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
-    expected = {
-        "one dimension": "at least two dimensions",
-        "last dimension": "gather_dim=1 must name a dimension of A_shard (4, 8) before the last",
-        "no matrix": "Bs is empty",
-        "other K": "Bs[0] has shape (5, 3): it must be [K=8, N]",
-        "other dtype": "Bs[0] is torch.float64",
-        "strange dtype": "A_shard is torch.int32: use one of",
-        "rows": "rows=(5, 5)",
-        "schedule": "no schedule 'shrad'",
-        "no name": "schedule=['serial'] is a list: pass the name of a schedule",
-        "cannot": "are sent whole",
-        "deadline": "deadline_s=-1 must be positive",
-        "timeline": "timeline=3 is no timeline: pass weft.Timeline()",
-    }
-    for told in pool.run(ranks.errors, ranks=2, timeout_s=60):
-        assert told.keys() == expected.keys()
-        for name, text in expected.items():
-            assert text in told[name], name
+def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
+    """Return the errors of unfused calls of a known shape after the group has failed in another call."""
+    x, ws = torch.randn(4, 8), {n: torch.randn(8, n) for n in (3, 5)}
 
+    def call(n: int, schedule: str, **options: Any) -> str:
+        try:
+            weft.all_gather_matmul(x, [ws[n]], 0, group, schedule=schedule, **options)
+        except weft.errors.WeftError as error:
+            return type(error).__name__
+        return "done"
 
-@pytest.mark.parametrize("schedule", [None, "serial", "gather[by=kernel]"])
-def test_weights_may_lie_otherwise_on_each_rank_and_in_each_call(pool: Pool, schedule: str | None) -> None:
-    pool.run(ranks.layouts, schedule, ranks=3, timeout_s=60)
-
-
-def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
-    for told in pool.run(ranks.copies, ranks=2, timeout_s=60):
-        assert sum("A_shard is copied at every call" in text for text in told) == 1
-        assert sum("neither its rows nor its columns are in one piece" in text for text in told) == 1
-
-
-def test_a_rank_that_does_not_come(pool: Pool) -> None:
-    with Pool(2) as alone:
-        told, _ = alone.run(ranks.never_comes, timeout_s=60)
-    assert told.startswith("DeadlineError")
-    assert "rank 0 waited 1 s" in told
+    found = [call(3, "serial"), call(5, "gather[by=kernel]")]
+    if group.rank() == 0:
+        found.append(call(5, "gather[by=kernel]", deadline_s=0.5))
+    else:
+        time.sleep(1.5)
+    return [*found, call(3, "serial")]
 
 
 def test_the_librarys_calls_are_refused_too_when_the_group_has_failed() -> None:
     with Pool(2) as alone:
-        first, second = alone.run(ranks.serial_after_a_failure, timeout_s=60)
+        first, second = alone.run(serial_after_a_failure, timeout_s=60)
     assert first == ["done", "done", "DeadlineError", "PoisonedGroupError"]
     assert second == ["done", "done", "PoisonedGroupError"]
 
 
-def test_timeline_of_the_librarys_calls(pool: Pool) -> None:
-    steps = ["all_gather x_shard -> x: 384", "matmul y0: 0", "matmul y1: 0"]
-    assert pool.run(ranks.serial_steps, ranks=2, timeout_s=60) == [steps * 2, []]
-
-
-def test_opcheck(pool: Pool) -> None:
-    pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
-
-
-def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
-    with Pool(2) as alone:
-        found = alone.run(ranks.one_rank_differs, timeout_s=60)
-    for told in found:
-        assert told["refuses"].startswith("RefusedError: rank 0: Bs[0] has shape (5, 3)")
-        assert (
-            "rank 1: all_gather_matmul of a shape that is new here: [10, 8] gathered from 2 ranks (6, 4 rows)"
-            in told["rows"]
-        )
-        for name in ("dtype", "rows", "schedule", "gradients", "columns"):
-            assert told[name].startswith("DisagreementError: ranks make different calls"), name
-        assert "@ [8, 6] on each" in told["columns"]
-        assert "pad those of a vocabulary" in told["columns"]
-        assert "@ [8, 3] on each, fp16" in told["dtype"]
-        assert "schedule serial" in told["schedule"]
-        assert "pass rows=" not in told["schedule"]  # which would not help
+def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
+    """Uses that work, or say why not."""
+    x, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    found = {}
+    for schedule in ("serial", "gather[by=kernel]"):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, (y,) = weft.all_gather_matmul(x, [B], 0, group, schedule=schedule)
+            y.sum().backward()
+        found[f"autocast {schedule}"] = str(y.dtype)
+    (grad,) = torch.autograd.grad((weft.all_gather_matmul(x, [B], 0, group)[1][0] ** 2).sum(), [x], create_graph=True)
+    found["twice"] = told(lambda: torch.autograd.grad((grad**2).sum(), [x]))
+    compiled = torch.compile(lambda a, b: weft.all_gather_matmul(a, [b], 1, group)[1][0], backend="eager")
+    found["compiled"] = told(lambda: compiled(torch.randn(4, 4), torch.randn(4, 4)))
+    expanded = torch.randn(1, 3).expand(8, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, (y,) = weft.all_gather_matmul(x, [expanded], 0, group)
+    rank = group.rank()
+    torch.testing.assert_close(y[4 * rank : 4 * rank + 4], x @ expanded)
+    found["no extent"] = str(list(weft.all_gather_matmul(torch.randn(4, 0, 8), [B.detach()], 0, group)[1][0].shape))
+    return found
 
 
 def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
-    for told in pool.run(ranks.odd_uses, ranks=2, timeout_s=100):
-        assert told["autocast serial"] == told["autocast gather[by=kernel]"] == "torch.float32"
-        assert told["twice"].startswith("NotImplementedError: all_gather_matmul can be differentiated once")
-        assert "gather_dim=1 must name a dimension" in told["compiled"]
-        assert "deadline_s=nan must be positive" in told["deadline"]
-        assert "pass a list of tensors, [B]" in told["one tensor"]
-        assert told["no extent"] == "[8, 0, 3]"
+    for found in pool.run(odd_uses, ranks=2, timeout_s=100):
+        assert found["autocast serial"] == found["autocast gather[by=kernel]"] == "torch.float32"
+        assert found["twice"].startswith("NotImplementedError: all_gather_matmul can be differentiated once")
+        assert "gather_dim=1 must name a dimension" in found["compiled"]
+        assert found["no extent"] == "[8, 0, 3]"
+
+
+def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> list[int]:
+    """How many file descriptors are open after each round of a group of its own, used and destroyed."""
+    counts = []
+    for _ in range(rounds):
+        own = dist.new_group(list(range(group.size())))
+        weft.all_gather_matmul(torch.randn(4, 8), [torch.randn(8, 3)], 0, own)
+        dist.destroy_process_group(own)
+        del own
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
 
 
 def test_groups_leave_nothing_open(pool: Pool) -> None:
-    for counts in pool.run(ranks.groups_come_and_go, 5, ranks=2, timeout_s=60):
+    for counts in pool.run(groups_come_and_go, 5, ranks=2, timeout_s=60):
         assert counts[-1] <= counts[1]
 
 
@@ -203,8 +266,8 @@ def partly_frozen(group: dist.ProcessGroup) -> None:
     """Ranks want gradients of weights, and not of the same ones."""
     rank, world = group.rank(), group.size()
     for seed in range(3):
-        xs = [ranks.data(r, (6, 16), torch.float32, seed) for r in range(world)]
-        Bs = [[ranks.data(r, (16, 5), torch.float32, 10 * seed + i) for i in (1, 2)] for r in range(world)]
+        xs = [data(r, (6, 16), torch.float32, seed) for r in range(world)]
+        Bs = [[data(r, (16, 5), torch.float32, 10 * seed + i) for i in (1, 2)] for r in range(world)]
         x, own = xs[rank].clone().requires_grad_(), [B.clone() for B in Bs[rank]]
         own[0].requires_grad_()
         own[1].requires_grad_(rank == 0)
@@ -224,9 +287,9 @@ def test_ranks_may_freeze_other_weights(pool: Pool) -> None:
 def weight_gathered(group: dist.ProcessGroup) -> None:
     """A linear layer whose weight is divided over ranks that have data of their own, as FSDP divides it: docs/gemms.md."""
     rank, world = group.rank(), group.size()
-    whole = ranks.data(0, (6 * world, 12), F32, 1)
-    xs = [ranks.data(r, (5, 12), F32, 2).double().requires_grad_() for r in range(world)]
-    weighing = [ranks.data(r, (5, 6 * world), F32, 3) for r in range(world)]
+    whole = data(0, (6 * world, 12), F32, 1)
+    xs = [data(r, (5, 12), F32, 2).double().requires_grad_() for r in range(world)]
+    weighing = [data(r, (5, 6 * world), F32, 3) for r in range(world)]
     exact = whole.double().requires_grad_()
     sum(((x @ exact.t()) * by).sum() for x, by in zip(xs, weighing, strict=True)).backward()  # type: ignore[union-attr]
     x = xs[rank].detach().float().requires_grad_()

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators_called import FP8, OPERATORS, TABLES, Features, leaves
-from support.matmul_ranks import told
+from support.on_ranks import told
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from pool import error_of
 from support import made_up
-from support import matmul_ranks as ranks
+from support.operators import suite
+from support.operators.gemms import Gathered
 
 import weft
 from weft import symm
@@ -30,8 +31,8 @@ UNEVEN = [5, 0, 9, 2]
 
 def multiply(group: dist.ProcessGroup, name: str, rows: list[int] | None, return_A: bool) -> None:
     with made_up.registered():
-        dtype, shape = torch.float32, (rows[group.rank()] if rows else 6, 16)
-        ranks.forward(group, shape, 0, [7, 4], rows, dtype, return_A, name, 4)
+        case = Gathered((6, 16), 7, more=(4,), rows=rows and tuple(rows), return_A=return_A, schedule=name)
+        suite.results(group, "all_gather_matmul", case, 4)
 
 
 def order_of_lanes(group: dist.ProcessGroup) -> None:

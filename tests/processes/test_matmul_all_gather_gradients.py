@@ -1,25 +1,21 @@
-"""Both gradients of weft.matmul_all_gather as one schedule, on CPU processes: every schedule, on poisoned memory, behind ranks that
-come late; backward takes the operator; layouts, sizes of nothing, disagreement, benchmark."""
+"""What both gradients of weft.matmul_all_gather, as one schedule, do alone, on CPU processes: every schedule on poisoned memory,
+behind ranks that come late; backward takes the operator; layouts, sizes of nothing."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from schedule_cpu_ranks import domain_of, poison
-from support import gathered_gradient_ranks as ranks
-from support.scatter_ranks import every, late
+from support import matmul_all_gather_gradients_ranks as ranks
+from support.on_ranks import BF16, F16, F32, applicable, late, told
+from support.operators import suite
+from support.operators.gemms import Gemm, MatmulAllGatherGradientsCall
 from support.slow import pairs
 
-from weft.bench.core.options import BenchOptions
-from weft.bench.core.run import run_rank
-from weft.builders import MatmulAllGatherGradients
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"
 NAME = "matmul_all_gather_gradients"
 each_dim = pytest.mark.parametrize("dim", [0, -1])
@@ -31,8 +27,9 @@ def on_poisoned_memory(
     """Each schedule that overlaps, run in a row on fresh data, its own memory and its results poisoned; compared when all have run.
     The first rank comes late to the second run, the last one to the third; the last run is the first again, to the bit."""
     rank, world, names = group.rank(), group.size(), []
-    operands = [ranks.Operands(world, m, n, k, columns, dtype, seed) for seed in range(4)]
-    for candidate in every(MatmulAllGatherGradients(world, m, n, k, ranks.NAMES[dtype], columns)):
+    case = Gemm((m, k), n, dtype, -1 if columns else 0)
+    made = [MatmulAllGatherGradientsCall(case, group, seed) for seed in range(4)]
+    for candidate in applicable(made[0].problem()):
         if candidate.name == "serial":
             continue
         executor = CpuSchedule(candidate.build(), domain_of(group))
@@ -41,12 +38,13 @@ def on_poisoned_memory(
         for number in (0, 1, 2, 3, 0):
             if (number, rank) in ((1, 0), (2, world - 1)):
                 late(0.01)
-            call = operands[number].call(rank)
-            results = {name: t.fill_(torch.nan) for name, t in ranks.OPERATOR.outputs(call, world).items()}
-            executor.run({**ranks.OPERATOR.inputs(None, call), **results})
+            x, w, g = made[number].mine
+            call = made[number].spec.form(x, g, w, columns)
+            results = {name: t.fill_(torch.nan) for name, t in made[number].spec.outputs(call, world).items()}
+            executor.run({**made[number].spec.inputs(None, call), **results})
             found.append(list(results.values()))
-        for given, gradients in zip(operands, found, strict=False):
-            given.check(gradients, rank)
+        for call, gradients in zip(made, found, strict=False):
+            call.check(group, gradients)
         assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True)), candidate.name
         executor.close()
         names.append(candidate.name)
@@ -71,10 +69,11 @@ def test_small_sizes(pool: Pool, sizes: tuple[int, int, int]) -> None:
         assert names[0] == "direct[chunks=1]"
 
 
-@pytest.mark.parametrize("columns", [False, True])
+@each_dim
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_schedule_by_the_operator(pool: Pool, world: int, columns: bool) -> None:
-    assert len(pool.run(ranks.every_schedule, 33, 20, 24, columns, F32, 0.01, ranks=world, timeout_s=100)[0]) == 8
+def test_every_schedule_by_the_operator(pool: Pool, world: int, dim: int) -> None:
+    case = Gemm((33, 24), 20, dim=dim)
+    assert len(pool.run(suite.every_schedule, NAME, case, 0.01, ranks=world, timeout_s=100)[0]) == 9
 
 
 @each_dim
@@ -94,7 +93,7 @@ def test_backward_of_one_rank_goes_the_plain_way(pool: Pool) -> None:
 @pytest.mark.parametrize(("shape", "dim"), [((12, 16), 0), ((12, 16), -1), ((2, 5, 16), 1), ((2, 5, 16), 2)])
 def test_gradients(pool: Pool, shape: tuple[int, ...], dim: int, compiled: bool) -> None:
     for schedule in (DIRECT, COLUMNS):
-        pool.run(ranks.backward, schedule, shape, 5, dim, (True, True), compiled, None, ranks=3, timeout_s=120)
+        pool.run(ranks.backward, schedule, Gemm(shape, 5, dim=dim), compiled, ranks=3, timeout_s=120)
 
 
 @pytest.mark.parametrize("schedule", [DIRECT, "direct[chunks=2,last=columns]"])
@@ -103,9 +102,9 @@ def test_gradients_are_what_differences_say(pool: Pool, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", [None, DIRECT, COLUMNS])
-@pytest.mark.parametrize("columns", [False, True])
-def test_many_sizes_in_a_row(pool: Pool, columns: bool, schedule: str | None) -> None:
-    pool.run(ranks.many_sizes, columns, schedule, F32, ranks=2, timeout_s=60)
+@each_dim
+def test_many_sizes_in_a_row(pool: Pool, dim: int, schedule: str | None) -> None:
+    pool.run(suite.many_sizes, NAME, Gemm(dim=dim, schedule=schedule), ranks=2, timeout_s=60)
 
 
 @pytest.mark.parametrize("schedule", ["serial", DIRECT, COLUMNS])
@@ -121,27 +120,17 @@ def test_sizes_of_nothing(pool: Pool, world: int, sizes: tuple[int, int, int]) -
 
 
 def test_one_rank_that_differs_is_named_on_every_rank() -> None:
-    differs = {"rows": "gradients of [4, ", "dimension": "the columns of all", "schedule": "schedule direct[chunks=2]"}
     with Pool(3) as alone:
-        for told in alone.run(ranks.one_rank_differs, timeout_s=60):
-            assert told.keys() == differs.keys()
-            for name, text in told.items():
-                assert text.startswith("DisagreementError: ranks make different calls"), name
-                assert differs[name] in text
+        alone.run(suite.one_rank_differs, NAME, Gemm((9, 6), 3, schedule=DIRECT), timeout_s=60)
+
+
+def bad_gradient(group: dist.ProcessGroup) -> str:
+    """Return the error for a gradient of products with another number of rows."""
+    call = MatmulAllGatherGradientsCall(Gemm((8, 3), 6, schedule=DIRECT), group, 1)
+    x, w, g = call.mine
+    return told(lambda: call(group, x, w, g[1:]))
 
 
 def test_a_gradient_of_other_products_is_refused(pool: Pool) -> None:
-    for told in pool.run(ranks.bad_gradient, ranks=2):
-        assert "a gradient (15, 6) torch.float32 does not match products (16, 6)" in told
-
-
-def measured(group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    return run_rank(
-        group.rank(), 2, BenchOptions(NAME, "64x24x32", variants=("weft", DIRECT), quick=True, seconds=0.05)
-    )
-
-
-def test_it_is_measured(pool: Pool) -> None:
-    written = pool.run(measured, ranks=2, timeout_s=120)[0]
-    assert {r["variant"] for r in written} == {"serial", "weft", DIRECT}
-    assert all(r["p50_ms"] > 0 and r["error"] < 1e-5 for r in written)
+    for error in pool.run(bad_gradient, ranks=2):
+        assert "a gradient (15, 6) torch.float32 does not match products (16, 6)" in error

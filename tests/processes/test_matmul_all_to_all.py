@@ -1,83 +1,46 @@
-"""weft.matmul_all_to_all on CPU processes: results, gradients, torch.compile, layouts, bad input, a rank that does not come."""
+"""What weft.matmul_all_to_all alone does, on CPU processes: gradients by its dual, the way there and back, a dense GEMM before an
+all-to-all, tables that are wrong or known from the dispatch. The rest: `test_operators.py` and `test_operators_of_experts.py`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from support import combine_call_ranks as calls
-from support import combine_ranks as ranks
-from support.slow import slow
+import torch.distributed as dist
+from support import matmul_all_to_all_ranks as ranks
+from support.matmul_all_to_all_reference import segments
+from support.on_ranks import close, device, told
+from support.operators.cases import STORE
+from support.operators.experts import Experts, MatmulAllToAllCall, traffic
+from support.operators.suite import right_gradients
 
-from weft.builders import MatmulAllToAll
+import weft
 from weft.launch import Pool
-
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-DMA, STORE = "combine[chunks=1,by=dma]", "combine[chunks=1,by=store]"
-BY_EXPERT = "combine_by_expert[chunks=1,by=kernel]"
-# experts of a rank, dtype, traffic, whether the host reads how many tokens there are, schedule, weights transposed. Without a
-# schedule all candidates are compiled and timed before one is taken. One rank has no candidates but serial.
-FORWARD = {
-    "chosen": (3, F32, "uneven", True, None, False),
-    "told": (2, F32, "uneven", False, None, False),
-    "bf16": (2, BF16, "uneven", True, DMA, True),
-    "fp16, told": (2, F16, "uneven", False, STORE, False),
-    "all from one": (2, F32, "all to one", True, DMA, False),
-    "one has nothing": (1, F32, "one has nothing", True, STORE, False),
-    "nothing at all": (2, F32, "nothing", True, BY_EXPERT, False),
-    "serial": (3, BF16, "uneven", True, "serial", True),
-    "serial, told": (2, F32, "all to one", False, "serial", False),
-    "serial, one expert": (1, F32, "uneven", False, "serial", False),
-    "serial, nothing at all": (2, F32, "nothing", True, "serial", False),
-}
+from weft.runtime.unfused.sizes import sizes_of
 
 
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])  # the one that changes last: each change makes a new group
-def test_results(pool: Pool, world: int, name: str) -> None:
-    experts, dtype, traffic, exact, schedule, transposed = FORWARD[name]
-    pinned = schedule if world > 1 or schedule == "serial" else None
-    pool.run(ranks.forward, experts, dtype, traffic, exact, pinned, transposed, 6, ranks=world, timeout_s=60)
-
-
-@pytest.mark.parametrize("schedule", [DMA, slow("serial"), slow(BY_EXPERT)])
-def test_eight_ranks(pool: Pool, schedule: str) -> None:
-    pool.run(ranks.forward, 2, F32, "uneven", schedule != BY_EXPERT, schedule, False, 4, ranks=8, timeout_s=60)
-
-
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
-def test_every_schedule(pool: Pool, exact: bool) -> None:
-    names = ranks.every(MatmulAllToAll(3, 2, (60,) * 3, 8, 16, "fp32", most=60, exact=exact))
-    for name in names:
-        pool.run(ranks.forward, 2, F32, "uneven", exact, name, False, 4, ranks=3, timeout_s=60)
-    assert {"serial", STORE, BY_EXPERT} < set(names)
-    assert (DMA in names) == exact
-
-
-def test_many_calls_in_a_row(pool: Pool) -> None:
-    pool.run(ranks.forward, 2, F32, "uneven", True, DMA, False, 40, ranks=3, timeout_s=60)
+def own_segments(group: dist.ProcessGroup) -> None:
+    """The expected result agrees with the words of the docstring, by torch.distributed alone."""
+    call = MatmulAllToAllCall(Experts(3, k=8, n=4), group, 5)
+    rank, world, (h, w) = call.rank, call.world, call.mine
+    parts = segments(rank, call.splits, h)
+    sent = [torch.cat([parts[source, rank * 3 + e] @ w[e] for e in range(3)]).contiguous() for source in range(world)]
+    came = torch.empty(sum(call.splits[rank]), 4)
+    by_rank = call.splits_here.view(world, 3).sum(1).tolist()
+    dist.all_to_all_single(came, torch.cat(sent), by_rank, [len(rows) for rows in sent], group=group)
+    (exact,), (usual,) = call.expected(group)
+    close(came, exact, usual)
 
 
 def test_what_is_expected_is_what_the_library_makes(pool: Pool) -> None:
-    pool.run(ranks.own_segments, ranks=3, timeout_s=60)
+    pool.run(own_segments, ranks=3, timeout_s=60)
 
 
 @pytest.mark.parametrize("schedule", [None, "serial", STORE], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_gemm_before_an_all_to_all(pool: Pool, world: int, schedule: str | None) -> None:
     pool.run(ranks.dense, schedule, ranks=world, timeout_s=60)
-
-
-@pytest.mark.parametrize("schedule", [None, "serial", STORE], ids=str)
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_gradients(pool: Pool, world: int, exact: bool, schedule: str | None) -> None:
-    pinned = schedule if world > 1 or schedule == "serial" else None
-    pool.run(ranks.backward, 1 if world == 3 and exact else 2, exact, pinned, False, ranks=world, timeout_s=60)
-
-
-@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["h", "weights"])
-def test_of_two_gradients_one(pool: Pool, wanted: tuple[bool, bool]) -> None:
-    pool.run(ranks.backward, 2, True, DMA, False, wanted, ranks=2, timeout_s=60)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -97,8 +60,23 @@ def test_compiled_gradients_by_the_dual(pool: Pool, wanted: tuple[bool, bool]) -
     pool.run(ranks.compiled_by_dual, dual, wanted, ranks=2, timeout_s=120)
 
 
+def gradients_weigh_steps(group: dist.ProcessGroup) -> None:
+    """In fp32 small steps round away, but the product is linear in h and in w: the gradient weighs what a step of any size adds."""
+    call = MatmulAllToAllCall(Experts(k=4, n=3), group, 7)
+    h, w = (t.clone().requires_grad_() for t in call.mine)
+    by = right_gradients(call)[0][0]
+    (call(group, h, w)[0] * by).sum().backward()
+    for changed, other in ((h, w), (w, h)):
+        step = torch.randn_like(changed)
+        with torch.no_grad():
+            (moved,) = call(group, *((step, other) if changed is h else (other, step)))
+        both = torch.stack(((moved * by).sum(), (step * changed.grad).sum()))
+        dist.all_reduce(both, group=group)
+        torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-3)
+
+
 def test_gradients_weigh_small_steps(pool: Pool) -> None:
-    pool.run(ranks.gradients_weigh_steps, ranks=3, timeout_s=60)
+    pool.run(gradients_weigh_steps, ranks=3, timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -110,64 +88,88 @@ def test_there_and_back(pool: Pool, schedules: tuple[str | None, str | None]) ->
     pool.run(ranks.round_trip, schedules, ranks=2, timeout_s=60)
 
 
+def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str, bool]:
+    """Return whether the combine finds on the host the numbers of its dispatch: with the same tables, and with others."""
+    rank, world = group.rank(), group.size()
+    splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())
+    x, w = torch.ones(int(splits.sum()), 8, device=device()), torch.ones(2, 8, 3, device=device(), requires_grad=True)
+
+    def dispatched() -> torch.Tensor:
+        return weft.all_to_all_matmul(x, w, splits, group=group, return_received=True, capacity=60, schedule=schedule)[
+            1
+        ]
+
+    def known(received: torch.Tensor, given: torch.Tensor = splits) -> bool:
+        found = sizes_of(given, received)
+        assert found.host.came == received.sum(1).tolist()
+        assert found.host.sent == given.view(world, -1).sum(1).tolist()
+        return sizes_of(given, received).numbers.copy is not None
+
+    received = dispatched()
+    found = {
+        "the same": known(received),
+        "a copy": known(received.clone()),
+        "other splits": known(received, splits + 1),
+    }
+    received += 1
+    found["changed"] = known(received)
+    received = dispatched()
+    splits *= 2
+    found["splits changed"] = known(received)
+    return found
+
+
 @pytest.mark.parametrize("schedule", ["serial", "dispatch[by=kernel,rest=each]"])
 def test_what_the_dispatch_has_brought_to_the_host_is_known(pool: Pool, schedule: str) -> None:
-    for known in pool.run(calls.sizes_are_known, schedule, ranks=2, timeout_s=60):
+    for known in pool.run(sizes_are_known, schedule, ranks=2, timeout_s=60):
         assert known == {
             "the same": True, "a copy": False, "other splits": False, "changed": False, "splits changed": False
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_librarys_way_as_on_gpus(pool: Pool, world: int) -> None:
-    pool.run(ranks.torchs_grouped_gemm, ranks=world, timeout_s=60)
+def call(
+    group: dist.ProcessGroup, *, rows: int = 4, k: int = 8, n: int = 3, experts: int = 2, tell: bool = False, **options: Any
+) -> torch.Tensor:  # fmt: skip
+    """`rows` tokens of each rank, all ones, that the first expert of all has, by weights of ones."""
+    world, first = group.size(), group.rank() == 0
+    splits = torch.zeros(world * experts, dtype=torch.int64, device=device())
+    splits[0] = rows
+    received = torch.zeros(world, experts, dtype=torch.int64, device=device())
+    received[:, 0] = rows * first
+    h, w = torch.ones(rows * world * first, k, device=device()), torch.ones(experts, k, n, device=device())
+    return weft.matmul_all_to_all(h, w, received, splits, group=group, rows=rows if tell else None, **options)
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
-def test_compiled_gradients(pool: Pool, exact: bool) -> None:
-    pool.run(ranks.backward, 2, exact, None, True, ranks=2, timeout_s=120)
-
-
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
-def test_compiled(pool: Pool, exact: bool) -> None:
-    pool.run(ranks.compiled_forward, exact, ranks=2, timeout_s=120)
-
-
-def test_opcheck(pool: Pool) -> None:
-    pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
-
-
-def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
-    expected = {
-        "one dimension": "h has shape (8,): pass [R, K]",
-        "no tensor": "h is a list: pass a torch.Tensor",
-        "no table": "received is a NoneType: pass a torch.Tensor",
-        "strange dtype": "h is torch.complex64: use one of",
-        "other K": "w_experts has shape (2, 5, 3): it must be [E, K=8, N]",
-        "one expert, no dimension": "w_experts has shape (8, 3): it must be [E, K=8, N]",
-        "other dtype": "w_experts is torch.float16 and h torch.float32",
-        "splits of floats": "splits is torch.float32: use torch.int64",
-        "splits of a rank": "splits has shape (2,): it must be [4], for 2 experts of each of 2 ranks",
-        "splits elsewhere": "splits is on meta and h on cpu",
-        "received of floats": "received is torch.float32: use torch.int64",
-        "received of one": "received has shape (2,): it must be [2, 2], for 2 experts of each of 2 ranks",
-        "received elsewhere": "received is on meta and h on cpu",
-        "rows": "rows=-1 must be a whole number from 0 to 2**40",
-        "capacity": "capacity=3 must be at least 1, and at least the 8 tokens of splits",
-        "schedule": "no schedule 'combin'",
-        "cannot": "copy engines take sizes from the host",
-        "deadline": "deadline_s=-1 must be positive",
-        "timeline": "timeline=3 is no timeline: pass weft.Timeline()",
-    }
-    for told in pool.run(calls.errors, ranks=2, timeout_s=60):
-        assert told.keys() == expected.keys()
-        for name, text in expected.items():
-            assert text in told[name], name
+def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
+    """Tables that rank 1 gets wrong, in a first call and later: every rank hears of it, and the group lives on."""
+    found, world, bad = {}, group.size(), group.rank() == 1
+    h, w = torch.ones(2 * world, 8), torch.ones(2, 8, 3)
+    received, splits = torch.tensor([[2, 0]] * world), torch.tensor([2, 0] * world)
+    for when in ("first", "later"):
+        for name, (row, column, number, at, given) in {
+            "too many": (0, 1, 1, 0, 2), "negative": (0, 1, -1, 0, 2), "given": (0, 1, 0, 0, -2), "own": (1, 0, 1, 0, 2),
+        }.items():  # fmt: skip
+            wrong_received, wrong_splits = received.clone(), splits.clone()
+            if bad:
+                wrong_received[row, column], wrong_splits[at] = number, given
+            found[f"{name}, {when}"] = told(
+                lambda received=wrong_received, splits=wrong_splits: weft.matmul_all_to_all(
+                    h, w, received, splits, group=group, schedule=schedule
+                )
+            )
+        found[f"rows, {when}"] = told(
+            lambda: weft.matmul_all_to_all(h, w, received, splits, group=group, schedule=schedule, rows=2 * world + bad)
+        )
+        call(group, schedule=schedule)
+    call(group, rows=64, schedule=schedule)
+    found["capacity"] = told(lambda: call(group, rows=65, schedule=schedule))
+    assert call(group, rows=65, schedule=schedule, capacity=65).sum() == 65 * 8 * 3
+    return found
 
 
 @pytest.mark.parametrize("schedule", ["serial", STORE])
 def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, schedule: str) -> None:
-    for told in pool.run(calls.wrong_values, schedule, ranks=3, timeout_s=60):
+    for found in pool.run(wrong_values, schedule, ranks=3, timeout_s=60):
         for when in ("first", "later"):
             for name, text in {
                 "too many": "rank 1: received adds up to 7 and h has 6 rows: pass what all_to_all_matmul returned",
@@ -176,78 +178,10 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                 "own": "rank 1: received says that [1, 0] rows for its experts came from rank 1 itself, and splits say [2, 0]",
                 "rows": "rank 1: rows=7 and splits add up to 6: pass this rank's number of tokens",
             }.items():
-                assert told[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, told[f"{name}, {when}"])
+                assert found[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, found[f"{name}, {when}"])
         if schedule == "serial":  # which makes memory for what comes
-            assert told["capacity"] == "nothing"
+            assert found["capacity"] == "nothing"
         else:
-            assert told["capacity"].startswith(
+            assert found["capacity"].startswith(
                 "RefusedError: ranks 0, 1, 2: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
             )
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
-@pytest.mark.parametrize("schedule", ["serial", STORE])
-@pytest.mark.parametrize("dual", ["serial", "dispatch[by=kernel,rest=each]"])
-def test_backward_of_what_forward_takes(pool: Pool, schedule: str, dual: str, known: bool) -> None:
-    """One rank has as many tokens as there is room for, and then one more, which is refused before anything is done."""
-    for told, again in pool.run(calls.more_tokens, schedule, dual, known, ranks=2, timeout_s=60):
-        assert told.startswith(
-            "RefusedError: rank 1: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
-        )
-        assert again == "nothing"
-
-
-def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
-    with Pool(2) as alone:
-        found = alone.run(calls.one_rank_differs, timeout_s=60)
-    for told in found:
-        assert told.pop("refuses").startswith(
-            "RefusedError: rank 0: capacity=3 must be at least 1, and at least the 4 tokens"
-        )
-        for name, text in told.items():
-            assert text.startswith("DisagreementError: ranks make different calls"), (name, text)
-        assert "schedule serial" in told["schedule"]
-        assert "rows given, capacity None" in told["rows"]
-        assert "rows not given" in told["rows"]
-
-
-@pytest.mark.parametrize("schedule", ["serial", DMA])
-def test_a_rank_that_does_not_come(pool: Pool, schedule: str) -> None:
-    with Pool(2) as alone:
-        told, _ = alone.run(calls.never_comes, schedule, timeout_s=60)
-    assert told.startswith("DeadlineError")
-    assert "rank 0 waited 1 s for" in told
-    assert "of matmul_all_to_all" in told
-
-
-def test_a_rank_that_does_not_come_backward(pool: Pool) -> None:
-    with Pool(2) as alone:
-        told, _ = alone.run(calls.never_comes_backward, timeout_s=60)
-    assert told.startswith("DeadlineError"), told
-
-
-def test_a_schedule_for_a_block_runs_there(pool: Pool) -> None:
-    for ran in pool.run(calls.what_ran, "combine[chunks=2,by=kernel]", ranks=3, timeout_s=60):
-        assert {"read counts", "returning_matmul", "copy inbox -> y"} <= ran
-    for ran in pool.run(calls.what_ran, "serial", ranks=3, timeout_s=60):
-        assert ran == {"library_grouped_matmul", "permute", "exchange ordered -> y"}
-
-
-def test_timeline_of_the_librarys_calls(pool: Pool) -> None:
-    steps = ["library_grouped_matmul", "permute", "exchange ordered -> y"]
-    assert pool.run(calls.serial_steps, ranks=2, timeout_s=60) == [steps * 2, []]
-
-
-def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
-    with Pool(2) as alone:
-        for told in alone.run(calls.copies, timeout_s=60):
-            assert sum("h is copied at every call" in text for text in told) == 1
-            assert sum("w_experts is copied at every call" in text for text in told) == 1
-
-
-def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
-    with Pool(2) as alone:
-        for told in alone.run(calls.odd_uses, timeout_s=100):
-            assert told["autocast serial"] == told["autocast combine[chunks=2,by=dma]"] == "torch.float32 torch.float32"
-            assert told["twice"].startswith("NotImplementedError: matmul_all_to_all can be differentiated once")
-            assert told["inference"] == "True"

@@ -6,6 +6,8 @@ or do not come, timelines.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,7 +17,10 @@ from support.operators import suite
 from support.operators.call import Case
 from support.operators.cases import ROWS
 
+import weft
+import weft.ops
 from weft.launch import Pool
+from weft.operator.calls import OPERATORS
 
 
 def each(*fields: str, names: str) -> Any:
@@ -32,6 +37,12 @@ def each(*fields: str, names: str) -> Any:
                 labels.append("-".join(map(str, given)) if plain else str(number))
             found.append(pytest.param(operator, *values, marks=marks, id="-".join(labels)))
     return pytest.mark.parametrize(("operator", *names.split()), found)
+
+
+def test_every_operator_has_a_row() -> None:
+    for file in pkgutil.iter_modules(weft.ops.__path__):
+        importlib.import_module(f"weft.ops.{file.name}")
+    assert set(ROWS) == {name for name in weft.__all__ if name in OPERATORS}
 
 
 def on(world: int, case: Case) -> Case:

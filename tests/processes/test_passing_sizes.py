@@ -18,7 +18,7 @@ from weft.operator.cache import PASSING, PASSING_ON
 K, N = 8, 6
 
 
-SHORT = ("all_gather_matmul", "matmul_all_reduce", "matmul_all_gather")
+SHORT = ("all_gather_matmul", "matmul_all_reduce", "matmul_all_gather", "matmul_all_gather of columns")
 """Operators whose calls pass by a way that is known for any number of rows. (gloo has no reduce-scatter.)"""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +15,10 @@ from test_arguments_alike import SCHEDULES
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
+from weft import _core
 from weft.errors import RefusedError
 from weft.launch import Pool
-from weft.operator import calls
+from weft.operator import calls, replay
 
 GEMMS = [name for name in OPERATORS if name in SCHEDULES and name != "embedding_all_to_all"]
 
@@ -102,12 +104,15 @@ def forms(group: dist.ProcessGroup) -> None:
         "no shard": (lambda: gather(own, drawn(3, 8), [drawn(8, 5)], return_A=False), True),
         "dimensions": (lambda: gather(own, drawn(2, 3, 8), [drawn(8, 5)]), True),
         "a scatter of dimensions": (product, True),
+        "an average of dimensions": (
+            lambda: leaves(weft.matmul_reduce_scatter(drawn(2, 3, 8), drawn(8, 5), "avg", 0, own)), True,
+        ),
         "another dimension": (lambda: gather(own, drawn(2, 3, 8), [drawn(8, 5)], 1), False),
         "a weight twice": (lambda: gather(own, drawn(3, 8), [drawn(8, 5)] * 2), False),
         "columns": (lambda: gather(own, drawn(3, 8), [drawn(5, 8).t()]), True),
         "rows of ranks": (lambda: gather(own, drawn(2 + group.rank(), 8), [drawn(8, 5)], rows=[2, 3]), True),
         "an average": (
-            lambda: leaves(weft.matmul_reduce_scatter(drawn(4, 8), drawn(8, 5), "avg", 0, own)), False,
+            lambda: leaves(weft.matmul_reduce_scatter(drawn(4, 8), drawn(8, 5), "avg", 0, own)), True,
         ),
         "nothing": (lambda: gather(own, drawn(0, 8), [drawn(8, 5)]), False),
     }  # fmt: skip
@@ -191,6 +196,7 @@ def with_gradients(group: dist.ProcessGroup) -> None:
             "dimensions": (lambda f, x, w: f.all_gather_matmul(x, [w], 0, own)[1][0], [drawn(2, 3, 8), drawn(8, 5)], True),
             "columns": (lambda f, x, w: f.all_gather_matmul(x, [w.t()], 0, own)[1][0], [drawn(3, 8), drawn(5, 8)], True),
             "scatter": (lambda f, x, w: f.matmul_reduce_scatter(x, w, "sum", 0, own), [drawn(2, 3, 8), drawn(8, 5)], True),
+            "average": (lambda f, x, w: f.matmul_all_reduce(x, w, own, op="avg"), [drawn(2, 3, 8), drawn(8, 5)], True),
             "along the sequence": (
                 lambda f, x, w: f.matmul_reduce_scatter(x, w, "sum", 1, own), [drawn(3, 2, 8), drawn(8, 5)], False,
             ),
@@ -233,3 +239,98 @@ def refused(group: dist.ProcessGroup) -> None:
 
 def test_an_error_of_a_peer_is_heard_on_the_short_way(pool: Pool) -> None:
     pool.run(refused, ranks=2, timeout_s=60)
+
+
+@contextlib.contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Have calls that are recorded here repeat as on GPUs, where ranks do not meet."""
+    init, around = replay._Short.__init__, replay._SURROUNDINGS
+
+    def recorded(self: Any, *what: Any) -> None:
+        init(self, *what)
+        # A watchdog that a busy machine delays would send this rank alone to a meeting.
+        self.kind, self.health = "cuda", _core.Health(1e9)
+
+    replay._Short.__init__ = recorded
+    replay._SURROUNDINGS = _core.Surroundings(
+        groups=replay._pg_map, coalescing=replay.COALESCING, is_any_autocast_enabled=bool, is_autocast_enabled=bool,
+        is_capturing=bool,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        replay._Short.__init__, replay._SURROUNDINGS = init, around
+
+
+def entered(call: Callable[[], Any]) -> tuple[list[str], Any]:
+    """The functions of weft in Python that a call enters, and its result."""
+    names: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "/weft/" in frame.f_code.co_filename:
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    return names, result
+
+
+def on_gpus(group: dist.ProcessGroup) -> None:
+    own, fp8, rank = dist.new_group([0, 1]), torch.float8_e4m3fn, group.rank()
+    generator = torch.Generator().manual_seed(rank)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def scaled(scale: torch.Tensor, *of_w: int, **more: Any) -> list[torch.Tensor]:
+        x, w, w_scale = drawn(4, 16, dtype=fp8), drawn(32, 16, dtype=fp8).t(), torch.full(of_w, 2.0)
+        return leaves(weft.all_gather_scaled_matmul(x, [w], scale, [w_scale], 0, own, schedule="serial", **more))
+
+    cases: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "gathered": lambda: gather(own, drawn(3, 8), [drawn(8, 5), drawn(5, 8).t()], schedule="serial"),
+        "gathered, of more dimensions": lambda: gather(own, drawn(3, 2, 8), (drawn(8, 5),), return_A=False, schedule="serial"),
+        "all reduced": lambda: leaves(weft.matmul_all_reduce(drawn(4, 8), drawn(8, 5), own, schedule="serial")),
+        "averaged": lambda: leaves(weft.matmul_all_reduce(drawn(2, 2, 8), drawn(8, 5), own, op="avg", schedule="serial")),
+        "product gathered": lambda: leaves(weft.matmul_all_gather(drawn(4, 8), drawn(8, 5), 0, own, schedule="serial")),
+        "columns": lambda: leaves(weft.matmul_all_gather(drawn(4, 8), drawn(8, 5), -1, own, schedule="serial")),
+        "one scale": lambda: scaled(torch.tensor(0.5)),
+        "scales of rows": lambda: scaled(torch.full((4, 1), 0.5), 1, 32),
+        "biased": lambda: scaled(torch.tensor(0.5), biases=[drawn(32, dtype=torch.bfloat16)]),
+    }  # fmt: skip
+    with as_on_gpus():
+        for name, call in cases.items():
+            for turn in range(4):
+                state = generator.get_state()
+                names, found = entered(call) if turn > 1 else ([], call())
+                inside = set(names) - {"call", "side_by_side", "scaled_matmul"}  # this stands for torch's on GPUs
+                assert not inside, (name, inside)
+                generator.set_state(state)
+                with as_slow():
+                    wanted = call()
+                for one, other in zip(found, wanted, strict=True):
+                    assert one.shape == other.shape
+                    assert torch.equal(one.float(), other.float()), name
+        dist.destroy_process_group(own)
+        with pytest.raises(ValueError, match="group"):
+            cases["gathered"]()
+
+
+@contextlib.contextmanager
+def as_slow() -> Iterator[None]:
+    """The operators without the short way."""
+    names = ("all_gather_matmul", "matmul_all_reduce", "matmul_all_gather", "all_gather_scaled_matmul")
+    kept = {name: getattr(weft, name) for name in names}
+    for name, one in kept.items():
+        setattr(weft, name, one.__wrapped__)
+    try:
+        yield
+    finally:
+        for name, one in kept.items():
+            setattr(weft, name, one)
+
+
+def test_unfused_calls_on_gpus_enter_no_function_of_weft(pool: Pool) -> None:
+    pool.run(on_gpus, ranks=2, timeout_s=60)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.matmul_ranks import told
+from support.on_ranks import told
 
 import weft
 from weft.launch import Pool

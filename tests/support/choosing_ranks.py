@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.dispatch import expected, inputs, random_splits
-from support.matmul_ranks import close
+from support.all_to_all_matmul_reference import expected, inputs, random_splits
+from support.on_ranks import close
 
 from weft import symm
 from weft.builders import AllToAllMatmul

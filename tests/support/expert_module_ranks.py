@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.expert_ranks import poisoned_memory
-from support.matmul_ranks import device, told
+from support.on_ranks import device, poisoned_memory, told
 
 from weft.nn import ExpertParallelMLP, local_state_dict
 

@@ -15,10 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from support import expert_ranks, made_up, scaled_ranks
-from support.matmul_ranks import captured, close, data, device, shards_of, told
+from support import made_up
+from support.on_ranks import BF16, device, told
+from support.operators import suite
+from support.operators.experts import Experts
+from support.operators.gemms import AllGatherMatmulCall, Gathered
+from support.operators.scaled import ScaledGathered
 
 import weft
 from weft import env, plan, symm
@@ -61,11 +64,8 @@ def on_h200s(world: int) -> Iterator[None]:
 
 def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
     """[m, K] of each rank @ [K, N], checked. Which schedule was taken."""
-    shards = shards_of(group.size(), (m, K), 0, None, torch.float32, 1)
-    B = data(0, (K, N), torch.float32, 2)
-    _, (y,) = weft.all_gather_matmul(shards[group.rank()], [B], 0, group, return_A=False, **options)
-    whole = torch.cat(shards)
-    close(y, whole.double() @ B.double(), whole @ B)
+    call = AllGatherMatmulCall(Gathered((m, K), N), group, 1)
+    call.check(group, call(group, **options))
     p, pinned = described(group, m), options.get("schedule", weft.plan.pinned())
     (prepared,) = [one for one in prepared_calls(OPERATOR, group) if one.p == p and one.pinned == pinned]
     return prepared.taken[0]
@@ -146,14 +146,17 @@ def warnings_of(group: dist.ProcessGroup) -> list[str]:
 
 def on_demand_everywhere(group: dist.ProcessGroup) -> list[str]:
     """All operators take the name, pinned and in a block; what was timed for one of them."""
+    others = {
+        "all_to_all_matmul": Experts(traffic="two each", k=48, n=3, schedule="autotune"),
+        "all_gather_scaled_matmul": ScaledGathered((7, 48), schedule="autotune"),
+    }
     multiply(group, 15, schedule="autotune")
-    expert_ranks.call(group, k=48, schedule="autotune")
-    case = scaled_ranks.Case((7, 48), options={"schedule": "autotune"})
-    scaled_ranks.forward(group, case, 2)
+    for operator, case in others.items():
+        suite.results(group, operator, case, 1)
     with weft.plan.use("autotune"):
         multiply(group, 15)
-        expert_ranks.call(group, k=48)
-        scaled_ranks.forward(group, replace(case, options={}), 1)
+        for operator, case in others.items():
+            suite.results(group, operator, replace(case, schedule=None), 1)
     return kept(described(group, 15), "single" if device().type == "cpu" else "queued")
 
 
@@ -217,7 +220,7 @@ def remembered_times_decide(group: dist.ProcessGroup) -> tuple[str, str, str]:
 
 def on_demand_and_captured(group: dist.ProcessGroup) -> str:
     with weft.plan.use("autotune"):
-        return captured(group, 640, 512, 1024, 10)
+        return suite.captured(group, "all_gather_matmul", Gathered((640, 1024), 512, BF16), 10)
 
 
 def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:

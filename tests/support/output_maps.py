@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.matmul_ranks import close, data, device
-from support.scatter_ranks import NAMES, Operands, late
+from support.on_ranks import NAMES, close, data, device, late
+from support.operators.gemms import Gemm, MatmulReduceScatterCall
 
 import weft
 from weft import symm
@@ -128,8 +128,9 @@ class Case:
         rank, world = group.rank(), group.size()
         self.tensors: dict[str, torch.Tensor] = {}
         if collective == "reduce_scatter":
-            of = Operands(world, (world * rows, k), 0, n, dtype, "sum", seed)
-            xs, ws, self.exact, self.usual = of.As, of.Bs, of.exact(rank), of.usual(group)
+            of = MatmulReduceScatterCall(Gemm((world * rows, k), n, dtype), group, seed)
+            xs, ws = zip(*of.inputs, strict=True)
+            (self.exact,), (self.usual,) = of.expected(group)
         else:
             shape = (rows if collective == "all_gather" else world * rows, k)
             xs = [data(r, shape, dtype, seed) for r in range(world)]
@@ -241,15 +242,12 @@ def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
     pairs |= {f"tracked_map[by={by}]": f"tracked[chunks=1,to={by}]" for by in ("dma", "store")}
     if group.size() > 2:
         pairs["to_the_right"] = "ring[chunks=2,by=dma]"
-    x = Operands(group.size(), (48 * group.size(), 64), 0, 40, dtype, "sum", 3)
+    call = MatmulReduceScatterCall(Gemm((48 * group.size(), 64), 40, dtype), group, 3)
     with registered():
         for mapped, by_hand in pairs.items():
-            found = [
-                weft.matmul_reduce_scatter(x.As[group.rank()], x.Bs[group.rank()], "sum", 0, group, schedule=name)
-                for name in (mapped, by_hand)
-            ]
-            close(found[0], x.exact(group.rank()), x.usual(group))
-            assert torch.equal(*found), mapped
+            found = [call(group, schedule=name) for name in (mapped, by_hand)]
+            call.check(group, found[0])
+            assert torch.equal(found[0][0], found[1][0]), mapped
         for gemm in ("chunks", "tracked"):
             one = Case(group, "all_gather", 48, 40, 64, dtype, 4)
             y = weft.matmul_all_gather(

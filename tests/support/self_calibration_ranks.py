@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
-from support.matmul_ranks import device
 from support.measuring_ranks import again, instead, multiply
+from support.on_ranks import device
 
 from weft import symm
 from weft.hw import file_of, here, load_machine, machine_of

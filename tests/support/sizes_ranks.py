@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.matmul_ranks import close
+from support.on_ranks import close
 
 import weft
 from weft import symm

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torchs
 import torch.nn.functional as F
-from support.matmul_ranks import data, device
+from support.on_ranks import data, device
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

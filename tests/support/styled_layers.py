@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.matmul_ranks import data, device
+from support.on_ranks import data, device
 from support.style_ranks import HIDDEN, LENGTH, STYLES, counted, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

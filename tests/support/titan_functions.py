@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from support.matmul_ranks import data, device, told
+from support.on_ranks import data, device, told
 
 
 def functions(group: dist.ProcessGroup, k: int, frozen: bool) -> list[int]:

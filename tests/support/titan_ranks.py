@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.matmul_ranks import device
+from support.on_ranks import device
 from support.style_ranks import STYLES, counted
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

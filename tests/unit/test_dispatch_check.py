@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.dispatch import assert_rows, expected, inputs, random_splits
+from support.all_to_all_matmul_reference import assert_rows, expected, inputs, random_splits
 
 from weft.builders import AllToAllMatmul
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import combine, dispatch
+from support import all_to_all_matmul_reference as dispatch
+from support import matmul_all_to_all_reference as combine
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 

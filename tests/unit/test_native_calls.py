@@ -205,6 +205,9 @@ def test_recipes_make_what_they_say() -> None:
     assert made(("given", 1, 0)) is made(("named", "y")) is y
     assert made(("view", ("given", 0), (6,))).shape == (6,)
     assert made(("as_strided", ("named", "y"), (2,), (2,))).tolist() == [0, 2]
+    divided = y.clone()
+    assert _core.Recipe(("div_", ("given", 0), 2))([divided], {}) is divided
+    assert torch.equal(divided, y / 2)
     assert made(("tuple", [("constant", None), ("list", [("given", 0)])])) == (None, [x])
     assert made(("dict", {"a": ("given", 0)})) == {"a": x}
     assert made(("call", divmod, [("constant", 7), ("constant", 2)])) == (3, 1)
@@ -234,6 +237,13 @@ def test_steps_run_in_order_and_return_every_buffer() -> None:
     for wrong in (("addmm", "y", ("x", "w"), None), ("matmul", "y", ("x",), None), ("matmul", "z", ("x", "w"), None)):
         with pytest.raises(ValueError, match="no "):
             _core.PlainSteps(played.calls(), BUFFERS, [wrong], WORLD)
+
+
+def test_a_step_may_be_a_function() -> None:
+    step = ("called", "y", ("x", "w"), lambda x, w: x - w)
+    steps = _core.PlainSteps(Torch().calls(), ["x", "w", "y"], [step], WORLD)
+    x, w = torch.randn(2, 3), torch.randn(2, 3)
+    assert torch.equal(steps.run({"x": x, "w": w}, Group())["y"], x - w)
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -21,9 +21,10 @@ from typing import Literal
 
 from weft.builders.fetched import Fetched
 from weft.builders.operands import cut
-from weft.builders.partial_products import Chunk, TrackedTiles
+from weft.builders.partial_products import Chunk
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.registry import NotApplicableError, builder
+from weft.builders.tracked_tiles import TrackedTiles
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.kernels import Unpack
 from weft.schedule.schedule import Draft, Schedule
@@ -108,5 +109,5 @@ def tracked(p: MatmulAllGather, *, chunks: int) -> Schedule:
     product = Compute(
         "matmul", o.made.part(rows=tiles.rows, cols=tiles.cols), (o.x.part(rows=tiles.rows), o.w.part(cols=tiles.cols))
     )
-    o.compute.tiles(tiles.kernel, "t", tiles.of_rank, product, *o.fetched.told(tiles.chunk))
-    return o.fetch([rows for rows, _ in tiles.chunks], "dma", [count for _, count in tiles.chunks])
+    o.compute.tiles(tiles.kernel, "t", tiles.extent, product, *o.fetched.told(tiles.by_chunk(range(chunks))))
+    return o.fetch(tiles.pieces, "dma", tiles.counts)

@@ -28,11 +28,12 @@ from typing import Literal
 
 from weft.builders.fetched import ChunkRegion, Fetched
 from weft.builders.operands import cut, starts
-from weft.builders.partial_products import Add, By, Chunk, PartialProducts, Sums, direct_sums, tracked_sums
+from weft.builders.partial_products import Add, By, Chunk, PartialProducts
+from weft.builders.partial_sums import direct_sums, tracked_sums
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
-from weft.schedule.schedule import LaneDraft, Schedule
+from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES, Buffer, Norm, Region
 
 _MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank; for larger products two_shot sends far less
@@ -139,26 +140,15 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
     return d.schedule()
 
 
-class _Gathered(Sums):
+class _Gathered:
     """Rows that their owners reduce in symmetric memory and that all ranks fetch from there, chunk by chunk.
 
     An owner starts to reduce when all peers have sent their parts of this run: by then they have fetched all sums of the last
     run."""
 
-    gathered = True
-
     def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
-        super().__init__(o, o.parts("sums", 1, "symmetric"))
+        self.o, self.sums = o, o.parts("sums", 1, "symmetric")
         self.result, self.fetched = _Result(o, p), Fetched(o.d, p.world_size, chunks)
-
-    def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
-        self.fetched.wait_for(lane, number)
-
-    def all_read(self, lane: LaneDraft) -> None:
-        """Do nothing: `fetch` signals it."""
-
-    def added(self, lane: LaneDraft, chunk: int) -> None:
-        self.fetched.tell(lane, chunk)
 
     def fetch(self, pieces: list[Chunk], by: Literal["dma", "kernel"]) -> Schedule:
         o, y, ranks = self.o, self.result.y, range(self.o.p.world_size)
@@ -167,7 +157,7 @@ class _Gathered(Sums):
             return o.part(y, owner, owner, pieces[c])
 
         def source(owner: Index, c: int) -> Region:
-            return o.part(self.to, 0, owner, pieces[c], at=owner)
+            return o.part(self.sums, 0, owner, pieces[c], at=owner)
 
         def come(c: int) -> list[Region]:
             return [y.part()] if len(pieces) == 1 else [in_y(owner, c) for owner in ranks]
@@ -179,9 +169,9 @@ class _Gathered(Sums):
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
     """Reduce with `direct_sums`, then fetch the sums with the same kind of copy; with by=store, with copy engines."""
     o = PartialProducts.overlapped("two_shot", p)
-    pieces, sums = o.chunks(chunks), _Gathered(o, p, chunks)
-    direct_sums(o, sums, pieces, by=by, add=add)
-    return sums.fetch(pieces, "kernel" if by == "kernel" else "dma")
+    gathered = _Gathered(o, p, chunks)
+    pieces = direct_sums(o, gathered.sums, chunks=chunks, by=by, add=add, fetched=gathered.fetched)
+    return gathered.fetch(pieces, "kernel" if by == "kernel" else "dma")
 
 
 @builder(MatmulAllReduce, chunks=(2, 4, 8), by=("dma", "kernel"))
@@ -242,5 +232,5 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
 def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
     """Reduce with `tracked_sums`, then fetch the sums with copy engines."""
     o = PartialProducts.overlapped("tracked", p)
-    sums = _Gathered(o, p, chunks)
-    return sums.fetch(tracked_sums(o, sums, chunks=chunks, to=to), "dma")
+    gathered = _Gathered(o, p, chunks)
+    return gathered.fetch(tracked_sums(o, gathered.sums, chunks=chunks, to=to, fetched=gathered.fetched), "dma")

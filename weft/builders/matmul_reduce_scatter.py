@@ -10,6 +10,7 @@
 fp8 operands with scales (`ScaledMatmulReduceScatter`) have the same schedules except those in which a GEMM accumulates (add=gemm,
 ring, pulled), and tracked. Their products travel, and are reduced, in the result's dtype.
 
+direct, tracked and ring are made from output maps (`weft.builders.output_map`), which say only where each chunk goes.
 `weft.builders.partial_products` has the order of computation and of reduction.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
@@ -22,7 +23,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from weft.builders.operands import peer
-from weft.builders.partial_products import Add, By, PartialProducts, Sums, add_to_last, direct_sums, tracked_sums
+from weft.builders.output_map.map import ring_reduce_scatter
+from weft.builders.partial_products import Add, By, PartialProducts
+from weft.builders.partial_sums import direct_sums, mapped_sums, tracked_sums
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.builders.registry import NotApplicableError, builder
@@ -80,9 +83,12 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
 
 @_builder(chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
-    """Reduce into the result with `direct_sums`."""
+    """Send each chunk straight to its owner.
+
+    by store: the GEMM stores into the owner's slot. add gemm: the own GEMM adds to the arrived chunks, chunk by chunk. add reduce:
+    it does not wait, and a kernel reduces its product and the arrived chunks."""
     o = PartialProducts.overlapped("direct", p)
-    direct_sums(o, Sums(o, _result(o)), o.chunks(chunks), by=by, add=add)
+    direct_sums(o, _result(o), chunks=chunks, by=by, add=add)
     return o.d.schedule()
 
 
@@ -92,23 +98,10 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
     ring."""
     if p.world_size < 3:
         raise NotApplicableError("a ring needs at least three ranks: use direct")
-    o, left, right = PartialProducts.overlapped("ring", p), peer(p.world_size, -1), peer(p.world_size, 1)
-    d, sums, steps, pieces = o.d, Sums(o, _result(o)), len(o.peers), o.chunks(chunks)
-    first, box = o.parts("first", 1, "scratch"), o.parts("box", steps, "symmetric")
-    free, there, summed = d.signals("free", 2), d.signals("there", steps * chunks), d.signals("summed", steps * chunks)
-    compute, sender = d.lane("compute"), d.lane("to the right", "copy")
-    sender.wait(free, 0, previous=True).wait(free, 1, previous=True)
-    for step, owner in enumerate(o.sources):  # these rows' owner is that far behind, and the sum has come as far
-        for c, chunk in enumerate(pieces):
-            out = o.part(box, step - 1, owner, chunk) if step else o.part(first, 0, owner, chunk)
-            if step:
-                compute.wait(there, (step - 1) * chunks + c)
-            o.multiply(compute, out, owner, chunk, add=step > 0).set(summed, step * chunks + c)
-            sender.wait(summed, step * chunks + c).copy(out, o.part(box, step, owner, chunk, at=right), by)
-            sender.set(there, step * chunks + c, at=right)
-    add_to_last(o, sums, box, there, pieces).set(free, 0, at=left)
-    sender.set(free, 1, at=left)
-    return d.schedule()
+    o = PartialProducts.overlapped("ring", p)
+    out = ring_reduce_scatter(p.m, p.world_size, per_rank=chunks, first="dma", to="right")
+    mapped_sums(o, out, _result(o), add="gemm", by=by, sender="to the right")
+    return o.d.schedule()
 
 
 @_builder(chunks=(1, 2, 4), by=("gemm", "tracked"))
@@ -147,7 +140,9 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
 
 @_builder(chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
-    """Reduce into the result with `tracked_sums`."""
+    """Run one tracked GEMM for all rows.
+
+    to dma: copy engines send a chunk's rows when all its tiles are stored. to store: tiles are stored in the owner's slot."""
     o = PartialProducts.overlapped("tracked", p)
-    tracked_sums(o, Sums(o, _result(o)), chunks=chunks, to=to)
+    tracked_sums(o, _result(o), chunks=chunks, to=to)
     return o.d.schedule()

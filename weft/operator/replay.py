@@ -208,6 +208,15 @@ class _Short:
         except _UnlikeError:
             return None
 
+    def _averaged(self, returned: Place, call: Any) -> Place:
+        """Return the recipe for a function's results, with the division of a sum if they are averages."""
+        if not self.op.averages(call):
+            return returned
+        divided, count = _with_division(returned, self.prepared.p.world_size)
+        if count != 1:
+            raise _UnlikeError
+        return divided
+
     def failed(self, error: BaseException, group: dist.ProcessGroup) -> NoReturn:
         """Notify the peers of an error, and raise it or what it becomes."""
         try:
@@ -242,7 +251,7 @@ class Replay(_Short):
         self._shapes = None
         if all(isinstance(one, torch.Tensor) and one.is_contiguous() for one in made.values()):
             self._shapes = [(name, (tuple(one.shape), one.dtype)) for name, one in made.items()]
-        written = results.returned(returned, views=self._shapes is not None)
+        written = self._averaged(results.returned(returned, views=self._shapes is not None), seen.call)
         self._returned = _core.Recipe(written)
         steps = prepared.steps() if None in executors and seen.apply is None and prepared.in_steps else None
         is_serial = [one is None and steps is not None and steps.plain is not None for one in executors]
@@ -305,7 +314,8 @@ class Passing(_Short):
         steps, self.what = prepared.steps(), f"{self.op.title} of any size"
         if steps.plain is None:
             raise _UnlikeError
-        known = _known(self, steps, given, inputs, results.returned(returned, views=False), [True, False])
+        written = self._averaged(results.returned(returned, views=False), seen.call)
+        known = _known(self, steps, given, inputs, written, [True, False])
         if not given.all_used or self.op.tensors(seen.call)[0] is not first:
             raise _UnlikeError
         self._world, self._family = prepared.p.world_size, prepared.family
@@ -316,6 +326,20 @@ class Passing(_Short):
         if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
             return None
         return passing_fingerprint(self.op.name, self._family, rows)
+
+
+def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
+    """Return the recipe with the first result divided by `number`, and how often it occurs."""
+    if recipe == ("given", 0):
+        return ("div_", recipe, number), 1
+    kind, inner, *rest = recipe
+    if kind in ("view", "as_strided"):
+        divided, count = _with_division(inner, number)
+        return (kind, divided, *rest), count
+    if kind in ("list", "tuple"):
+        parts = [_with_division(one, number) for one in inner]
+        return (kind, [one for one, _ in parts]), sum(count for _, count in parts)
+    return recipe, 0
 
 
 def _known(

@@ -133,9 +133,13 @@ class Operator(ABC, Generic[C]):
         """Return whether calls that differ only in the addresses of tensors are equal in everything else (see
         `weft.operator.replay`).
 
-        Then the form holds nothing that was read from tensors, and the public function changes no result.
+        Then the form holds nothing that was read from tensors, and the public function changes no result, except for `averages`.
         """
         return True
+
+    def averages(self, call: C) -> bool:
+        """Return whether the public function divides the first result by the number of ranks, in place."""
+        return False
 
     def takes_rows(self, rows: int, world: int) -> bool:
         """Return whether a call with so many rows in its first argument can be made, if a call with other rows can."""

@@ -205,8 +205,8 @@ class _MatmulAllReduce(Operator[_Call]):
                 )
         return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None, eps)
 
-    def repeats(self, call: _Call) -> bool:
-        return not call.average  # the result is divided in place
+    def averages(self, call: _Call) -> bool:
+        return call.average
 
     def given(self, call: _Call) -> str:
         return joined('op="avg"' * call.average, outer_text("x", call.outer))

@@ -150,8 +150,8 @@ class _MatmulReduceScatter(Operator[_Call]):
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
 
-    def repeats(self, call: _Call) -> bool:
-        return not call.average  # the result is divided in place
+    def averages(self, call: _Call) -> bool:
+        return call.average
 
     def takes_rows(self, rows: int, world: int) -> bool:
         return rows % world == 0

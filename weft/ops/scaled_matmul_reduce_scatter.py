@@ -209,8 +209,8 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         (m, k), n, biased = x.shape, B.shape[1], call.bias is not None
         return ScaledMatmulReduceScatter(world, m, n, k, call.out, by, biased, call.fast)
 
-    def repeats(self, call: _Call) -> bool:
-        return not call.average  # the result is divided in place
+    def averages(self, call: _Call) -> bool:
+        return call.average
 
     def takes_rows(self, rows: int, world: int) -> bool:
         return rows % world == 0

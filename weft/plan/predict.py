@@ -13,7 +13,7 @@ is often decided several times: for calls and for graphs, before and after its G
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
@@ -25,7 +25,6 @@ from weft.schedule import (
     Collective,
     Compute,
     Copy,
-    For,
     Read,
     Region,
     Schedule,
@@ -34,7 +33,8 @@ from weft.schedule import (
     Tiles,
     Wait,
 )
-from weft.schedule.steps import put_in, variables_of
+from weft.schedule.expr import Values
+from weft.schedule.steps import iterations, put_in, variables_of
 from weft.sim import Inefficiencies, Model, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
@@ -158,7 +158,7 @@ def _reading_host_us(schedule: Schedule, model: Model) -> float:
 
     The host waits in every run, so that it is never far enough ahead of the device to hide this time.
     """
-    return _late(schedule) * model.host_late_us + len(list(_steps(schedule))) * model.host_step_us
+    return _late(schedule) * model.host_late_us + len(list(schedule.walk())) * model.host_step_us
 
 
 def _late(schedule: Schedule) -> int:
@@ -166,7 +166,7 @@ def _late(schedule: Schedule) -> int:
     held = {contents.buffer for contents in schedule.contents}
     if not held:
         return 0
-    steps = _steps(schedule)
+    steps = schedule.walk()
     return sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
 
 
@@ -291,10 +291,10 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
             isinstance(inner, Compute)
             and (inner.accumulate or inner.op == "addmm")
             and ITEM_BYTES[schedule.buffer(inner.out.buffer).dtype] <= 2
-            for step in _steps(schedule)
+            for step in schedule.walk()
             for inner in (step, *step.inner)
         ),
-        stages=any(map(_stages, _steps(schedule)))
+        stages=any(map(_stages, schedule.walk()))
         or any(_multiplies(step) and ops[-1].at != 0 for _, step, ops, _ in each),
         matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
@@ -310,15 +310,6 @@ def _stages(step: Step) -> bool:
 
 def _multiplies(step: Step) -> bool:
     return isinstance(step, Compute) and step.op in MATMULS
-
-
-def _steps(schedule: Schedule) -> Iterator[Step]:
-    """Yield each step once, regardless of loop counts, and the loops too."""
-    left = [step for lane in schedule.lanes for step in lane.steps]
-    while left:
-        step = left.pop()
-        left += step.body if isinstance(step, For) else ()
-        yield step
 
 
 class _Counts:
@@ -338,32 +329,32 @@ class _Counts:
 
     def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
         times: Counter[int] = Counter()  # by identity: hashing a step visits all its fields
-        for step, turn in self._written_out(steps, {}):
+        for step, values in iterations(steps, self._values):
             # Copies and GEMMs, most steps, always have accesses: do not compute them.
             if isinstance(step, (Copy, Compute)) or (not isinstance(step, (Read, Set, Wait)) and step.accesses()):
-                if (priced := self._priced(step, turn)) is None:
+                if (priced := self._priced(step, values)) is None:
                     continue
                 times[id(priced)] += 1
             elif isinstance(step, Tiles):
-                if not put_in(step.extent, {**self._values, **turn}):
+                if not put_in(step.extent, values):
                     continue
                 self.grouped += any(map(_multiplies, step.body))
             self.steps += 1
         return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
 
-    def _priced(self, step: Step, turn: dict[str, int]) -> _Priced | None:
+    def _priced(self, step: Step, values: Values) -> _Priced | None:
         """Return the step without its location; None if it is empty."""
-        if turn:
-            return self._in_numbers(step, turn)
+        if values is not self._values:
+            return self._in_numbers(step, values)
         key = key_of(step)
         if key not in self._known:
-            self._known[key] = self._in_numbers(step, turn)
+            self._known[key] = self._in_numbers(step, values)
         return self._known[key]
 
-    def _in_numbers(self, step: Step, turn: dict[str, int]) -> _Priced | None:
-        operands = tuple(self._operand(region, turn) for region in regions_of(step))
+    def _in_numbers(self, step: Step, values: Values) -> _Priced | None:
+        operands = tuple(self._operand(region, values) for region in regions_of(step))
         if isinstance(step, Collective):
-            sent = enumerate(put_in(step.sent, {**self._values, **turn}))
+            sent = enumerate(put_in(step.sent, values))
             operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
         else:
             if any(0 in (operands[number].rows, operands[number].cols) for number in step.decisive):
@@ -371,22 +362,14 @@ class _Counts:
         kind = (type(step), step.settings, operands)
         return self._first.setdefault(kind, _Priced(step, operands))
 
-    def _written_out(self, steps: Sequence[Step], turn: dict[str, int]) -> Iterator[tuple[Step, dict[str, int]]]:
-        for step in steps:
-            if isinstance(step, For):
-                for i in range(put_in(step.extent, {**self._values, **turn})):
-                    yield from self._written_out(step.body, {**turn, step.index: i})
-            else:
-                yield step, turn
-
-    def _operand(self, region: Region, turn: dict[str, int]) -> Operand:
+    def _operand(self, region: Region, values: Values) -> Operand:
         key = (region.buffer, region.rows, region.cols, region.at)
         if (known := self._operands.get(key)) is not None:
             return known
-        buffer, values = self._buffers[region.buffer], {**self._values, **turn}
+        buffer = self._buffers[region.buffer]
         rows, cols, at = (put_in(n, values) for n in (region.rows, region.cols, region.at))
         found = Operand(rows, cols, buffer.dtype, at % self._world, cols == buffer.cols)
-        if not turn:
+        if values is self._values:
             self._operands[key] = found
         return found
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from weft.schedule.expr import Expr, Index, Values
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import For, Step, Tiles, put_in, variables_of
+from weft.schedule.steps import For, Step, Tiles, put_in, variables_of, walk
 
 MOST = 1 << 40
 MOST_RANKS = 1 << 12
@@ -34,7 +34,7 @@ def check_sizes(schedule: Schedule) -> None:
             raise ValueError(
                 f"schedule.contents[{i}] is expected on {len(held.expected)} ranks: give it for all {schedule.world_size}"
             )
-    alike = all(isinstance(step.extent, int) for lane in schedule.lanes for step in _loops(lane.steps))
+    alike = all(isinstance(step.extent, int) for step in schedule.walk() if isinstance(step, For | Tiles))
     formulas = [(i, buffer.rows) for i, buffer in enumerate(schedule.buffers) if isinstance(buffer.rows, Expr)]
     on_all = 0
     for rank in range(schedule.world_size if formulas or not alike else min(1, schedule.world_size)):
@@ -63,7 +63,8 @@ def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
         extent = _number(step.extent, values, f"{here}.extent")
         if isinstance(step, Tiles):
             continue
-        if any(step.index in variables_of(inner.extent) for inner in _loops(step.body)):
+        loops = (inner for inner in walk(step.body) if isinstance(inner, For | Tiles))
+        if any(step.index in variables_of(inner.extent) for inner in loops):
             for turn in range(extent):
                 count += max(1, _steps(step.body, {**values, step.index: turn}, here))
                 _check_steps(count, here)
@@ -71,12 +72,6 @@ def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
             count += extent * max(1, _steps(step.body, {**values, step.index: 0}, here))
         _check_steps(count, here)
     return count
-
-
-def _loops(steps: tuple[Step, ...]) -> list[For | Tiles]:
-    """Return the loops and tiles among `steps`, also inside of loops."""
-    found = [step for step in steps if isinstance(step, For | Tiles)]
-    return found + [inner for loop in found if isinstance(loop, For) for inner in _loops(loop.body)]
 
 
 def _check_steps(count: int, where: str) -> None:

@@ -19,8 +19,8 @@ starts a run before its rank has been called. A run ends on a rank when all its 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, get_args
 
@@ -50,8 +50,10 @@ from weft.schedule.steps import (
     Step,
     Tiles,
     Wait,
+    map_steps,
     put_in,
     unrolled,
+    walk,
 )
 from weft.schedule.steps.base import getter
 from weft.words import counted, kind
@@ -87,19 +89,21 @@ class Schedule:
 
     @cached_property
     def _reads(self) -> set[str]:
-        return {step.by for step in self._steps if isinstance(step, Read)}
+        return {step.by for step in self.walk() if isinstance(step, Read)}
 
     @cached_property
     def has_tiles(self) -> bool:
-        return any(isinstance(step, Tiles) for step in self._steps)
+        return any(isinstance(step, Tiles) for step in self.walk())
 
-    @property
-    def _steps(self) -> list[Step]:
-        """All steps of all lanes, with the steps inside of them."""
-        found = [step for lane in self.lanes for step in lane.steps]
-        for step in found:
-            found += step.inner
-        return found
+    def walk(self) -> Iterator[Step]:
+        """Yield each step of each lane once, loops before the steps inside of them. Tiles are one step."""
+        return walk(step for lane in self.lanes for step in lane.steps)
+
+    def map_steps(self, change: Callable[[Step], Step | None]) -> Schedule:
+        """Return the schedule with `change(step)` for each step, also inside of loops; None removes it.
+
+        Loops stay, and tiles are one step."""
+        return replace(self, lanes=tuple(replace(one, steps=map_steps(one.steps, change)) for one in self.lanes))
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
         """Return the lanes of one rank in numbers, with loops unrolled and without steps on empty regions.

@@ -13,12 +13,12 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from weft.builders import Problem, candidates
 from weft.builders.operands import peer
-from weft.schedule import RANK, Collective, Copy, Draft, For, Schedule, Set, Step, Tiles, Wait, lookup
+from weft.schedule import RANK, Collective, Copy, Draft, Schedule, Set, Step, Tiles, Wait, lookup
 from weft.schedule.steps import put_in
 from weft.sim.engine import simulate
 from weft.sim.lower import LoweredSchedule, Work, lower
@@ -138,17 +138,10 @@ def _total(result: Simulated) -> float:
 
 
 def _only_communication(schedule: Schedule) -> Schedule:
-    return replace(schedule, lanes=tuple(replace(lane, steps=_communicating(lane.steps)) for lane in schedule.lanes))
+    def communicating(step: Step) -> Step | None:
+        if isinstance(step, Tiles):
+            return step.only_sets()
+        remote = isinstance(step, Copy) and step.src.at != step.dst.at
+        return step if remote or isinstance(step, Set | Wait | Collective) else None
 
-
-def _communicating(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    kept: list[Step] = []
-    for step in steps:
-        if isinstance(step, For):
-            kept.append(replace(step, body=_communicating(step.body)))
-        elif isinstance(step, Tiles):
-            sets = tuple(inner for inner in step.body if isinstance(inner, Set))
-            kept += [replace(step, body=sets)] if sets else []
-        elif isinstance(step, Set | Wait | Collective) or (isinstance(step, Copy) and step.src.at != step.dst.at):
-            kept.append(step)
-    return tuple(kept)
+    return schedule.map_steps(communicating)

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 from weft.schedule import Compute, Copy, For, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.spans import span_name
-from weft.schedule.steps import LATE_COPY_UNITS, variables_of
+from weft.schedule.steps import LATE_COPY_UNITS, variables_of, walk
 from weft.sim.costs import Cost, How, Links, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
 from weft.sim.fair import Load
 from weft.sim.model import Model
@@ -136,13 +136,10 @@ def _late_copies(schedule: Schedule) -> tuple[set[int], int]:
     for lane in schedule.lanes if held else ():
         if lane.resource != "copy":
             continue
-        left, before = list(lane.steps), len(found)
-        while left:
-            step = left.pop()
-            left += step.body if isinstance(step, For) else ()
-            if isinstance(step, Copy) and step.by == "kernel" and variables_of(step) & held:
-                found.add(id(step))
-        lanes += len(found) > before
+        kernels = (step for step in walk(lane.steps) if isinstance(step, Copy) and step.by == "kernel")
+        late = {id(step) for step in kernels if variables_of(step) & held}
+        found |= late
+        lanes += bool(late)
     return found, lanes
 
 

@@ -40,8 +40,6 @@ class Call:
     """The names that messages call the rows and the weights."""
     places: ClassVar[tuple[int, int]] = (0, 1)
     """The places of rows and (first) weights among the inputs."""
-    alike: ClassVar[bool] = False
-    """True if all ranks get the same bits."""
     reduces: ClassVar[bool] = False
     """True if products of ranks are reduced, by torch.distributed in an unfused run: its order of sums may change."""
 
@@ -78,6 +76,10 @@ class Call:
     def kept(self, results: Tensors) -> Tensors:
         """Return the parts of the results that are compared."""
         return results
+
+    def alike(self, results: Tensors) -> Tensors:
+        """Return the results that have the same bits on all ranks."""
+        return []
 
     @classmethod
     def sized(cls, case: Any, rows: int, world: int) -> Any:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support.on_ranks import BF16, F16, F32, FP8
+from support.on_ranks import BF16, F16, F32, F64, FP8
 from support.operators.call import Case
 from support.operators.experts import Experts
-from support.operators.gemms import Gathered, Gemm
+from support.operators.gemms import Following, Gathered, Gemm
 from support.operators.scaled import ScaledGathered, ScaledGemm
 from support.slow import slow
 
@@ -56,14 +56,16 @@ def by(case: Case, *schedules: str | None) -> list[Case]:
     return [replace(case, schedule=schedule) for schedule in schedules]
 
 
-def dtypes(builders: Any, case: Any, most: int) -> list[Any]:
-    """Return (ranks, case, builders) for several numbers of ranks and dtypes; `make test` tries every schedule with four of them.
+SOME = ((1, F32), (2, F32), (3, BF16), (4, F16))
+
+
+def dtypes(builders: Any, case: Any, most: int, fast: Any = SOME, of: Sequence[Any] = (F32, BF16, F16)) -> list[Any]:
+    """Return (ranks, case, builders) for several numbers of ranks and dtypes; `make test` tries those that are `fast`.
 
     case, builders: functions of the number of ranks and the dtype.
     """
-    fast = [(1, F32), (2, F32), (3, BF16), (4, F16)]
     worlds = [world for world in (1, 2, 3, 4, 8) if world <= most]
-    pairs = [(world, dtype) for world in worlds for dtype in (F32, BF16, F16)]
+    pairs = [(world, dtype) for world in worlds for dtype in of]
     made = [((world, case(world, dtype), builders(world, dtype)), (world, dtype) in fast) for world, dtype in pairs]
     return [values if is_fast else slow(*values) for values, is_fast in made]
 
@@ -164,6 +166,30 @@ def summed_everywhere(world: int, m: int) -> set[str]:
     return {"serial"} | (overlapping if world > 1 else set())
 
 
+def followed(bias: bool, residual: bool) -> list[Any]:
+    """Return sums with this behind them."""
+    return dtypes(
+        lambda world, _: summed_everywhere(world, 14),
+        lambda _, dtype: Following((2, 7, 24), 40, dtype, bias=bias, residual=residual),
+        3,
+        ((1, F32), (2, BF16), (3, F32)),
+        (F32, BF16),
+    )
+
+
+def normed(fewer: int) -> list[Any]:
+    """Return sums that are normed: with as many rows for each rank, and a residual, or with fewer for the last."""
+    return dtypes(
+        lambda world, _: summed_everywhere(world, 12 * world - fewer),
+        lambda world, dtype: Following(
+            (12 * world - fewer, 24), 40, dtype, residual=not fewer, eps=0.25 if fewer else 1e-6
+        ),
+        4,
+        ((1, F32), (2, BF16), (3, F32), (4, F64)),
+        (F32, BF16, F16, F64),
+    )
+
+
 def whole(world: int, dtype: torch.dtype) -> int:
     """Several tiles, and a part of one."""
     return (300 if (world, dtype) == (2, F32) else 50) * world
@@ -192,12 +218,23 @@ MATMUL_ALL_REDUCE = Row(
             lambda world, dtype, fewer=fewer: Gemm((whole(world, dtype) - fewer, 24), 40, dtype),
             8,
         )
-    ],
+    ]
+    + [one for bias, residual in ((True, True), (True, False), (False, True)) for one in followed(bias, residual)]
+    + [one for fewer in (0, 1) for one in normed(fewer)],
     small=Gemm((8, 8), 3, schedule="one_shot[by=load]"),
     layouts=by(Gemm((17, 24), 8), "serial", "one_shot[by=dma]", TWO_SHOT),
     steps=[
         (Gemm((16, 8), 4, op="avg", schedule="serial"), {"matmul", "all_reduce"}),
         (Gemm((16, 8), 4, op="avg", schedule=TWO_SHOT), {"matmul", "copy"}),
+        *zip(
+            by(Following((16, 8), 4, bias=True, eps=1e-6), "serial", "one_shot[by=load]", "chunked[chunks=2,by=dma]"),
+            (
+                {"matmul y", "all_reduce y -> y", "add y", "norm y -> normed"},
+                {"reduce y, norm normed"},
+                {"reduce sums", "wait complete[1]", "norm y -> normed"},
+            ),
+            strict=True,
+        ),
     ],
     late=[Gemm((5, 8), 3, schedule="one_shot[by=dma]")],
     gradients=[
@@ -205,6 +242,12 @@ MATMUL_ALL_REDUCE = Row(
         (Gemm((2, 5, 16), 5, op="avg"), (True, True)),
         (Gemm((12, 16), 5), (True, False)),
         (Gemm((12, 16), 5, op="avg"), (False, True)),
+        *(
+            (Following((rows, 8), 5, bias=True, residual=True), wanted)
+            for rows in (6, 7)
+            for wanted in ((True, True, True, True), (False, False, True, True), (True, False, False, True))
+        ),
+        *((Following((rows, 8), 5, bias=True, residual=True, eps=0.1), (True,) * 5) for rows in (6, 7)),
     ],
     block="two_shot[chunks=1,by=store,add=reduce]",
     many=by(Gemm(), None, "one_shot[by=kernel]", "two_shot[chunks=2,by=store,add=gemm]", "chunked[chunks=4,by=dma]"),

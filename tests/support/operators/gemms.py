@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.on_ranks import F32, NAMES, data
+from support.on_ranks import F32, NAMES, close, data
 from support.operators.call import Call, Case, Tensors
+from torch.nn.functional import rms_norm
 
 import weft
-from weft.builders import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Problem
-from weft.ops import all_gather_matmul, matmul_all_gather, matmul_all_reduce, matmul_reduce_scatter
+from weft.builders import (
+    AllGatherMatmul,
+    MatmulAllGather,
+    MatmulAllGatherGradients,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    Problem,
+)
+from weft.operator import calls
+from weft.ops import (
+    all_gather_matmul,
+    matmul_all_gather,
+    matmul_all_gather_gradients,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 
 @dataclass(frozen=True)
@@ -136,15 +152,110 @@ class MatmulReduceScatterCall(Reduced):
         return replace(case, shape=(max(8, rows // 8 * 8) * world, 128), n=96)
 
 
+@dataclass(frozen=True)
+class Following(Gemm):
+    """A sum, and what follows it: a bias, a residual, and a norm with this eps."""
+
+    bias: bool = False
+    residual: bool = False
+    eps: float | None = None
+
+
 class MatmulAllReduceCall(Reduced):
+    """inputs: x, w, and of bias, residual and norm those that the case has.
+
+    Bias and residual are alike on all ranks. The norm's weight is too if there is a residual: then all ranks have the same bits.
+    """
+
     spec, public = matmul_all_reduce.OPERATOR, staticmethod(weft.matmul_all_reduce)
-    alike = True
+
+    def drawn(self, rank: int) -> Tensors:
+        case, of_all = self.case, 7
+        inputs, n, dtype = super().drawn(rank), case.n, case.dtype
+        if isinstance(case, Following):
+            if case.bias:
+                inputs.append(data(of_all, (n,), dtype, 80 + self.seed))
+            if case.residual:
+                inputs.append(data(of_all, (*case.shape[:-1], n), dtype, 90 + self.seed))
+            if case.eps is not None:
+                inputs.append(data(of_all if case.residual else rank, (n,), dtype, 100 + self.seed))
+        return inputs
+
+    def following(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        case = self.case
+        if not isinstance(case, Following):
+            return {}
+        given = {"bias": case.bias, "residual": case.residual, "norm": case.eps is not None}
+        return dict(zip([name for name, is_given in given.items() if is_given], inputs[2:], strict=True))
 
     def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
-        return {**super().arguments(inputs, group), "op": self.case.op}
+        following = self.following(inputs)
+        eps = {"eps": self.eps} if "norm" in following else {}
+        return {**super().arguments(inputs, group), "op": self.case.op, **following, **eps}
 
-    def shared(self, total: torch.Tensor) -> list[Tensors]:
-        return [[total / self.parts]] * self.world
+    @property
+    def eps(self) -> float | None:
+        return getattr(self.case, "eps", None)
+
+    def results(self, returned: Any) -> Tensors:
+        return [returned] if self.eps is None else list(returned)
+
+    def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
+        total = torch.stack([x @ w for x, w, *_ in inputs]).sum(0) / self.parts
+        return [self.followed(total, of_rank) for of_rank in inputs]
+
+    def usual(self, group: dist.ProcessGroup) -> Tensors:
+        total = self.mine[0] @ self.mine[1]
+        dist.all_reduce(total, group=group)
+        return self.followed(total / self.parts, self.mine)
+
+    def followed(self, total: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Tensors:
+        """Return the sum with what is added, behind its norm if it has one: each rank adds and norms by itself."""
+        following = self.following(inputs)
+        norm = following.pop("norm", None)
+        for added in following.values():
+            total = total + added
+        return [total] if norm is None else [rms_norm(total, norm.shape, norm, self.eps), total]
+
+    def check(self, group: dist.ProcessGroup, found: Tensors, expected: tuple[Tensors, Tensors] | None = None) -> None:
+        """The sum is normed as it was rounded: in 16 bits the norm of the exact one is further off."""
+        super().check(group, found, expected)
+        if self.eps is not None:
+            (y, total), norm = found, self.mine[-1]
+            exact = rms_norm(total.double(), norm.shape, norm.double(), self.eps)
+            close(y, exact, rms_norm(total, norm.shape, norm, self.eps))
+
+    def alike(self, results: Tensors) -> Tensors:
+        return results if getattr(self.case, "residual", False) else results[-1:]
+
+    def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """For [8, 8] @ [8, 3] on each rank."""
+        bias, residual = torch.ones(3), torch.ones(8, 3)
+        mean = 'op="avg" does not support bias, residual and norm'
+        return {
+            **super().impossible(),
+            "bias of two dimensions": ({"bias": bias[None]}, "bias has shape (1, 3): it must be [N]"),
+            "bias of other length": ({"bias": torch.ones(4)}, "bias has 4 columns: it must have the N=3 of w"),
+            "bias of another dtype": ({"bias": bias.half()}, "bias is torch.float16 on cpu and x is torch.float32 on cpu"),
+            "residual of fewer rows": (
+                {"residual": residual[1:]}, "residual has shape (7, 3) and x (8, 8): all but the last"
+            ),
+            "residual of fewer columns": (
+                {"residual": residual[:, 1:]}, "residual has 2 columns: it must have the N=3 of w"
+            ),
+            "mean": ({"bias": bias, "op": "avg"}, mean),
+            "no tensor": ({"residual": [residual]}, "residual is a list: pass a torch.Tensor"),
+            "a norm of two dimensions": ({"norm": bias[None]}, "norm has shape (1, 3): it must be [N]"),
+            "a norm of other length": ({"norm": torch.ones(2)}, "norm has 2 columns: it must have the N=3 of w"),
+            "a norm of another dtype": ({"norm": bias.double()}, "norm is torch.float64 on cpu and x is torch.float32 on cpu"),
+            "a norm elsewhere": (
+                {"norm": torch.ones(3, device="meta")}, "norm is torch.float32 on meta and x is torch.float32 on cpu"
+            ),
+            "the mean's norm": ({"norm": bias, "op": "avg"}, mean),
+            "no number": ({"norm": bias, "eps": "0"}, "eps='0' must be a finite number of at least 0"),
+            "a negative number": ({"norm": bias, "eps": -1e-9}, "eps=-1e-09 must be a finite number of at least 0"),
+            "a number for nothing": ({"eps": 0.5}, "eps=0.5 without norm"),
+        }  # fmt: skip
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
         norm, new = {"norm": self.mine[1][0]}, "rank 1: matmul_all_reduce of a shape that is new here"
@@ -164,18 +275,23 @@ class MatmulAllReduceCall(Reduced):
         return [(x, w, *one, *options) for one in following]
 
     def problem(self) -> Problem:
-        return MatmulAllReduce(*self.sizes())
+        case = self.case
+        m = prod(case.shape[:-1])
+        following = (case.bias, case.residual, case.eps) if isinstance(case, Following) else ()
+        return MatmulAllReduce(self.world, m, case.n, case.shape[-1], NAMES[case.dtype], *following)
 
 
 class MatmulAllGatherCall(Product):
     spec, public = matmul_all_gather.OPERATOR, staticmethod(weft.matmul_all_gather)
-    alike = True
 
     def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
         return {**super().arguments(inputs, group), "gather_dim": self.case.dim}
 
     def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
         return [[torch.cat([x @ w for x, w in inputs], self.case.dim)]] * self.world
+
+    def alike(self, results: Tensors) -> Tensors:
+        return results
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
         return {**super().different(), "dimension": ({"gather_dim": -1}, {}, ("the columns of all",))}
@@ -186,6 +302,58 @@ class MatmulAllGatherCall(Product):
 
     def problem(self) -> Problem:
         return MatmulAllGather(*self.sizes(), self.case.dim == -1)
+
+
+def gradients_of_matmul_all_gather(
+    x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, columns: bool, group: dist.ProcessGroup, **options: Any
+) -> Tensors:
+    """Call the operator, which backward calls, as a public function."""
+    form = matmul_all_gather_gradients.OPERATOR.form(x, g, w, columns)
+    return calls.made(matmul_all_gather_gradients.OPERATOR, group, x, lambda _: form, **options)
+
+
+class MatmulAllGatherGradientsCall(Product):
+    """inputs: x, w, and the gradient of all products. In an unfused run the gradients of own products are reduced in fp32 and
+    rounded once."""
+
+    spec, public = matmul_all_gather_gradients.OPERATOR, staticmethod(gradients_of_matmul_all_gather)
+    reduces = True
+
+    @property
+    def columns(self) -> bool:
+        return self.case.dim == -1
+
+    def drawn(self, rank: int) -> Tensors:
+        m, n = self.case.shape[0], self.case.n
+        shape = (m, self.world * n) if self.columns else (self.world * m, n)
+        return [*super().drawn(rank), data(rank, shape, self.case.dtype, 30 + self.seed)]
+
+    def arguments(self, inputs: Sequence[torch.Tensor], group: dist.ProcessGroup | str) -> dict[str, Any]:
+        return {**super().arguments(inputs, group), "g": inputs[2], "columns": self.columns}
+
+    def results(self, returned: Any) -> Tensors:
+        return list(returned)
+
+    def reference(self, inputs: Sequence[Tensors]) -> list[Tensors]:
+        x, total = inputs[0][0], torch.stack([g for *_, g in inputs]).sum(0)
+        parts = [part.to(x.dtype) for part in total.chunk(self.world, self.case.dim)]
+        return [[own @ w.t(), x.t() @ own] for own, (x, w, _) in zip(parts, inputs, strict=True)]
+
+    def usual(self, group: dist.ProcessGroup) -> Tensors:
+        return self.reference([[x, w, g.float()] for x, w, g in self.inputs])[self.rank]
+
+    def problem(self) -> Problem:
+        return MatmulAllGatherGradients(*self.sizes(), self.columns)
+
+    def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
+        """For gradients of rows."""
+        (x, _, g), name = self.mine, {"schedule": self.case.schedule}
+        fewer, wide = {"x": x[:4], "g": g[: 4 * self.world]}, {"g": g.view(x.shape[0], -1), "columns": True}
+        return {
+            "rows": (name | fewer, name, ("gradients of [4, ",)),
+            "dimension": (name | wide, name, ("the columns of all",)),
+            "schedule": ({"schedule": "serial"}, name, (f"schedule {self.case.schedule}",)),
+        }
 
 
 class AllGatherMatmulCall(Call):

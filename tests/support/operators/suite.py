@@ -16,23 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.on_ranks import FP8, applicable, data, late, own_group, same_everywhere, told
+from support.operators import gemms
 from support.operators.call import Call, Case, Tensors
 from support.operators.experts import AllToAllMatmulCall, MatmulAllToAllCall
-from support.operators.gemms import (
-    AllGatherMatmulCall,
-    MatmulAllGatherCall,
-    MatmulAllReduceCall,
-    MatmulReduceScatterCall,
-)
 from support.operators.scaled import AllGatherScaledMatmulCall, ScaledMatmulReduceScatterCall
 
 import weft
 
 CALLS: dict[str, type[Call]] = {
-    "all_gather_matmul": AllGatherMatmulCall,
-    "matmul_reduce_scatter": MatmulReduceScatterCall,
-    "matmul_all_reduce": MatmulAllReduceCall,
-    "matmul_all_gather": MatmulAllGatherCall,
+    "all_gather_matmul": gemms.AllGatherMatmulCall,
+    "matmul_reduce_scatter": gemms.MatmulReduceScatterCall,
+    "matmul_all_reduce": gemms.MatmulAllReduceCall,
+    "matmul_all_gather": gemms.MatmulAllGatherCall,
+    "matmul_all_gather_gradients": gemms.MatmulAllGatherGradientsCall,
     "all_gather_scaled_matmul": AllGatherScaledMatmulCall,
     "scaled_matmul_reduce_scatter": ScaledMatmulReduceScatterCall,
     "all_to_all_matmul": AllToAllMatmulCall,
@@ -85,38 +81,33 @@ def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: 
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
         assert _repeats(made[0], name, found), f"{name}: other bits at the next call"
-        if made[0].alike and not (made[0].reduces and name == "serial"):
-            assert same_everywhere(group, *(y for ys in found for y in ys)), f"{name}: other bits on other ranks"
+        alike = [y for ys in found for y in made[0].alike(ys)]
+        if alike and not (made[0].reduces and name == "serial"):
+            assert same_everywhere(group, *alike), f"{name}: other bits on other ranks"
     return names
 
 
 def gradients(
     group: dist.ProcessGroup, operator: str, case: Case, wanted: Sequence[bool], compiled: bool, schedule: str | None,
-    seeds: Sequence[int] = (1,),
+    seeds: Sequence[int] = (1,), weighed: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """Compare gradients of a random weighing of all ranks' results, another on each, with autograd's in float64.
 
-    wanted: of each input that may have a gradient. schedule: of the whole block.
+    wanted: of each input. schedule: of the whole block. weighed: the results on which the loss depends, if not on all.
     """
     for seed in seeds:
-        call = CALLS[operator](case, group, seed)
-        _gradients(group, call, wanted, compiled, schedule)
+        _gradients(group, CALLS[operator](case, group, seed), wanted, compiled, schedule, weighed)
 
 
 def _gradients(
-    group: dist.ProcessGroup, call: Call, wanted: Sequence[bool], compiled: bool, schedule: str | None
-) -> None:
-    rank = group.rank()
-    exact_inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
-    exact = call.reference(exact_inputs)
-    weights = [
-        [data(r, tuple(y.shape), torch.float32, 70 + i) for i, y in enumerate(of_rank)]
-        for r, of_rank in enumerate(exact)
-    ]
+    group: dist.ProcessGroup, call: Call, wanted: Sequence[bool], compiled: bool, schedule: str | None,
+    weighed: Sequence[int] | None,
+) -> None:  # fmt: skip
+    weights, exact = right_gradients(call, weighed)
 
     def loss(*inputs: torch.Tensor) -> torch.Tensor:
         ys = call.kept(call(group.group_name, *inputs))
-        return sum((y * w).sum() for y, w in zip(ys, weights[rank], strict=True))  # type: ignore[return-value]
+        return sum((ys[i] * weight).sum() for i, weight in weights.items())  # type: ignore[return-value]
 
     inputs = [t.clone().requires_grad_(want) for t, want in zip(call.mine, wanted, strict=True)]
     torch._dynamo.reset()
@@ -124,15 +115,27 @@ def _gradients(
         run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
         with weft.plan.use(schedule), call.poisoned():
             run(*inputs).backward()
-    weighed = [
-        (y * w.double()).sum() for ys, ws in zip(exact, weights, strict=True) for y, w in zip(ys, ws, strict=True)
-    ]
-    torch.stack(weighed).sum().backward()
-    for found, in_float64, want in zip(inputs, exact_inputs[rank], wanted, strict=True):
+    for found, right, want in zip(inputs, exact, wanted, strict=True):
         assert (found.grad is not None) == want
         if want:
             assert found.grad is not None
-            torch.testing.assert_close(found.grad.double(), in_float64.grad, rtol=2e-4, atol=2e-3)
+            torch.testing.assert_close(found.grad.double(), right, rtol=2e-4, atol=2e-3)
+
+
+def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[dict[int, torch.Tensor], Tensors]:
+    """Return a random weighing of this rank's results, and in float64 the gradients of its inputs for the sum of all ranks' weighed
+    results."""
+    inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
+    mine, losses = dict[int, torch.Tensor](), list[torch.Tensor]()
+    for rank, ys in enumerate(call.reference(inputs)):
+        for i in range(len(ys)) if weighed is None else weighed:
+            weight = data(rank, tuple(ys[i].shape), torch.float32, 70 + i)
+            losses.append((ys[i] * weight.double()).sum())
+            if rank == call.rank:
+                mine[i] = weight
+    torch.stack(losses).sum().backward()
+    # No gradient reaches what only other results depend on.
+    return mine, [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs[call.rank]]
 
 
 def many_sizes(group: dist.ProcessGroup, operator: str, case: Any) -> None:
@@ -237,11 +240,15 @@ def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: b
 
 
 def steps(group: dist.ProcessGroup, operator: str, case: Case) -> set[str]:
-    """Return the names of this rank's steps in a timeline. A second call fills none."""
-    call, timeline = CALLS[operator](case, group, 1), weft.Timeline()
-    call.check(group, call(group, timeline=timeline))
-    assert all(span.duration_us >= 0 for span in timeline)
-    return {span.name for span in timeline if span.rank == group.rank()}
+    """Return the names of this rank's steps in a timeline: the same whether the call pins the schedule or a block does."""
+    call, timelines = CALLS[operator](case, group, 1), (weft.Timeline(), weft.Timeline())
+    call.check(group, call(group, timeline=timelines[0]))
+    with weft.plan.use(case.schedule):
+        call(group, schedule=None, timeline=timelines[1])
+    pinned, in_block = ({span.name for span in found if span.rank == group.rank()} for found in timelines)
+    assert pinned == in_block
+    assert all(span.duration_us >= 0 for found in timelines for span in found)
+    return pinned
 
 
 def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:

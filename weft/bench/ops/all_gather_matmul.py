@@ -56,6 +56,7 @@ class GatherVariants(TorchVariants):
         # fp8 has no room for small numbers: there the scale makes w small.
         self.w = (w if self.scaled else w * k**-0.5).to(self.operands).t()
         self.x_scale = torch.ones(1, 1, device=self.ranks.device)
+        self.scale_of_x = self.x_scale[0]  # torch's operator takes [1, 1] for the scale of a row
         self.w_scale = self.x_scale * (k**-0.5 if self.scaled else 1.0)
 
     def _x_shard(self, which: int, rank: int) -> torch.Tensor:
@@ -127,7 +128,7 @@ class GatherVariants(TorchVariants):
             x = self.x_shards[which]
             if self.scaled:
                 _, (y,) = ops.fused_all_gather_scaled_matmul(
-                    x, [self.w], self.x_scale[0], [self.w_scale], 0, group_name, [None], [None], [self.dtype], [False]
+                    x, [self.w], self.scale_of_x, [self.w_scale], 0, group_name, [None], [None], [self.dtype], [False]
                 )
             else:
                 _, (y,) = ops.fused_all_gather_matmul(x, [self.w], 0, group_name, return_A=False)
@@ -139,7 +140,7 @@ class GatherVariants(TorchVariants):
         x, group = self.x_shards[which], self.ranks.group
         if self.scaled:
             _, (y,) = all_gather_scaled_matmul(
-                x, [self.w], self.x_scale[0], [self.w_scale], 0, group, return_A=False, schedule=schedule
+                x, [self.w], self.scale_of_x, [self.w_scale], 0, group, return_A=False, schedule=schedule
             )
         else:
             _, (y,) = all_gather_matmul(x, [self.w], 0, group, return_A=False, schedule=schedule)

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from weft.builders.output_map.routes import CollectiveName, Entry, StoreOp, routes_of
-from weft.builders.output_map.steps import Gemm, Product, scheduled
-from weft.builders.partial_products import Add
+from weft.builders.output_map.steps import Gemm, write
+from weft.builders.partial_products import Add, PartialProducts
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
@@ -198,7 +198,11 @@ def schedule_of(
     plain = [(one.order, one.entries) for one in maps]
     same = all(one is first for one in maps)
     routes = routes_of(p.collective, p.world_size, first.chunks, tuple(plain[:1] if same else plain))
-    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), gemm=gemm, add=add, by=by, engines=engines)
+    product = MatmulReduceScatter(p.world_size, rows, p.n, p.k, p.dtype)
+    o = PartialProducts(name, product, own_rows=p.collective == "all_gather")
+    y = o.parts("y", 1 if p.collective == "reduce_scatter" else p.world_size, "output")
+    write(o, routes, y, gemm=gemm, add=add, by=by, engines=engines)
+    return o.d.schedule()
 
 
 def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
@@ -226,21 +230,26 @@ def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInt
 
 
 def ring_reduce_scatter(
-    rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", rank: Index = RANK
-) -> OutputMap:
+    rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", to: Literal["left", "right"] = "left",
+    rank: Index = RANK,
+) -> OutputMap:  # fmt: skip
     """Figures 7, 11 and 12: sums travel to the left, and each rank adds its own product to the sum from the right.
 
     The first chunk receives nothing. With first="store" the GEMM stores it straight into the neighbour's memory; with first="dma"
     a copy engine sends it like the others."""
-    made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    made, neighbour = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    if to == "right":
+        owners = [(rank + world - distance) % world for distance in range(1, world + 1)]
+        order = tuple(owner * per_rank + piece for owner in owners for piece in range(per_rank))
+        made, neighbour = replace(made, order=order), (rank + 1) % world
     for chunk in range(world * per_rank):
         distance = chunk // per_rank
         if distance == world - 1:
             made = made.local(chunk)
         elif distance or first == "dma":
-            made = made.dma_map(chunk, to=left, op="update", after=2 if distance else 1)
+            made = made.dma_map(chunk, to=neighbour, op="update", after=2 if distance else 1)
         else:
-            made = made.remote_map(chunk, to=left, op="update")
+            made = made.remote_map(chunk, to=neighbour, op="update")
     return made
 
 

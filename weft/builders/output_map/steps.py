@@ -5,6 +5,7 @@ waits.
                 stays too is stored here, and a kernel behind the GEMM stores it there
     to peers    copy engines send dma-mapped chunks on, in the order in which they complete; one lane, or several
     sums        add=reduce: adds arriving updates to chunks that are sent on, beside the GEMMs
+    to sums     copies the only update of a chunk that stays into the result, where the GEMM adds its own product
     to y        copies arrived chunks from slots into the result
 
 T3's memory adds where updates meet, and today's does not. So every update is a store into a slot of the receiver, one for each
@@ -23,39 +24,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
-from weft.builders.operands import cut, peer
+from weft.builders.fetched import Fetched
+from weft.builders.operands import peer
 from weft.builders.output_map.routes import Node, Routes, Send
-from weft.builders.output_map.tiles import TilesInOrder, TilesOfRank
-from weft.builders.partial_products import Add, Chunk
+from weft.builders.partial_products import Add, Chunk, PartialProducts
+from weft.builders.tracked_tiles import TrackedTiles
 from weft.schedule.expr import RANK, Index, lookup
-from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.kernels import TrackedMatmul
+from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Buffer, Compute, CopyBy, Region, Resource, Set, Signals
 
 Gemm: TypeAlias = Literal["chunks", "tracked"]
-_LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to y": "copy"}
+_LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums": "copy", "to y": "copy"}
 """The resources of lanes by name; lanes to peers are copy lanes."""
 
 
-class Product(NamedTuple):
-    """The GEMM of a rank: [rows, k] @ [k, n]; in an all-gather a rank has only its part of the rows."""
+def write(
+    o: PartialProducts, routes: Routes, y: Buffer, *, gemm: Gemm, add: Add, by: CopyBy, engines: int = 1,
+    sender: str = "to peers", fetched: Fetched | None = None,
+) -> list[Chunk]:  # fmt: skip
+    """Write the steps of these routes into the draft of `o`; return the chunks of a rank's rows.
 
-    rows: int
-    n: int
-    k: int
-    dtype: str
-
-
-def scheduled(name: str, routes: Routes, p: Product, *, gemm: Gemm, add: Add, by: CopyBy, engines: int) -> Schedule:
-    """Return the schedule of these routes.
+    y: this rank's result. sender: the name of the lanes of copy engines. fetched: all ranks fetch the sums from `y` afterwards,
+    chunk by chunk, and its signals also say that slots are free.
 
     Raises `ValueError` if GEMMs that add to arriving chunks would wait for one another, and `NotApplicableError` for fewer rows
     than pieces."""
-    plan = _Plan(name, routes, p, gemm, add, by, engines)
+    plan = _Plan(
+        o, routes, y, gemm, add, by, [sender] if engines == 1 else [f"{sender} {i}" for i in range(engines)], fetched
+    )
     if routes.alike:
-        _RankLanes(plan, 0, lambda rank: peer(routes.world, rank) if rank else RANK, plan.d.lane).write()
-        return plan.d.schedule()
+        ranks = [RANK, *(peer(routes.world, distance) for distance in range(1, routes.world))]
+        _RankLanes(plan, 0, ranks.__getitem__, plan.d.lane).write()
+        return plan.pieces
     for name in plan.lanes:
         plan.d.lane(name, _resource(name))
     for rank in range(routes.world):
@@ -71,7 +74,7 @@ def scheduled(name: str, routes: Routes, p: Product, *, gemm: Gemm, add: Add, by
         only = lookup([int(other == rank) for other in range(routes.world)], RANK)
         for name, made in lanes.items():
             plan.d.lane(name).repeat("only", only, *made.steps)
-    return plan.d.schedule()
+    return plan.pieces
 
 
 def _resource(lane: str) -> Resource:
@@ -85,27 +88,36 @@ class _Plan:
     of its product, counted in m rows. frees: for each rank, the (rank, lane) pairs that signal that its slots there are free.
     """
 
-    def __init__(self, name: str, routes: Routes, p: Product, gemm: Gemm, add: Add, by: CopyBy, engines: int) -> None:
-        self.routes, self.p, self.add, self.by = routes, p, add, by
-        self._senders = ["to peers" if engines == 1 else f"to peers {i}" for i in range(engines)]
-        self.lanes = [*_LANES, *self._senders]
-        self.d, self.m = Draft(name, routes.world), p.rows // routes.world
-        self.tiling = TilesOfRank(self.m, p.n, routes.per_rank) if gemm == "tracked" else None
-        self.pieces = self.tiling.pieces if self.tiling else cut(self.m, routes.per_rank, what="rows of a rank's part")
+    def __init__(
+        self, o: PartialProducts, routes: Routes, y: Buffer, gemm: Gemm, add: Add, by: CopyBy, senders: list[str],
+        fetched: Fetched | None,
+    ) -> None:  # fmt: skip
+        self.o, self.d, self.m, self.y, self.fetched = o, o.d, o.m, y, fetched
+        self.routes, self.add, self.by, self._senders = routes, add, by, senders
+        self.lanes = [*_LANES, *senders]
+        self.tiles = TrackedTiles(self.m, o.p.n, routes.per_rank) if gemm == "tracked" else None
+        self.pieces = self.tiles.pieces if self.tiles else o.chunks(routes.per_rank)
         self.times = routes.times(in_turn=routes.sums and add == "gemm")
-        gather = routes.collective == "all_gather"
-        self.x = self.d.buffer("x", self.m if gather else p.rows, p.k, p.dtype, "input")
-        self.w = self.d.buffer("w", p.k, p.n, p.dtype, "input")
-        self.y = self.d.buffer("y", self.m if routes.sums else p.rows, p.n, p.dtype, "output")
         self.slots, boxes = self._placed({node: len(routes.sources[node[0]].get(node[1], ())) for node in self.times})
         self.made_slots, scratch = self._placed({node: int(self.has_scratch(node)) for node in self.times})
         # Tiles of one kernel are stored in one buffer, here or at a peer.
-        shared = self.tiling is not None and any(
-            s.how == "remote_map" for one in routes.sends for sends in one.values() for s in sends
-        )
+        stored = [self._by(rank, "remote_map") for rank in range(routes.world)]
+        shared = self.tiles is not None and any(stored)
         self.box = self._memory("box", boxes + scratch * shared, "symmetric")
         self.made = self.box if shared else self._memory("made", scratch, "scratch")
         self.made_first = boxes * shared
+        # The fetching ranks read `y` chunk by chunk, while the own product may be added in one piece.
+        self.own = o.parts("own", 1, "scratch") if fetched and add == "reduce" and not self.tiles else None
+        begin = self.made_first * routes.per_rank
+        self.kept = [
+            {place: begin + i for i, place in enumerate(p for p in routes.computed(rank) if p not in stored[rank])}
+            for rank in range(routes.world)
+        ]
+        """By rank and place, the number of the signal of a tracked chunk that stays here at first."""
+        sent = 1 + max(
+            (routes.number[rank][place] for rank in range(routes.world) for place in self._by(rank, "dma_map")),
+            default=0,
+        )
         telling: dict[int, set[tuple[int, str]]] = defaultdict(set)
         for rank, place, nth, source in routes.arrivals():
             telling[source] |= {(rank, lane) for lane in self.last_readers(rank, place, nth)}
@@ -116,13 +128,17 @@ class _Plan:
         self._counts = {
             "free": max((len(told) for told in self.frees.values()), default=0),
             "there": boxes * routes.per_rank,
-            "computed": routes.chunks,
-            "added": routes.chunks,
+            "computed": sent,
+            "added": sent,
             "placed": routes.per_rank,
             "opened": routes.world - 1,
-            "done": routes.chunks + boxes * routes.per_rank,
+            "done": begin + max(map(len, self.kept)),
         }
         self._signals: dict[str, Signals] = {}
+
+    def _by(self, rank: int, how: str) -> list[int]:
+        """Return the places of the chunks that a rank sends in this way."""
+        return [p for p, sends in self.routes.sends[rank].items() if any(send.how == how for send in sends)]
 
     def signals(self, name: str) -> Signals:
         """Return the signals of this name, declared at first use."""
@@ -134,7 +150,7 @@ class _Plan:
         """True if the node's product is kept in `made` to be sent, not in a slot or in the result."""
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends[rank].get(place, ()))
-        if self.tiling is not None:
+        if self.tiles is not None:
             return self.routes.collective != "all_gather" and (by_engine or self.routes.owner(place) == rank)
         if self.routes.sums:
             return by_engine and (self.add == "reduce" or not self.routes.arriving(rank, place))
@@ -156,14 +172,19 @@ class _Plan:
         if not routes.sums:
             return ["to y"] if routes.computes(rank, place) else ["to y", *sent_on]
         if not sent_on:
-            return ["to y" if self.add == "gemm" and len(routes.sources[rank][place]) == 1 else "compute"]
+            return ["to sums" if self.adds_to_copy(rank, place) else "compute"]
         if self.add == "reduce":
             return ["sums"]
         return ["compute"] if nth else sent_on
 
+    def adds_to_copy(self, rank: int, place: int) -> bool:
+        """True if the own GEMM adds to the only update of a chunk, once it is copied into the result."""
+        alone = len(self.routes.sources[rank][place]) == 1
+        return self.add == "gemm" and alone and not self.o.following_part(None)
+
     def _memory(self, name: str, parts: int, role: Literal["symmetric", "scratch"]) -> Buffer:
         declared = self.d.buffer if parts else Draft("", 1).buffer  # unused buffers are not in the schedule
-        return declared(name, parts * self.m, self.p.n, self.p.dtype, role)
+        return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
 
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
         """Return (first part of each node, most parts on a rank). Pieces of one owner's rows are side by side."""
@@ -208,18 +229,22 @@ class _RankLanes:
 
     def write(self) -> None:
         routes, rank, gather = self.routes, self.rank, self.routes.collective == "all_gather"
-        for place in [] if self.plan.tiling else self._computed:
+        by_time = sorted(routes.order[rank], key=lambda place: self.plan.times[rank, place])
+        self.lane("compute")
+        for send in (send for place in by_time for send in routes.sends[rank].get(place, ()) if send.how == "dma_map"):
+            self.lane(self.plan.sender(rank, send.to))
+        for place in [] if self.plan.tiles else self._computed:
             if gather:
                 self._compute_gathered(place)
             elif place in self._own:
                 self._compute_own(place, self._rows(self._own[place]))
             elif routes.owner(place) != rank:
                 self._compute_sent(place, *routes.sends[rank][place])
-        if self.plan.tiling:
-            self._compute_tracked(self.plan.tiling)
+        if self.plan.tiles:
+            self._compute_tracked(self.plan.tiles.kernel)
         if routes.sums and self.plan.add == "reduce":
             self._add_up()
-        for place in sorted(routes.order[rank], key=lambda place: self.plan.times[rank, place]):
+        for place in by_time:
             self._send(place)
         if not routes.sums:
             self._receive()
@@ -252,72 +277,82 @@ class _RankLanes:
             self._multiply(place, self._kept(place))
         compute.set(plan.signals("computed"), self._number(place))
 
-    def _compute_tracked(self, tiling: TilesOfRank) -> None:
+    def _compute_tracked(self, kernel: TrackedMatmul) -> None:
         """Compute all chunks in one launch. Each is stored at its destination, or kept until an engine sends it."""
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
         sends = [next((s for s in routes.sends[rank][p] if s.how == "remote_map"), None) for p in self._computed]
         for send in filter(None, sends):
             self._open(compute, send.to)
-        tiled = TilesInOrder(tiling, [place % routes.per_rank for place in self._computed])
-        owner = self._ranks(tiled, [routes.owner(place) for place in self._computed])
-        at = self._ranks(tiled, [send.to if send else rank for send in sends])
-        chunks = list(zip(self._computed, sends, strict=True))
-        first, count = tiled.rows
+        tiles = TrackedTiles(plan.m, plan.o.p.n, routes.per_rank, [place % routes.per_rank for place in self._computed])
+        owner = self._ranks(tiles, [routes.owner(place) for place in self._computed])
+        at = self._ranks(tiles, [send.to if send else rank for send in sends])
+        arrivals = [
+            (send.to, *self._arrival(place, send)) if send else None
+            for place, send in zip(self._computed, sends, strict=True)
+        ]
+        numbers = [
+            self._signal(*one) if one else plan.kept[rank][place]
+            for place, one in zip(self._computed, arrivals, strict=True)
+        ]
+        first, count = tiles.rows
         if routes.collective == "all_gather":
-            rows, out = first, plan.y.part(rows=(owner * plan.m + first, count), cols=tiled.cols)
+            out = plan.y.part(rows=(owner * plan.m + first, count), cols=tiles.cols)
         else:
             parts = [
-                plan.slot(send.to, *self._arrival(place, send))
-                if send
-                else plan.made_first + plan.made_slots[rank, place]
-                for place, send in chunks
+                plan.slot(*one) if one else plan.made_first + plan.made_slots[rank, place]
+                for place, one in zip(self._computed, arrivals, strict=True)
             ]
-            rows, row = owner * plan.m + first, tiled.by_chunk(parts) * plan.m + first
-            out = plan.made.part(rows=(row, count), cols=tiled.cols, at=at)
-        numbers = [
-            routes.chunks + self._signal(send.to, *self._arrival(place, send)) if send else self._number(place)
-            for place, send in chunks
-        ]
-        matmul = Compute("matmul", out, (plan.x.part(rows=(rows, count)), plan.w.part(cols=tiled.cols)))
-        told = Set(plan.signals("done").name, tiled.by_chunk(numbers), at)
-        compute.tiles(tiling.kernel, "t", tiled.extent, matmul, told)
+            out = plan.made.part(rows=(tiles.by_chunk(parts) * plan.m + first, count), cols=tiles.cols, at=at)
+        x = plan.o.x.part(rows=(plan.o.first_row(owner, tiles.rows), count))
+        matmul = Compute("matmul", out, (x, plan.o.w.part(cols=tiles.cols)))
+        compute.tiles(kernel, "t", tiles.extent, matmul, Set(plan.signals("done").name, tiles.by_chunk(numbers), at))
 
-    def _ranks(self, tiled: TilesInOrder, ranks: list[int]) -> Index:
+    def _ranks(self, tiles: TrackedTiles, ranks: list[int]) -> Index:
         """Return the rank of each tile, from a rank for each chunk."""
         if len(set(ranks)) == 1:
             return self.at(ranks[0])
         if self.routes.alike:
             return (
-                RANK + tiled.by_chunk([(rank - self.rank) % self.routes.world for rank in ranks])
+                RANK + tiles.by_chunk([(rank - self.rank) % self.routes.world for rank in ranks])
             ) % self.routes.world
-        return tiled.by_chunk(ranks)
+        return tiles.by_chunk(ranks)
 
     def _compute_own(self, place: int, rows: Chunk) -> None:
         """Compute a chunk that stays; with add=gemm, add the updates of other ranks to it."""
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
-            self._multiply(place, result, rows)
-        elif len(self._sources(place)) > 1:
-            compute.reduce(result, *self._arrived(compute, place))
-            self._multiply(place, result, add=True)
-        else:
-            receiver, placed, piece = self.lane("to y"), plan.signals("placed"), place % self.routes.per_rank
+            self._multiply(place, self._kept(place, rows) if plan.own else result, rows)
+            return
+        if plan.adds_to_copy(self.rank, place):
+            receiver, placed, piece = self.lane("to sums"), plan.signals("placed"), place % self.routes.per_rank
             (arrived,) = self._arrived(receiver, place)
             receiver.copy(arrived, result).set(placed, piece)
             compute.wait(placed, piece)
-            self._multiply(place, result, add=True)
+        else:
+            compute.reduce(result, *self._arrived(compute, place), *plan.o.following_part(rows))
+        self._multiply(place, result, add=True)
+        self._summed(place)
+
+    def _summed(self, place: int) -> None:
+        """Signal the ranks that fetch this rank's sums that a chunk is complete."""
+        if self.plan.fetched:
+            self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
     def _add_up(self) -> None:
         """Reduce arrived updates behind the GEMMs. Chunks that are sent on use a lane of their own, so that no GEMM waits for
         them."""
-        plan, rank = self.plan, self.rank
+        plan, rank, compute = self.plan, self.rank, self.lane("compute")
         for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):
             if not self._sources(place):
                 continue
             if place in self._own:
-                rows, compute = self._rows(self._own[place]), self.lane("compute")
-                product = self._kept(place, rows) if plan.tiling else self._result(place, rows)
-                compute.reduce(self._result(place, rows), product, *self._arrived(compute, *self._own[place]))
+                own = self._own[place]
+                for places in [[one] for one in own] if plan.fetched else [own]:
+                    rows = self._rows(places)
+                    made = self._kept if plan.tiles or plan.own else self._result
+                    parts = [made(places[0], rows), *self._arrived(compute, *places), *plan.o.following_part(rows)]
+                    compute.reduce(self._result(places[0], rows), *parts)
+                    self._summed(places[0])
             elif self.routes.owner(place) != rank:
                 sums, kept = self._after_gemm("sums", place), self._kept(place)
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
@@ -352,7 +387,7 @@ class _RankLanes:
             place, source = one
             return times[source, self.routes.landing(rank, place)], (rank - source) % self.routes.world, place
 
-        for place in self._own if self.plan.tiling else ():
+        for place in self._own if self.plan.tiles else ():
             rows = self._rows(self._own[place])
             for one in self._own[place]:
                 self._after_gemm(receiver.name, one)
@@ -363,6 +398,8 @@ class _RankLanes:
 
     def _free(self) -> None:
         plan, world = self.plan, self.routes.world
+        if plan.fetched:
+            return
         for distance in range(1, world):
             source = (self.rank - distance) % world
             for index, (rank, name) in enumerate(plan.frees.get(source, ())):
@@ -386,19 +423,15 @@ class _RankLanes:
         if behind_gemm:
             return
         for index, (rank, _) in enumerate(self.plan.frees[self.rank]):
-            if rank == to:
+            if rank == to and self.plan.fetched:
+                self.plan.fetched.wait_for(lane, index)
+            elif rank == to:
                 lane.wait(self.plan.signals("free"), index, previous=True)
         if lane.name == "compute" and forwards:
             lane.set(self.plan.signals("opened"), opened)
 
     def _multiply(self, place: int, out: Region, rows: Chunk | None = None, *, add: bool = False) -> LaneDraft:
-        begin, count = rows or self._rows([place])
-        first: Index = begin
-        if self.routes.collective != "all_gather":  # in an all-gather x has only this rank's rows
-            first = self.at(self.routes.owner(place)) * self.plan.m + first
-        return self.lane("compute").matmul(
-            out, self.plan.x.part(rows=(first, count)), self.plan.w.part(), accumulate=add
-        )
+        return self.plan.o.multiply(self.lane("compute"), out, self._owner(place), rows or self._rows([place]), add=add)
 
     def _sent(self, lane: LaneDraft, place: int, send: Send) -> None:
         lane.set(self.plan.signals("there"), self._signal(send.to, *self._arrival(place, send)), at=self.at(send.to))
@@ -416,17 +449,18 @@ class _RankLanes:
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
         source = routes.sources[self.rank][place][nth]
         sends = routes.sends[source][routes.landing(self.rank, place)]
-        if plan.tiling and any(send == ("remote_map", self.rank) for send in sends):
-            lane.wait(plan.signals("done"), routes.chunks + number, count=plan.tiling.tiles[place % routes.per_rank])
+        if plan.tiles and any(send == ("remote_map", self.rank) for send in sends):
+            lane.wait(plan.signals("done"), number, count=plan.tiles.counts[place % routes.per_rank])
         else:
             lane.wait(plan.signals("there"), number)
 
     def _after_gemm(self, name: str, place: int) -> LaneDraft:
         """Return the lane of that name, after it waits for this rank's product."""
-        lane, plan, number = self.lane(name), self.plan, self._number(place)
-        if plan.tiling:
-            return lane.wait(plan.signals("done"), number, count=plan.tiling.tiles[place % self.routes.per_rank])
-        return lane.wait(plan.signals("computed"), number)
+        lane, plan = self.lane(name), self.plan
+        if plan.tiles:
+            count = plan.tiles.counts[place % self.routes.per_rank]
+            return lane.wait(plan.signals("done"), plan.kept[self.rank][place], count=count)
+        return lane.wait(plan.signals("computed"), self._number(place))
 
     def _sources(self, place: int) -> list[int]:
         return self.routes.arriving(self.rank, place)
@@ -443,10 +477,12 @@ class _RankLanes:
         """Return the number of the signal for the chunk that the nth source sends there."""
         return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
+    def _owner(self, place: int) -> Index:
+        return self.at(self.routes.owner(place))
+
     def _slot(self, rank: int, place: int, nth: int = 0, rows: Chunk | None = None) -> Region:
-        first, count = rows or self._rows([place])
-        row = self.plan.slot(rank, place, nth) * self.plan.m + first
-        return self.plan.box.part(rows=(row, count), at=self.at(rank))
+        number, rows = self.plan.slot(rank, place, nth), rows or self._rows([place])
+        return self.plan.o.part(self.plan.box, number, self._owner(place), rows, at=self.at(rank))
 
     def _slot_at(self, place: int, send: Send) -> Region:
         landing, nth = self._arrival(place, send)
@@ -458,9 +494,11 @@ class _RankLanes:
         return landing, self.routes.sources[send.to][landing].index(self.rank)
 
     def _kept(self, place: int, rows: Chunk | None = None) -> Region:
-        first, count = rows or self._rows([place])
-        part = self.plan.made_first + self.plan.made_slots[self.rank, place]
-        return self.plan.made.part(rows=(part * self.plan.m + first, count))
+        plan, rows = self.plan, rows or self._rows([place])
+        if plan.own and self.routes.owner(place) == self.rank:
+            return plan.o.part(plan.own, 0, self._owner(place), rows)
+        number = plan.made_first + plan.made_slots[self.rank, place]
+        return plan.o.part(plan.made, number, self._owner(place), rows)
 
     def _complete(self, place: int) -> Region:
         """Return the region of a chunk that this rank computes and an engine sends on."""
@@ -469,6 +507,6 @@ class _RankLanes:
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)
 
     def _result(self, place: int, rows: Chunk | None = None) -> Region:
-        first, count = rows or self._rows([place])
-        row = 0 if self.routes.sums else self.at(self.routes.owner(place)) * self.plan.m
-        return self.plan.y.part(rows=(row + first, count))
+        owner = self._owner(place)
+        number = 0 if self.routes.sums else owner
+        return self.plan.o.part(self.plan.y, number, owner, rows or self._rows([place]))

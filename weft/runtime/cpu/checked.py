@@ -7,11 +7,10 @@ error names the wrong step.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from weft.errors import ScheduleError
 from weft.runtime.cpu.steps import bind, has_own_kernel, is_bound
-from weft.schedule import Collective, Compute, For, Lane, Read, Schedule, Set, Step, Tiles, value
+from weft.schedule import Collective, Compute, Lane, Read, Schedule, Set, Step, Tiles, value
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
 from weft.schedule.verify.issue_order import sets_per_run
@@ -73,11 +72,12 @@ class Checked:
 def _meetings(schedule: Schedule) -> Schedule:
     """Return `schedule` with only its sets and collectives, which peers need. Evaluating all steps of all ranks is slow."""
 
-    def kept(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        steps = tuple(replace(step, body=kept(step.body)) if isinstance(step, For | Tiles) else step for step in steps)
-        return tuple(step for step in steps if isinstance(step, Set | Collective | For) or step.inner)
+    def kept(step: Step) -> Step | None:
+        if isinstance(step, Tiles):
+            return step.only_sets()
+        return step if isinstance(step, Set | Collective) else None
 
-    return replace(schedule, lanes=tuple(replace(lane, steps=kept(lane.steps)) for lane in schedule.lanes))
+    return schedule.map_steps(kept)
 
 
 def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -> None:

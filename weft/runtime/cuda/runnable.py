@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.errors import ScheduleError
@@ -28,15 +28,9 @@ def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
         for step in lane.steps:
             for fault in _unknown(step, rank):
                 raise ScheduleError(f"schedule {schedule.name}, lane {lane.name}: {describe(step, rank)}: {fault}")
-    if any(
-        access.updates for lane in schedule.lanes for step in _written_out(lane.steps) for access in step.accesses()
-    ):
+    steps = (inner for step in schedule.walk() for inner in (step, *step.inner))
+    if any(access.updates for step in steps for access in step.accesses()):
         _require_nothing_lost(schedule)
-
-
-def _written_out(steps: Iterable[Step]) -> Iterator[Step]:
-    for step in steps:
-        yield from _written_out(step.inner) if step.inner else (step,)
 
 
 def _unknown(step: Step, rank: int) -> Iterator[str]:
@@ -46,7 +40,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
         yield f"the GPU executor knows no {step.op}: it knows {', '.join(COLLECTIVES)}"
     elif isinstance(step, Tiles) and emit_tiles.dispatch(type(step.kernel)) is emit_tiles.dispatch(object):
         yield f"the GPU executor has no kernel {step.kernel.name}: it has {_entries(emit_tiles.registry)}"
-    for inner in _written_out([step]):
+    for inner in step.inner or (step,):
         for access in inner.accesses():
             if access.updates and not _is_atomic(inner) and _owner(access.region) not in (None, rank):
                 yield (
@@ -76,7 +70,7 @@ def _require_nothing_lost(schedule: Schedule) -> None:
     updated: dict[tuple[int | None, str], dict[tuple[int, str], bool]] = {}
     for rank in range(schedule.world_size):
         for lane in schedule.of_rank(rank, expected=False):
-            for step in _written_out(lane.steps):
+            for step in (inner for outer in lane.steps for inner in outer.inner or (outer,)):
                 for access in step.accesses():
                     if access.updates:
                         of_buffer = updated.setdefault((_owner(access.region), access.region.buffer), {})

@@ -9,8 +9,8 @@ become calls when an `Unfused` is made, and a step allocates the buffer that it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import singledispatch
-from typing import TypeAlias
+from functools import partial, singledispatch
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
 from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.runtime.unfused.unpack import side_by_side
-from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step, Tiles, value
-from weft.schedule.kernels import Unpack
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -59,8 +58,8 @@ class Unfused:
         self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank)}
         (lane,) = schedule.of_rank(rank)
         self._calls = [bind(step, self) for step in lane.steps]
-        parts = [part for step in lane.steps for part in step.inner or (step,)]
-        made = {access.region.buffer for part in parts for access in part.accesses() if access.writes}
+        made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
+        made |= {_columns(step, self)[1] for step in lane.steps if isinstance(step, Tiles)}
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
         self._plain = [_plain(step, self) for step in lane.steps]
         self.plain: _core.PlainSteps | None = None
@@ -127,9 +126,11 @@ class Unfused:
         return [int(of(steps[number]).rows) for steps in of_ranks]
 
 
-def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], torch.dtype] | None:
-    """Return the kind of a step, the buffers that it writes and reads, and its result's dtype; None if native code
-    (`_core.PlainSteps`) does not run it."""
+def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] | None:
+    """Return a step as native code (`_core.PlainSteps`) runs it; None if it does not."""
+    if isinstance(step, Tiles):
+        src, dst = _columns(step, here)
+        return "called", dst, (src,), partial(side_by_side, world_size=here.schedule.world_size)
     if here.schedule.world_size == 1 or not all(here.is_whole(access.region) for access in step.accesses()):
         return None
     if isinstance(step, Compute) and step.op in ("matmul", *SCALED_MATMULS) and not step.accumulate:
@@ -237,20 +238,28 @@ def _copy(step: Copy, here: Unfused) -> Call:
 
 @bind.register
 def _tiles(step: Tiles, here: Unfused) -> Call:
-    """Return the one copy that puts the matrices of all ranks side by side. The kernel copies one of them in each tile."""
-    ranks = value(step.extent)
-    copies = [part for n in range(ranks) for part in step.tile(n) if isinstance(part, Copy)]
-    places = [(copy.src.row, copy.dst.col) for copy in copies]
-    if not isinstance(step.kernel, Unpack) or places != [
-        (n * copies[0].src.rows, n * copies[0].dst.cols) for n in range(ranks)
-    ]:
-        raise ScheduleError(f"schedule {here.schedule.name}: {step} has no unfused torch call")
-    src, dst, name = copies[0].src.buffer, copies[0].dst.buffer, here.name_of(step)
+    (src, dst), name, world = _columns(step, here), here.name_of(step), here.schedule.world_size
 
     def call(t: Tensors, turn: Turn, group: dist.ProcessGroup) -> None:
-        t[dst] = turn.done(name, side_by_side(t[src], ranks))
+        t[dst] = turn.done(name, side_by_side(t[src], world))
 
     return call
+
+
+def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
+    """Return the buffers (src, dst) of a kernel that puts the rows of all ranks side by side. Raise `ScheduleError` for another."""
+    bodies, world = [step.tile(number) for number in range(int(step.extent))], here.schedule.world_size
+    copies = [one for body in bodies for one in body if isinstance(one, Copy) and not one.accumulate]
+    if len(copies) == len(bodies) == world:
+        src, dst = here.buffers[copies[0].src.buffer], here.buffers[copies[0].dst.buffer]
+        m, n = dst.rows, src.cols
+        wanted = [
+            (Region(src.name, rank * m, m, 0, n, here.rank), Region(dst.name, 0, m, rank * n, n, here.rank))
+            for rank in range(world)
+        ]
+        if (src.rows, dst.cols) == (world * m, world * n) and [(one.src, one.dst) for one in copies] == wanted:
+            return src.name, dst.name
+    raise ScheduleError(f"schedule {here.schedule.name}: kernel {step.kernel.name} has no unfused torch call: {step}")
 
 
 @bind.register

@@ -11,7 +11,7 @@ from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, 
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
 from weft.schedule.steps.copies import COPY_UNITS, LATE_COPY_UNITS, Copy, CopyBy
-from weft.schedule.steps.loops import For, Tiles, unrolled
+from weft.schedule.steps.loops import For, Tiles, iterations, map_steps, unrolled, walk
 from weft.schedule.steps.reads import Read, ReadBy
 from weft.schedule.steps.signals import Set, Wait
 
@@ -30,6 +30,6 @@ class Lane:
 __all__ = [
     "COPY_UNITS", "ITEM_BYTES", "KINDS", "LATE_COPY_UNITS", "MATMULS", "OPS", "PLAIN_MATMULS", "SCALED_MATMULS", "Agree", "Awaited",
     "Buffer", "Collective", "CollectiveOp", "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm",
-    "Op", "Read", "ReadBy", "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in",
-    "totals_of", "unrolled", "variables_of",
+    "Op", "Read", "ReadBy", "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text",
+    "iterations", "map_steps", "put_in", "totals_of", "unrolled", "variables_of", "walk",
 ]  # fmt: skip

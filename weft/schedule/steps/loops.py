@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
@@ -85,6 +85,11 @@ class Tiles(_Repeated):
                     found[at, inner.signal, index] += times
         return found
 
+    def only_sets(self) -> Tiles | None:
+        """Return the tiles with nothing but their sets; None if they have none."""
+        sets = tuple(inner for inner in self.body if isinstance(inner, Set))
+        return replace(self, body=sets) if sets else None
+
     @property
     def is_empty(self) -> bool:
         return self.extent == 0
@@ -131,13 +136,32 @@ def _inside(body: tuple[Step, ...]) -> str:
     return "; ".join(" ".join(str(step).split()) for step in body)
 
 
-def unrolled(steps: tuple[Step, ...], values: Values, *, partly: bool = False) -> tuple[Step, ...]:
-    """Return `steps` in numbers, with loops unrolled and tiles kept. With `partly`, leave other variables."""
-    result: list[Step] = []
+def walk(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield each step once, loops before the steps inside of them. Tiles are one step."""
+    for step in steps:
+        yield step
+        if isinstance(step, For):
+            yield from walk(step.body)
+
+
+def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> tuple[Step, ...]:
+    """Return `change(step)` for each step, also inside of loops; None removes a step. Loops stay, and tiles are one step."""
+    changed = (
+        replace(step, body=map_steps(step.body, change)) if isinstance(step, For) else change(step) for step in steps
+    )
+    return tuple(step for step in changed if step is not None)
+
+
+def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Values]]:
+    """Yield each execution of each step, and the values of its variables: `values` itself outside of loops. Tiles are one step."""
     for step in steps:
         if isinstance(step, For):
-            for turn in range(put_in(step.extent, values)):
-                result.extend(unrolled(step.body, {**values, step.index: turn}, partly=partly))
+            for i in range(put_in(step.extent, values)):
+                yield from iterations(step.body, {**values, step.index: i})
         else:
-            result.append(put_in(step, values, partly=partly))
-    return tuple(result)
+            yield step, values
+
+
+def unrolled(steps: Iterable[Step], values: Values, *, partly: bool = False) -> tuple[Step, ...]:
+    """Return `steps` in numbers, with loops unrolled and tiles kept. With `partly`, leave other variables."""
+    return tuple(put_in(step, known, partly=partly) for step, known in iterations(steps, values))

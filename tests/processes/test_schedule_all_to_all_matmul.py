@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dispatch_cpu_ranks as ranks
+import all_to_all_matmul_schedule_ranks as ranks
 import pytest
 from schedule_cpu_ranks import applicable
 from support.slow import slow

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dispatch_ranks as ranks
+import gpu_all_to_all_matmul_ranks as ranks
 import gpu_ranks
 import pytest
-from support import expert_ranks
 
 from weft.builders import AllToAllMatmul
 from weft.launch import Pool
@@ -80,8 +79,3 @@ def test_what_ran_can_be_seen(pair: Pool, by: str) -> None:
     for names in pair.run(ranks.timeline, problem((256, 256), 4, 128, 192), by, timeout_s=60):
         assert sum("grouped_matmul" in name for name in names) == 2
         assert sum("tokens" in name and name.startswith("copy") for name in names) == 1
-
-
-def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
-    steps = ["exchange splits -> received", "exchange tokens -> unordered", "permute", "library_grouped_matmul"]
-    assert pair.run(expert_ranks.serial_steps, timeout_s=60) == [steps * 2, []]

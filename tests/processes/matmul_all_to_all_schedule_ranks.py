@@ -1,4 +1,4 @@
-"""The code of `test_schedule_combine` that runs on ranks."""
+"""The code of `test_schedule_matmul_all_to_all` that runs on ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 
 import torch
 from schedule_cpu_ranks import applicable, domain_of
-from support.combine import assert_rows, inputs, received_of
-from support.dispatch import random_splits
+from support.all_to_all_matmul_reference import random_splits
+from support.matmul_all_to_all_reference import assert_rows, inputs, received_of
 
 from weft.builders import MatmulAllToAll, NotApplicableError, candidates
 from weft.runtime.cpu.schedule import CpuSchedule

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from schedule_ranks import device
-from support.dispatch import added_to, assert_rows, expected, inputs, random_splits
+from support.all_to_all_matmul_reference import added_to, assert_rows, expected, inputs, random_splits
 
 from weft import symm
 from weft.builders import AllToAllMatmul, NotApplicableError, candidates, named

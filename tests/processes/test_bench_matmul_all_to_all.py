@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from support.combine import expected, received_of
+from support.matmul_all_to_all_reference import expected, received_of
 
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.dispatch import expected
+from support.all_to_all_matmul_reference import expected
 
 from weft.bench.core import measure
 from weft.bench.core.harness import Ranks

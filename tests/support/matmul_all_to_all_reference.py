@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from support.dispatch import Splits
+from support.all_to_all_matmul_reference import Splits
 
 from weft.runtime.schedule_memory import TORCH_DTYPE
 
@@ -43,7 +43,8 @@ def expected(rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torc
 def assert_rows(
     found: torch.Tensor, rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torch.Tensor, what: str
 ) -> None:
-    """Each element is what rank `rank` must find, but for rounding to its dtype and sums in fp32: see `dispatch.assert_rows`."""
+    """Each element is what rank `rank` must find, but for rounding to its dtype and sums in fp32: see `assert_rows` of
+    `all_to_all_matmul_reference`."""
     wanted = expected(rank, splits, [part.double() for part in h], weights.double())
     magnitudes = expected(rank, splits, [part.double().abs() for part in h], weights.double().abs())
     assert found.shape == wanted.shape, f"{what}, rank {rank}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"

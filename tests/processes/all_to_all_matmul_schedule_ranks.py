@@ -1,4 +1,4 @@
-"""The code of `test_schedule_dispatch` that runs on ranks."""
+"""The code of `test_schedule_all_to_all_matmul` that runs on ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 from schedule_cpu_ranks import domain_of, poison
-from support.dispatch import added_to, assert_rows, expected, inputs, random_splits
+from support.all_to_all_matmul_reference import added_to, assert_rows, expected, inputs, random_splits
 
 from weft.builders import AllToAllMatmul, Candidate, NotApplicableError, candidates, named
 from weft.runtime.cpu.schedule import CpuSchedule

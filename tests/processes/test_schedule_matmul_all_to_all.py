@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import combine_cpu_ranks as ranks
+import matmul_all_to_all_schedule_ranks as ranks
 import pytest
 from schedule_cpu_ranks import applicable
 from support.slow import slow

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from schedule_ranks import device
-from support.combine import assert_rows, inputs, received_of
-from support.dispatch import random_splits
+from support.all_to_all_matmul_reference import random_splits
+from support.matmul_all_to_all_reference import assert_rows, inputs, received_of
 
 from weft import symm
 from weft.builders import MatmulAllToAll, NotApplicableError, candidates

@@ -1,0 +1,124 @@
+"""What both operators of experts do, on CPU processes: torch's grouped GEMM, more tokens than before, one graph for several numbers
+of tokens, autocast and inference. The rest: `test_operators.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.all_to_all_matmul_ranks import dual_takes
+from support.on_ranks import own_group, told
+from support.operators import suite
+from support.operators.cases import ROWS
+from support.operators.experts import Experts
+
+from weft.launch import Pool
+from weft.runtime.unfused import grouped_matmul
+
+DUALS = {"all_to_all_matmul": "matmul_all_to_all", "matmul_all_to_all": "all_to_all_matmul"}
+
+
+def torchs_grouped_gemm(group: dist.ProcessGroup, operator: str) -> None:
+    """Make unfused calls with one GEMM for all experts, which is for GPUs; torch has one on CPU too, a slow one."""
+    original = grouped_matmul._has_grouped_gemm
+    grouped_matmul._has_grouped_gemm = lambda x, w: (
+        x.numel() > 0 and grouped_matmul._is_aligned(x) and grouped_matmul._is_aligned(w)
+    )
+    try:
+        for exact in (True, False):
+            case = Experts(3, exact=exact, transposed=exact, schedule="serial")
+            suite.results(group, operator, case, 4)
+            suite.gradients(group, operator, case, (True, True), False, None, range(4))
+    finally:
+        grouped_matmul._has_grouped_gemm = original
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("operator", DUALS)
+def test_unfused_calls_as_on_gpus(pool: Pool, operator: str, world: int) -> None:
+    pool.run(torchs_grouped_gemm, operator, ranks=world, timeout_s=60)
+
+
+def more_tokens(group: dist.ProcessGroup, operator: str, schedule: str, dual: str, known: bool) -> tuple[str, str]:
+    """Calls without capacity and the gradients of rows, at first with 4 tokens a rank, then with as many as that leaves room for
+    on the last one, then with one more (what is told of it), and again with few. known: whether backward has been called before."""
+    own, world = own_group(group), group.size()
+
+    def both(of_last: int, backward: bool = True) -> None:
+        splits = tuple((n - n // 2, n // 2, *[0] * (2 * world - 2)) for n in [4] * (world - 1) + [of_last])
+        call = suite.CALLS[operator](Experts(k=8, n=3, schedule=schedule), group, of_last, splits)
+        x, w = call.mine[0].clone().requires_grad_(), call.mine[1]
+        ys = call(own, x, w, capacity=None)
+        call.check(group, ys)
+        if backward:
+            weights, (right, _) = suite.right_gradients(call)
+            (call.kept(ys)[0] * weights[0]).sum().backward()
+            torch.testing.assert_close(x.grad.double(), right, rtol=1e-4, atol=1e-4)
+
+    with dual_takes(dual, DUALS[operator]):
+        both(4, known)
+        both(64)
+        return told(lambda: both(65)), told(lambda: both(4))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("dual", ["serial", "pinned"])
+@pytest.mark.parametrize("schedule", ["serial", "pinned"])
+@pytest.mark.parametrize("operator", DUALS)
+def test_backward_of_what_forward_takes(pool: Pool, operator: str, schedule: str, dual: str, known: bool) -> None:
+    """One rank has as many tokens as there is room for, and then one more, which is refused before anything is done."""
+    names = [
+        of if of == "serial" else ROWS[name].small.schedule
+        for of, name in ((schedule, operator), (dual, DUALS[operator]))
+    ]
+    what = {"all_to_all_matmul": "tokens has 65 rows", "matmul_all_to_all": "this rank has 65 tokens"}[operator]
+    for refusal, again in pool.run(more_tokens, operator, *names, known, ranks=2, timeout_s=60):
+        assert refusal.startswith(
+            f"RefusedError: rank 1: {what}, and calls of this shape were prepared for capacity=64"
+        )
+        assert again == "nothing"
+
+
+def compiled(group: dist.ProcessGroup, operator: str, exact: bool) -> None:
+    """Without gradients, one graph for several numbers of tokens."""
+    kind = suite.CALLS[operator]
+
+    def act(x: torch.Tensor, w: torch.Tensor, tables: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        rows = {} if exact else {"rows": len(like)}
+        return torch.relu(kind.public(x * 2, w, *tables, capacity=60, **rows))  # of the world
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(act, fullgraph=True, backend="aot_eager", dynamic=True)
+        for seed in range(4):
+            call = kind(Experts(k=8), group, seed)
+            (y,) = call.exact()
+            arguments = call.arguments(call.mine, group)
+            tables = [arguments[name] for name in ("received", "splits") if name in arguments]
+            found = run(*call.mine, tables, y)
+            torch.testing.assert_close(found, (2 * y).relu().float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("operator", "exact"), [("all_to_all_matmul", True), ("matmul_all_to_all", True), ("matmul_all_to_all", False)]
+)
+def test_compiled(pool: Pool, operator: str, exact: bool) -> None:
+    pool.run(compiled, operator, exact, ranks=2, timeout_s=120)
+
+
+def odd_uses(group: dist.ProcessGroup, operator: str, schedules: list[str]) -> None:
+    """Under autocast, which leaves dtypes as they are, and in inference mode."""
+    call = suite.CALLS[operator](Experts(k=8, n=3), group, 1)
+    for schedule in schedules:
+        inputs = [t.clone().requires_grad_() for t in call.mine]
+        with torch.autocast("cpu", torch.bfloat16):
+            (y,) = call.kept(call(group, *inputs, schedule=schedule))
+            y.sum().backward()
+        assert {t.dtype for t in (y, *(one.grad for one in inputs))} == {torch.float32}
+    with torch.inference_mode():
+        call.check(group, call(group))
+
+
+@pytest.mark.parametrize("operator", DUALS)
+def test_autocast_and_inference(operator: str) -> None:
+    with Pool(2) as alone:
+        alone.run(odd_uses, operator, ["serial", ROWS[operator].small.schedule], timeout_s=100)

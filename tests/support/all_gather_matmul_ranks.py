@@ -1,0 +1,35 @@
+"""all_gather_matmul by FiCCO's heuristic, on CPU processes and on GPUs: what runs on the ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+
+import torch.distributed as dist
+from support.operators.gemms import AllGatherMatmulCall, Gathered
+
+import weft
+
+
+def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, ...]], list[str]]:
+    """(schedules that calls ran: pinned so, and inside `use`), and what was warned of: M > K, M < K, and what it cannot do."""
+    from weft.operator import calls, choosing
+
+    found = []
+    quiet = os.environ.pop("WEFT_QUIET", "0")
+    choosing._said.clear()
+    uneven = tuple(range(3, 3 + group.size()))
+    cases = Gathered((24, 16)), Gathered((4, 96)), Gathered((4, 96), return_A=True), Gathered((3, 12), rows=uneven)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for case in cases:
+            names = []
+            for seed, given in enumerate(("heuristic", None)):
+                call = AllGatherMatmulCall(replace(case, n=5 + seed), group, seed)
+                with weft.plan.use("heuristic" if given is None else "serial"):
+                    call.check(group, call(group, schedule=given))
+                names.append(calls._tables["all_gather_matmul"].known(group)[-1].taken[0])
+            found.append(tuple(names))
+    os.environ["WEFT_QUIET"] = quiet
+    return found, [text for w in caught if "heuristic" in (text := str(w.message))]

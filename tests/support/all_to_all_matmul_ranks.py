@@ -1,0 +1,50 @@
+"""Gradients of all_to_all_matmul by its dual, on CPU processes and on GPUs: what runs on the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.operators.experts import AllToAllMatmulCall, Experts
+
+from weft.operator import select
+from weft.operator.calls import operator_named, prepared_calls
+from weft.runtime.unfused import experts
+
+
+@contextlib.contextmanager
+def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
+    """Calls of it that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
+    choose, send, sent = select.choose, experts.send, list[str]()
+
+    def chosen(p: Any, domain: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
+        return choose(p, domain, tensors, name if p.name == dual else pinned, **options)
+
+    def sending(*arguments: Any) -> Any:
+        sent.append(arguments[-1])
+        return send(*arguments)
+
+    select.choose, experts.send = chosen, sending
+    try:
+        yield sent
+    finally:
+        select.choose, experts.send = choose, send
+
+
+def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
+    """Compare with float64 the tokens' gradient, which the combine computes, with y longer than what came. Return the number of
+    its shapes."""
+    for seed in range(3):
+        call = AllToAllMatmulCall(Experts(exact=not max_rows, k=8, n=6), group, seed)
+        exact = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
+        torch.stack([(y**2).sum() for (y,) in call.reference(exact)]).sum().backward()
+        tokens, w = call.mine
+        tokens = tokens.clone().requires_grad_()
+        with call.poisoned():
+            (y,) = call.kept(call(group, tokens, w))
+            (y**2).sum().backward()
+        torch.testing.assert_close(tokens.grad.double(), exact[call.rank][0].grad, rtol=2e-4, atol=2e-4)
+    return len([one for one in prepared_calls(operator_named("matmul_all_to_all"), group) if not one.stale])

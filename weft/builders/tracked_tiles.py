@@ -1,0 +1,49 @@
+"""The tiles of a tracked GEMM in the order in which its kernel computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.builders.operands import cut
+from weft.schedule.expr import Expr, Index, lookup
+from weft.schedule.kernels import TrackedMatmul
+
+_GROUP = 8  # row tiles that are computed column by column, so that their inputs stay in the cache
+_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast if the product is at least as large
+
+
+class TrackedTiles:
+    """Tile t of a tracked GEMM, whose result is one or more parts of m x n, each in `chunks` chunks of whole row tiles.
+
+    order: for each chunk in the order of production, its number in its part. Default: the chunks of one part, in order. pieces,
+    counts: (first, count) of the rows, and the number of tiles, of each chunk of a part. extent: of t. rows, cols: (first, count)
+    of tile t, relative to the part."""
+
+    def __init__(self, m: int, n: int, chunks: int, order: Sequence[int] | None = None) -> None:
+        height, width = (
+            min(most, max(_LEAST_TILE, 1 << (size - 1).bit_length())) for most, size in zip(_TILE, (m, n), strict=True)
+        )
+        self.kernel, down, across = TrackedMatmul(height, width), -(-m // height), -(-n // width)
+        tiles = cut(down, chunks, what="row tiles of a rank's result")
+        self.pieces = [(height * first, min(m - height * first, height * count)) for first, count in tiles]
+        self.counts = [count * across for _, count in tiles]
+        # Indexed by t // across: each row tile counts as `across` tiles.
+        table: list[tuple[int, int, int, int]] = []  # chunk; first and count of its group; row tiles before the group
+        for chunk, piece in enumerate(range(chunks) if order is None else order):
+            first, rows = tiles[piece]
+            for i in range(first, first + rows, _GROUP):
+                count = min(_GROUP, first + rows - i)
+                table += [(chunk, i, count, len(table))] * count
+        self._chunks, firsts, counts, begins = zip(*table, strict=True)
+        self._at: Index = Expr("t") // across
+        self.extent = len(table) * across
+        begin_of, first_of, count_of = (lookup(one, self._at) for one in (begins, firsts, counts))
+        in_group = Expr("t") - begin_of * across
+        row = first_of + in_group % count_of  # type: ignore[operator]  # numbers: all entries are equal
+        col = in_group // count_of  # type: ignore[operator]
+        self.rows = height * row, lookup([min(height, m - height * i) for i in range(down)], row)
+        self.cols = width * col, lookup([min(width, n - width * j) for j in range(across)], col)
+
+    def by_chunk(self, values: Sequence[int]) -> Index:
+        """Return the value of the chunk of tile t, from a value for each chunk in the order of production."""
+        return lookup([values[chunk] for chunk in self._chunks], self._at)
