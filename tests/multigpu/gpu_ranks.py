@@ -15,9 +15,9 @@ from weft.embedding import as_jagged
 from weft.embedding.check import check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
-from weft.operator.embedding import compiled
 from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
+from weft.runtime.embedding import executor_of
 
 FUSED, ORDERS = ("direct", "put"), get_args(Order)
 TRANSPORTS = (*FUSED, "serial")
@@ -49,22 +49,29 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
-    """The operator that `call` with these options uses, to look inside."""
+    """The executor that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
-    return compiled(plan, symm.domain(group, device()))
+    return executor_of(plan, symm.domain(group, device()))
 
 
 def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torch.Tensor:
     """A call past the public function, for what only the operator takes (`count`, `launch_per_table`)."""
     rank = group.rank()
     weights, jagged = here(p.local_weights(rank)), as_jagged(tuple(here(p.tupled(rank))))
-    return operator(weights, jagged, check_jagged(jagged, p.sharding, rank, p.batch_sizes, weights), **how)
+    bags = jagged, check_jagged(jagged, p.sharding, rank, p.batch_sizes, weights)
+    return operator.run({"tables": weights, "bags": bags}, **how)["out"]
+
+
+def synchronize(operator: Any) -> None:
+    """Wait for this rank's device, then raise what was found."""
+    torch.cuda.synchronize(operator.domain.device)
+    operator.check()
 
 
 def poison(operator: Any) -> None:
     """NaN into every output buffer of this rank that is not lent, in stream order: peers write only after it."""
-    pool = operator.outputs
+    pool = getattr(operator, "outputs", None)
     if pool is not None and pool.slot_bytes:
         memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
         for slot in pool._free:

@@ -1,6 +1,6 @@
 """embedding_all_to_all on two GPUs when a rank does not do its part: kernels that wait return, and say who, what, when.
 
-The host does not wait for peers, so errors appear at `synchronize()` or at the next call. Deadlines are short where one
+The host does not wait for peers, so errors appear at `check()` or at the next call. Deadlines are short where one
 is meant to be missed; a rank that is told of a failure must not wait for its deadline, which then says so by its name.
 """
 
@@ -44,7 +44,7 @@ def wait_for_failure(group: dist.ProcessGroup) -> None:
 
 def call_and_synchronize(group: dist.ProcessGroup, p: Problem, operator: Any, **options: Any) -> None:
     output = ranks.call(group, p, **options)
-    operator.synchronize()
+    ranks.synchronize(operator)
     del output
 
 

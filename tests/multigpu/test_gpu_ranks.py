@@ -48,7 +48,7 @@ def every_variant(group: dist.ProcessGroup, p: Problem, variants: list[dict[str,
         ranks.call(group, p, **options)
         ranks.poison(ranks.operator_of(group, p, **options))
         output = ranks.call(group, p, **options)
-        ranks.operator_of(group, p, **options).synchronize()
+        ranks.synchronize(ranks.operator_of(group, p, **options))
         assert_right(group, p, output, str(options))
 
 
@@ -122,7 +122,7 @@ def counted(group: dist.ProcessGroup, p: Problem, slice_size: int) -> list[tuple
     counts, before = [], (0, 0)
     for _ in range(2):
         assert_right(group, p, ranks.run(group, p, operator, count=True))
-        operator.synchronize()
+        ranks.synchronize(operator)
         after = int(operator.kernel.state[COPIES]), int(operator.kernel.state[FLAGS])
         counts.append((after[0] - before[0], after[1] - before[1]))
         before = after

@@ -11,10 +11,10 @@ from support.reference import Problem
 from weft import symm
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
-from weft.operator.embedding import compiled
 from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
+from weft.runtime.embedding import executor_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FUSED, ORDERS = ("direct", "put"), get_args(Order)
@@ -33,15 +33,15 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> EmbeddingAllToAllCpu:
-    """The operator that `call` with these options uses, to look inside."""
+    """The executor that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct"} | options))
-    return compiled(plan, symm.domain(group, "cpu"))
+    return executor_of(plan, symm.domain(group, "cpu"))
 
 
 def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
     """The bytes of each output buffer of this rank that is not lent."""
-    pool, rank = operator.outputs, operator.domain.rank
+    pool, rank = getattr(operator, "outputs", None), operator.domain.rank
     if pool is None or not pool.slot_bytes:
         return []
     memory = pool._region.tensor(rank, (pool.count, pool.slot_bytes), torch.uint8)

@@ -271,14 +271,20 @@ def test_ranks_that_disagree(pool: Pool, what: str, known: bool) -> None:
         assert word in text, f"{word!r} is not in {text!r}"
 
 
-def differ_in_batch(group, p, sizes):
+def differ_in_batch(group, p, sizes, known):
     own = dist.new_group(list(range(group.size())))
+    if known:
+        ranks.call(own, p, batch_sizes=sizes[0])
     return error_of(lambda: ranks.call(own, p, batch_sizes=sizes[group.rank()], deadline_s=30.0))
 
 
 def test_ranks_that_divide_the_batch_otherwise(pool: Pool) -> None:
     p = problem(3, batch=12)
-    answers = pool.run(differ_in_batch, p, [(4, 4, 4), (4, 4, 4), (4, 5, 3)], ranks=3)
+    for kind, text in pool.run(differ_in_batch, p, [(4, 4, 4), (4, 4, 4), (4, 5, 3)], False, ranks=3):
+        assert kind == "DisagreementError"
+        assert "batch_sizes is '(4, 4, 4)' on rank 0 and '(4, 5, 3)' on rank 2" in text
+    p = problem(3, batch=30)
+    answers = pool.run(differ_in_batch, p, [(10, 10, 10), (10, 10, 10), (10, 11, 9)], True, ranks=3)
     for rank, (kind, text) in enumerate(answers):
         assert kind == "DisagreementError"
         assert "ranks 0 and 2" in text
@@ -310,7 +316,7 @@ def test_a_rank_outside_the_group(pool: Pool) -> None:
     """NON_GROUP_MEMBER is what torch gives a rank that is not in a new group; `call` asks it for its rank first."""
     kind, text = pool.run(outside, problem(1), ranks=2)[1]
     assert kind == "ValueError"
-    assert "rank 1 is not in this group" in text
+    assert "no process group that this rank belongs to" in text
 
 
 def outside(group, p):

@@ -10,7 +10,7 @@ import gc
 import re
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import embedding_ranks as ranks
@@ -23,7 +23,9 @@ from support.reference import Problem, assert_close, problem, tables_of
 
 import weft
 from weft import symm
+from weft.embedding.options import EmbeddingOptions
 from weft.launch import Pool
+from weft.ops.embedding_all_to_all import form_of
 from weft.runtime.cpu import embedding as cpu
 
 # --- what leaves as slices, and when ---
@@ -187,11 +189,9 @@ def test_a_pool_warns_and_refuses_too() -> None:
 
 
 def checked_by_the_dispatcher(group, p, options):
-    operator, rank = ranks.operator_of(group, p, **options), group.rank()
-    values, offsets, weights = p.tupled(rank)
-    key_of_slot = list(range(len(p.sharding.local_slots(rank))))
-    args = (p.local_weights(rank), values, offsets, weights, list(p.batch_sizes), key_of_slot, operator.handle, 0.0)
-    done = torch.library.opcheck(torch.ops.weft.embedding_all_to_all.default, args)
+    rank, plan = group.rank(), (p.sharding.written, *astuple(EmbeddingOptions(**options)))
+    call = form_of(plan, p.local_weights(rank), p.tupled(rank), rank, p.batch_sizes)
+    done = torch.library.opcheck(torch.ops.weft.embedding_all_to_all.default, (*call, group.group_name, "", 0.0))
     gc.collect()
     return done
 

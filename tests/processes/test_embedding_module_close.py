@@ -107,6 +107,26 @@ def test_copies_share_memory_and_go_on(pool: Pool) -> None:
     assert pool.run(copies, ranks=2) == [[True] * 3] * 2
 
 
+def refused_after(group) -> list[tuple[str, str]]:
+    """The first call after it was closed, and after another module that shares its memory was, is bad on one rank."""
+    module, direct = made(group, input="global_batch"), made(group, input="global_batch", transport="direct")
+    good, bad = (KeyedJaggedTensor(["f"], ids, lengths=torch.full((BATCH,), 2)) for ids in (IDS, IDS.float()))
+    errors = []
+    for closed in (module, direct, module):
+        module(good)
+        direct(good)
+        closed.close()
+        for one in (module, direct):
+            errors.append(error_of(lambda one=one: one(bad if one.rank else good)))
+    return errors
+
+
+def test_the_first_call_after_it_may_be_refused(pool: Pool) -> None:
+    for errors in pool.run(refused_after, ranks=2, timeout_s=60):
+        assert [kind for kind, _ in errors] == ["RefusedError"] * 6
+        assert all("rank 1: values is torch.float32" in text for _, text in errors)
+
+
 def different(group) -> tuple[str, str]:
     modules = made(group), made(group, name="u")
     for module in modules:

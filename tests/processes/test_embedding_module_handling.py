@@ -9,6 +9,7 @@ import copy
 import io
 import pickle
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -392,7 +393,7 @@ def test_a_table_that_was_checked_is_checked_again_when_its_dtype_changes(pool):
 
 def compiled(group, what: str) -> list[float]:
     """The largest differences of compiled calls, each with other ids, from calls as they are."""
-    module = made(group, input="global_batch")
+    module = made(group, input="local_batch" if what == "local" else "global_batch")
     own = [slot.feature for slot in module.sharding.local_slots(group.rank())]
     weights = [bag.weight.detach() for bag in module.embedding_bags.values()]
 
@@ -400,32 +401,41 @@ def compiled(group, what: str) -> list[float]:
         return weft.embedding_all_to_all(weights, given, module.sharding, group=group)
 
     plain = by_operator if what == "operator" else lambda given: module(given).values()
-    call, found = torch.compile(plain), []
+    call, found = torch.compile(plain, fullgraph=True), []
     for seed in range(4):
-        given = features(seed)
+        given = features(seed + group.rank() * (what == "local"))
         given = given.permute([KEYS.index(key) for key in own]) if what == "operator" else given
         found.append(float((call(given) - plain(given).clone()).abs().max()))
     return found
 
 
-@pytest.mark.parametrize("what", [slow("module"), slow("operator")])
+@pytest.mark.parametrize("what", [slow("module"), slow("local"), slow("operator")])
 def test_compiled_programs_call_it_with_other_ids(what):
     with Pool(2) as alone:  # Dynamo stays loaded
         assert alone.run(compiled, what, timeout_s=120) == [[0.0] * 4] * 2
 
 
-def compiled_quietly(group) -> tuple[list[bool], list[str]]:
-    """(whether compiled calls give what calls as they are give, what Dynamo warns of)."""
-    alike = []
+def compiled_whole(group) -> tuple[list[bool], list[str], list[tuple[str, str]]]:
+    """(whether compiled calls give what calls as they are give, what Dynamo warns of, errors of calls with an id out of range)."""
+    alike, errors = [], []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for input, given in (("local_batch", features(group.rank())), ("global_batch", features(0))):
-            module = made(group, input=input)
-            call = torch.compile(module, backend="eager")
-            alike += [torch.equal(call(given).values(), module(given).values().clone()) for _ in range(2)]
-    return alike, [str(one.message) for one in warned if "Dynamo" in str(one.message)]
+            module = made(group, input=input, bounds_check="fatal")
+            call = torch.compile(module, backend="aot_eager", fullgraph=True)
+            alike.append(torch.equal(call(given).values(), module(given).values().clone()))
+            bad = KeyedJaggedTensor(
+                KEYS, torch.full((3 * BATCH,), 99), lengths=torch.ones(3 * BATCH, dtype=torch.int64)
+            )
+            errors.append(error_of(partial(call, bad if group.rank() else given)))
+            alike.append(torch.equal(call(given).values(), module(given).values().clone()))
+    return alike, [str(one.message) for one in warned if "Dynamo" in str(one.message)], errors
 
 
-def test_dynamo_does_not_look_into_the_module():
+def test_a_module_compiles_in_one_graph():
     with Pool(2) as alone:  # Dynamo stays loaded
-        assert alone.run(compiled_quietly, timeout_s=120) == [([True] * 4, [])] * 2
+        answers = alone.run(compiled_whole, timeout_s=120)
+    for alike, warned, errors in answers:
+        assert (alike, warned) == ([True] * 4, [])
+        assert [kind for kind, _ in errors] == ["RefusedError"] * 2
+        assert all("index 99 is not in [0, " in text for _, text in errors)

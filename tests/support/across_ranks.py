@@ -14,7 +14,6 @@ import torch.distributed as dist
 import weft
 from weft.operator import calls
 from weft.operator.spec import Across
-from weft.ops import embedding_all_to_all
 from weft.symm.calls import calls_of
 
 COMPARED = ("alike", "layout", "given")
@@ -22,8 +21,6 @@ COMPARED = ("alike", "layout", "given")
 
 def declared_by(operator: str) -> Mapping[str, Across]:
     """Return how each parameter of a public operator compares across ranks."""
-    if operator == "embedding_all_to_all":
-        return embedding_all_to_all.ACROSS_RANKS
     return calls.operator_named(operator).across_ranks
 
 

@@ -65,6 +65,15 @@ class EmbeddingPlan:
         """A number in [0, 2**62) that differs (but for chance) if `text` differs, the same in every process."""
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule of one sample per rank: more samples make kernels longer, but need no other kernels."""
+        p, transport = _problem(self.sharding), self.options.transport
+        if transport == "serial":
+            return slices.serial(p)
+        builder = slices.put if transport == "put" else slices.direct
+        return builder(p, slice_size=self.slice_size, order=self.options.order)
+
     @property
     def slice_size(self) -> int:
         assert self.options.slice_size is not None
@@ -109,8 +118,7 @@ def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> Embedding
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
         return plan
-    builder = slices.put if options.transport == "put" else slices.direct
-    kernel = kernel_of(builder(_problem(sharding), slice_size=plan.slice_size, order=options.order))
+    kernel = kernel_of(plan.schedule)
     read = replace(options, transport=kernel.transport, order=kernel.order, slice_size=kernel.slice_size)
     return EmbeddingPlan(sharding, read)
 

@@ -291,11 +291,19 @@ class EmbeddingSharding:
 
         It is the same in every process and Python run, so that ranks may compare it.
         """
-        tables = [
+        canonical = json.dumps([self.world_size, self.rank_of_table, self._numbers])
+        return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
+
+    @cached_property
+    def written(self) -> str:
+        """The sharding as JSON: see `sharding_of`."""
+        return json.dumps([self.world_size, self.rank_of_table, self._numbers, self.rows_read])
+
+    @property
+    def _numbers(self) -> list[tuple[Any, ...]]:
+        return [
             (t.num_embeddings, t.embedding_dim, t.name, t.feature_names, t.pooling, str(t.dtype)) for t in self.tables
         ]
-        canonical = json.dumps([self.world_size, self.rank_of_table, tables])
-        return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
 
     def difference(self, other: EmbeddingSharding) -> str | None:
         """Return the first difference from `other`, as "this and not that"; None if they are equal."""
@@ -340,6 +348,18 @@ class EmbeddingSharding:
         if len(words) > 12:
             words = [*words[:10], f"... ({len(words) - 10} more)"]
         return ", ".join(words) or "nothing"
+
+
+@functools.lru_cache(maxsize=1024)  # one object: comparing two of 64 tables takes longer than a call
+def sharding_of(written: str) -> EmbeddingSharding:
+    """Return the sharding that was `written`. Its tables lack what fills them."""
+    world_size, rank_of_table, tables, rows_read = json.loads(written)
+    dtypes = {str(dtype): dtype for dtype in DTYPES}
+    configs = tuple(
+        EmbeddingBagConfig(rows, dim, name, features, pooling, dtypes[dtype])
+        for rows, dim, name, features, pooling, dtype in tables
+    )
+    return EmbeddingSharding(configs, tuple(rank_of_table), world_size, rows_read)
 
 
 def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:

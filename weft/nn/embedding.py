@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
@@ -22,16 +22,16 @@ from torch import nn
 from weft import env, symm
 from weft.arguments import check_tensor, checked_deadline
 from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
-from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, Unreadable, as_jagged
+from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
 from weft.embedding.placement import place_tables
-from weft.embedding.plan import plan_of
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
-from weft.nn.input_dist import InputDist
-from weft.operator.embedding import OPERATOR, release
+from weft.nn import local_batch
+from weft.nn.input_dist import input_dist_of
+from weft.operator.calls import made
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import device_of, planned_call, pool_and_send
+from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
 from weft.words import by_rank
 
 
@@ -135,32 +135,30 @@ class ShardedEmbeddingBagCollection(nn.Module):
         even, the first ranks get the odd ones. With input="local_batch" the ranks exchange these sizes, and the argument is
         refused.
         """
-        if torch.compiler.is_compiling():
+        if self.input == "global_batch":
             return self._pooled(features, batch_sizes)
-        if self.input == "local_batch":  # two collectives, one call for the ranks
-            with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
-                return self._pooled(features, batch_sizes)
-        with together(OPERATOR, self.group, self._speaks_on, self.deadline_s):
-            weights, jagged, group = self._weights(), self._own_features(features), self.group
-            device = device_of(weights, jagged, group)
-            values = pool_and_send(self._plan, weights, jagged, group, device, batch_sizes, self.deadline_s)
-            return KeyedTensor(self._keys, self._length_per_key, values)
+        refusal = None
+        if self.device.type == "meta":
+            refusal = ValueError(no_tables_on(self.device))
+        elif batch_sizes is not None:
+            refusal = ValueError(
+                f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
+                f"local batches"
+            )
+        if torch.compiler.is_compiling():
+            if refusal is not None:
+                raise refusal
+            call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
+            return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
+        with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
+            # Two collectives, one call for the ranks.
+            return self._pooled(*self._input_dist(features, refusal))
 
     def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
-        jagged: JaggedInput | Unreadable
-        if self.input == "local_batch":
-            refusal = None
-            if self.device.type == "meta":
-                refusal = ValueError(no_tables_on(self.device))
-            elif batch_sizes is not None:
-                refusal = ValueError(
-                    f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
-                    f"local batches"
-                )
-            jagged, batch_sizes = self._input_dist(features, refusal)
-        else:
-            jagged = self._own_features(features)
-        values = planned_call(self._plan, self._weights(), jagged, self.group, batch_sizes, self.deadline_s)
+        def form(group: dist.ProcessGroup | str | None) -> Any:
+            return form_of(self._form, self._weights(), self._own_features(features), self.rank, batch_sizes)
+
+        (values,) = made(OPERATOR, self.group, self._speaks_on, form, deadline_s=self.deadline_s)
         return KeyedTensor(self._keys, self._length_per_key, values)
 
     def close(self) -> None:
@@ -175,7 +173,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as calls do: the memory of a
         failed group is freed with the group.
         """
-        release(self._plan, group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
+        release(plan_in(*self._form), group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
         """Return the parameters, bypassing `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch.
@@ -190,17 +188,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def _speaks_on(self) -> torch.device:
         return self._input_dist.device
 
-    def _own_features(self, features: Any) -> JaggedInput | Unreadable:
-        """Return the global batch's features, without unused keys and without weights unless is_weighted.
-
-        Errors are left for the operator to raise, since it notifies the other ranks.
-        """
-        try:
-            return self._without_unused(as_jagged(features))
-        except Exception as error:
-            return Unreadable(error)
-
-    def _without_unused(self, jagged: JaggedInput) -> JaggedInput:
+    def _own_features(self, features: Any) -> JaggedInput:
+        """Return the global batch's features, without unused keys and without weights unless is_weighted."""
+        jagged = as_jagged(features)
         if not self._is_weighted:
             jagged = jagged if jagged.weights is None else jagged._replace(weights=None)
         elif jagged.weights is None:  # no weights: refused later as too few, unless there are no ids
@@ -265,12 +255,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
         """Store the sharding and the device of the tables, and what depends on them."""
         self.sharding, self.device = sharding, device
-        self._plan = plan_of(sharding, self._options)
+        self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks with tables on meta still take part, to report their refusal.
         speaks_on = _device_for(self.group, None) if device.type == "meta" else device
-        self._input_dist = InputDist(
-            sharding, self.group, speaks_on, is_weighted=self._is_weighted, deadline_s=self.deadline_s
-        )
+        self._input_dist = input_dist_of(sharding, self.group, speaks_on, self._is_weighted, self.deadline_s)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert and move parameters: `half()`, `to(...)`, `cuda()` and others of `nn.Module` end here."""

@@ -12,6 +12,7 @@ A rank that refuses its input reports it in its header, so that the others raise
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -265,6 +266,20 @@ class InputDist:
         texts = domain.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
         reasons = by_rank((rank, text) for rank, text in enumerate(texts) if text is not None)
         raise RefusedError(f"input refused by {reasons}") from refusal
+
+
+_made: weakref.WeakValueDictionary[tuple[Any, ...], InputDist] = weakref.WeakValueDictionary()
+
+
+def input_dist_of(
+    sharding: EmbeddingSharding, group: dist.ProcessGroup, device: torch.device, is_weighted: bool, deadline_s: float | None
+) -> InputDist:  # fmt: skip
+    """Return the input distribution of modules with these arguments."""
+    key = sharding.written, group.group_name, device, is_weighted, deadline_s
+    made = _made.get(key)
+    if made is None or made.group is not group:
+        made = _made[key] = InputDist(sharding, group, device, is_weighted=is_weighted, deadline_s=deadline_s)
+    return made
 
 
 def _reordered(flat: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Entry(Protocol):
     family: Hashable  # of sizes that may pass
     came_back: bool  # True if called more than once
     called_at: int  # number of the call that used it last
+    key: Any  # in the table
 
     @property
     def stale(self) -> bool:
@@ -99,7 +100,7 @@ class _OfGroup(Generic[E]):
 
     def __init__(self) -> None:
         self.known: dict[Hashable, E] = {}
-        self.by_signature: dict[bytes, Known[E]] = {}
+        self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
         self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not come back
         self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused, once
@@ -195,7 +196,7 @@ class Table(Generic[E]):
             return None
         return here.called(prepared)
 
-    def again(self, group: dist.ProcessGroup, signature: bytes) -> Known[E] | None:
+    def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known[E] | None:
         """Return the `Known` of calls with this signature (`weft.runtime.layouts`), and count the call; None if there is none."""
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
@@ -210,7 +211,7 @@ class Table(Generic[E]):
     def remember(
         self,
         group: dist.ProcessGroup,
-        signature: bytes,
+        signature: Hashable,
         prepared: E,
         call: Any,
         inputs: dict[str, Any] | None,
@@ -238,9 +239,17 @@ class Table(Generic[E]):
         here = self._of_group.get(id(group))
         return [] if here is None else list(here.known.values())
 
+    def drop(self, group: dist.ProcessGroup, dropped: list[E]) -> None:
+        """Close compiled operators and forget them. The next calls of their shapes are first calls."""
+        here = self.of_group(group)
+        for signature in [one for one, known in here.by_signature.items() if known.prepared in dropped]:
+            del here.by_signature[signature]
+        for prepared in dropped:
+            here.known.pop(prepared.key).close()
+
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: E) -> E:
         here = self.of_group(group)
         here.make_room(prepared.capturing())
-        prepared.called_at = here.calls
+        prepared.called_at, prepared.key = here.calls, key
         here.known[key] = prepared
         return prepared

@@ -123,23 +123,26 @@ def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Compiled
     return TABLES[op.name].known(group)
 
 
+def drop_calls(op: Operator[Any], group: dist.ProcessGroup, dropped: list[CompiledOperator]) -> None:
+    """Give back what is prepared for some shapes. All ranks drop the same, and nothing may be running."""
+    TABLES[op.name].drop(group, dropped)
+
+
 def _called(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     timeline: Timeline | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    table, signature = TABLES[op.name], None
-    if READER is not None and plan.pinned(schedule) is None:
-        signature = READER.signature(call, torch.is_grad_enabled())
-        if signature is not None and (known := table.again(group, signature)) is not None:
-            if known.differentiated:
-                require_kept(op.name, op.tensors(call))
-                return _differentiated(op, table, known.prepared, call, deadline_s, timeline)
-            inputs = known.inputs(call)
-            inputs = op.inputs(known.prepared.p, call) if inputs is None else inputs
-            results = known.prepared(call, deadline_s, timeline, inputs)
-            if timeline is None:
-                seen(op, table, known.prepared, call, inputs, deadline_s, results)
-            return results
+    table, signature = TABLES[op.name], _signature(op, call, schedule)
+    if signature is not None and (known := table.again(group, signature)) is not None:
+        if known.differentiated:
+            require_kept(op.name, op.tensors(call))
+            return _differentiated(op, table, known.prepared, call, deadline_s, timeline)
+        inputs = known.inputs(call)
+        inputs = op.inputs(known.prepared.p, call) if inputs is None else inputs
+        results = known.prepared(call, deadline_s, timeline, inputs)
+        if timeline is None:
+            seen(op, table, known.prepared, call, inputs, deadline_s, results)
+        return results
     _require_device(op, _device_of(op, call))
     checked, wanted = op.checked(call, group), op.wanted(call)
     differentiated = True in wanted
@@ -147,7 +150,7 @@ def _called(
         require_kept(op.name, op.tensors(checked))
     prepared = prepared_for(op, checked, group, schedule, deadline_s, wanted)
     inputs = None if differentiated else op.inputs(prepared.p, checked)
-    if signature is not None and checked is call and not prepared.passes:
+    if signature is not None and (checked is call or op.has_executors) and not prepared.passes:
         table.remember(group, signature, prepared, call, inputs)
     if differentiated:
         return _differentiated(op, table, prepared, checked, deadline_s, timeline)
@@ -155,6 +158,15 @@ def _called(
     if timeline is None:
         seen(op, table, prepared, checked, inputs, deadline_s, results)
     return results
+
+
+def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
+    """Return a key of calls that differ only in what is read in each; None if each call must be looked at."""
+    if op.has_executors:
+        return op.key(call)
+    if READER is None or plan.pinned(schedule) is not None:
+        return None
+    return READER.signature(call, torch.is_grad_enabled())
 
 
 def _differentiated(
@@ -176,7 +188,8 @@ def prepared_for(
     It does not depend on the wanted gradients, but all ranks must want the same. wanted=None: they have agreed on that in
     forward.
     """
-    pinned, table, device, given = plan.pinned(schedule), TABLES[op.name], _device_of(op, call), op.given(call)
+    pinned = None if op.has_executors else plan.pinned(schedule)
+    table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
     # Ranks that meet do so as makers of calls of one shape, which says all that they compare.
     key = (op.key(call), pinned, given if agreement_on(device).meets else "")
     prepared = table.find(group, key)
@@ -205,7 +218,7 @@ def prepared_for(
         _require_problem(op, p)
         if pinned is not None:
             select.check_name(pinned, p)
-        texts[:] = p.text if said == str(p) else said, select.wanted_schedule(pinned, p)
+        texts[:] = p.text if said == str(p) else said.partition("\n")[0], select.wanted_schedule(pinned, p)
         remembered = pinned is None and world > 1 and select.remembers(p, device)
         return joined(texts[0], given, texts[1], op.described(wanted)), said, 2 * size + remembered
 
@@ -235,7 +248,7 @@ def _rows_of(op: Operator[Any], call: Any) -> int:
 
 
 def _device_of(op: Operator[Any], call: Any) -> torch.device:
-    return next(t.device for t in op.tensors(call) if t is not None)
+    return next(t.device for t in op.tensors(call) if isinstance(t, torch.Tensor))
 
 
 def _require_device(op: Operator[Any], device: torch.device) -> None:

@@ -71,7 +71,7 @@ class CompiledOperator:
             set()
         )  # (given options, wanted gradients) that ranks have compared
         self._across: dict[str, AcrossRanks] = {}  # by given options
-        self.domain = symm.domain(group, device) if p.world_size > 1 else None
+        self.domain = symm.domain(group, device) if p.world_size > 1 or op.has_executors else None
         self._group = weakref.ref(group)  # the cache must not keep a group alive that the caller has dropped
         self.chosen: select.Chosen | None = None
         self._executors: list[Executor] = []  # of `chosen`
@@ -84,6 +84,7 @@ class CompiledOperator:
         self._checked = False  # True if the spec's inputs and outputs match the buffers
         self._ran: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that have run
         self._ready: set[tuple[int, Hashable]] = set()  # (id of executor, layout) pairs that are ready for captures
+        self.key: Any = None  # in the table
         self.called_at = 0  # number of the operator's call that used this last
         self.family: Hashable = None  # of sizes that may pass
         self.passes = False  # True if made for a single call
@@ -104,6 +105,10 @@ class CompiledOperator:
         if self._across:
             self.across(call).begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
+        if op.has_executors:
+            executor = self.executor(call, inputs, capturing, deadline_s)
+            assert executor is not None
+            return list(executor.run(inputs, deadline_s=deadline_s, timeline=timeline).values())
         if not self._checked:
             self._check_buffers("inputs", "input", inputs)
             self._check_buffers("outputs", "output", op.outputs(call, self.p.world_size))
@@ -327,9 +332,12 @@ class CompiledOperator:
             # Ranks compile and measure here, for different times.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
-                self.chosen = select.choose(
-                    p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
-                    serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
-                )  # fmt: skip
+                if op.has_executors:
+                    self.chosen = op.own_executors(p, call, domain, tensors, deadline_s)
+                else:
+                    self.chosen = select.choose(
+                        p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
+                        serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
+                    )  # fmt: skip
             self._executors = self.chosen.executors()
         return self.chosen.captured if capturing else self.chosen.usual

@@ -117,7 +117,7 @@ def _run(
 class _Compiled:
     """The executor of a schedule on a group, as the cache keeps it."""
 
-    family, came_back, called_at = None, False, 0
+    family, came_back, called_at, key = None, False, 0, None
 
     def __init__(self, schedule: Schedule, domain: Domain, number: int, what: str) -> None:
         self.domain, self.number, self.what = domain, number, what

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from weft.builders import Problem
 from weft.builders.problem import PROBLEMS
+from weft.operator.select import Chosen
 from weft.runtime.unfused.turn import Turn
+from weft.symm import Domain
 
 C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]
@@ -50,6 +52,7 @@ _SCHEMA: dict[Any, str] = {
     list[bool]: "bool[]",
     str: "str",
     list[str]: "str[]",
+    list[str] | None: "str[]?",
 }
 _ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
 
@@ -89,7 +92,10 @@ class Operator(ABC, Generic[C]):
         return 0
 
     def said(self, call: C, world: int) -> str:
-        """Return what must be alike on all ranks. Raise as `problem`."""
+        """Return what must be alike on all ranks. Raise as `problem`.
+
+        Of several lines, messages show the first one, and the first of the others, "name: value", that differs.
+        """
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
@@ -206,6 +212,19 @@ class Operator(ABC, Generic[C]):
         """Return the results of torch's collectives and GEMMs; None: `weft.runtime.unfused` runs the serial schedule."""
         return None
 
+    # --- kernels of the operator's own ---
+
+    def own_executors(
+        self, p: Any, call: C, domain: Domain, tensors: Tensors, deadline_s: float | None
+    ) -> Chosen:  # fmt: skip
+        """Return the executors of calls with this call's `key`, if kernels of the operator's own run it. Collective.
+
+        Default: the planner chooses a schedule, and an executor of schedules runs it. For an operator that overrides this, options
+        of the call choose, so no schedule is pinned; calls are alike if their `key` is; `inputs` checks every call, and its
+        tensors may be of any type; results are what the executor returns, so `outputs` has none.
+        """
+        raise NotImplementedError
+
     # --- benchmarks ---
 
     def drawn(self, p: Any, rank: int, generator: torch.Generator) -> C:
@@ -239,7 +258,9 @@ class Operator(ABC, Generic[C]):
         self._compared = tuple(field in self.compared for field in of_call)
         self.differentiable = tuple(of_call.index(field) for field in self.gradients_of)
         self._none = (False,) * len(self.differentiable)
-        self.sizes_are_alike = type(self).size is Operator.size
+        self.has_executors = type(self).own_executors is not Operator.own_executors
+        """True if kernels of the operator's own run it."""
+        self.sizes_are_alike = type(self).size is Operator.size and not self.has_executors
         """True if calls of one description have one size on all ranks."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
         """The name in messages."""

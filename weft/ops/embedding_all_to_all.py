@@ -1,46 +1,49 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
-The path of a call: this file checks the input. `weft.operator.embedding` finds the compiled operator for (group, device, plan of
-the schedule), requested or selected (`weft.builders.embedding_all_to_all`). `weft.runtime.cpu.embedding`,
-`weft.runtime.cuda.embedding` or, for both, `weft.runtime.embedding_unfused` runs a rank's side of the call;
-`csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
+The path of a call: `weft.operator.calls` finds what is prepared for the plan, which is the sharding with the options. The spec
+checks the input, and selects the transport at the first call. `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, for
+both, `weft.runtime.embedding_unfused` runs a rank's side of the call; `csrc/embedding_all_to_all.cpp` or
+`weft.kernels.embedding_all_to_all` does the work.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft import symm
-from weft.arguments import checked_deadline
+from weft import env, plan, symm
+from weft.builders import Candidate, EmbeddingAllToAll, named
 from weft.embedding import EmbeddingSharding, as_jagged
 from weft.embedding.check import CheckedInput, check_jagged
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
-from weft.embedding.plan import EmbeddingPlan, plan_of
-from weft.operator.derivatives import require_plain
-from weft.operator.embedding import OPERATOR, known_operator, new_operator, operator_of_handle
-from weft.operator.spec import Across
-from weft.operator.together import together
+from weft.embedding.plan import EmbeddingPlan, plan_of, problem_of
+from weft.embedding.tables import sharding_of
+from weft.errors import DisagreementError, RefusedError
+from weft.operator import measure, this_machine
+from weft.operator.calls import drop_calls, made, prepared_calls
+from weft.operator.compiled_operator import CompiledOperator
+from weft.operator.registration import registered
+from weft.operator.select import Chosen
+from weft.operator.spec import Across, Operator
+from weft.plan.autotune import remembered
+from weft.plan.choose import CLEARLY_US, decide, warn_once
+from weft.runtime.embedding import executor_of, executors_on
+from weft.runtime.executor import Executor
 from weft.runtime.layouts import layout_of
-from weft.runtime.opaque import never_left_out, opaque
+from weft.symm import Domain
+from weft.symm.groups import rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, kind
 
-ACROSS_RANKS: Mapping[str, Across] = {
-    "weights": "own", "features": "own", "sharding": "alike", "group": "own", "batch_sizes": "alike", "transport": "alike",
-    "order": "alike", "slice_size": "alike", "bounds_check": "alike", "hash": "alike", "outputs": "alike", "deadline_s": "own",
-    "timeline": "own",
-}  # fmt: skip
-"""Each rank checks its weights against the sharding."""
+Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int]
+"""A plan as a call has it: the sharding, written as text, and the options."""
 
 
-@opaque
 def embedding_all_to_all(
     weights: Sequence[torch.Tensor],
     features: Any,
@@ -102,82 +105,31 @@ def embedding_all_to_all(
         (`direct`); "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (`put`: slices, flags,
         remote work first).
     """
-    with together(OPERATOR, group, lambda: device_of(weights, features, group), deadline_s):
-        device = device_of(weights, features, group)
-        deadline_s = checked_deadline(deadline_s)
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
         if not isinstance(sharding, EmbeddingSharding):
-            raise TypeError(f"sharding is {kind(sharding)}: pass weft.place_tables(tables, {group.size()})")
-        if timeline is not None and not isinstance(timeline, Timeline):
-            raise TypeError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
-        if sharding.world_size != group.size():
+            raise TypeError(f"sharding is {kind(sharding)}: pass weft.place_tables(tables, {size_of(group)})")
+        if sharding.world_size != (world := size_of(group)):
             raise ValueError(
-                f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {group.size()}: call "
-                f"place_tables(tables, {group.size()})"
+                f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {world}: call "
+                f"place_tables(tables, {world})"
             )
-        plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
-        return pool_and_send(plan, _listed(weights), features, group, device, batch_sizes, deadline_s, timeline)
+        if not isinstance(weights, (list, Sequence, torch.Tensor)):
+            raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
+        plan = _written(sharding), transport, order, slice_size, bounds_check, hash, outputs
+        return form_of(plan, list(weights), features, rank_of(group), batch_sizes)
+
+    (output,) = made(
+        OPERATOR, group, lambda: device_of(weights, features, group), form, deadline_s=deadline_s, timeline=timeline
+    )
+    return output
 
 
-@opaque
-def planned_call(
-    plan: EmbeddingPlan, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, batch_sizes: Sequence[int] | None,
-    deadline_s: float | None,
-) -> torch.Tensor:  # fmt: skip
-    """Call `embedding_all_to_all` with options and tables that were checked."""
-    with together(OPERATOR, group, lambda: device_of(weights, features, group), deadline_s):
-        return pool_and_send(
-            plan, weights, features, group, device_of(weights, features, group), batch_sizes, deadline_s
-        )
+def _written(sharding: EmbeddingSharding) -> str:
+    return sharding.written
 
 
-@opaque
-def pool_and_send(
-    plan: EmbeddingPlan, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, device: torch.device,
-    batch_sizes: Sequence[int] | None, deadline_s: float | None, timeline: Timeline | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Run `planned_call` inside of `together`."""
-    require_plain(OPERATOR, lambda: weights)
-    jagged, rank = as_jagged(features), group.rank()
-    layout = layout_of(weights)
-    before = _checked_tables.get((plan, rank))
-    known = layout is not None and layout == before
-    if known:
-        layout = before  # this object has its hash cached
-    checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights, layout)
-    if not known and torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
-        raise ValueError(
-            "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
-            "torch.no_grad(), or weight.requires_grad_(False)"
-        )
-    if not known and layout is not None:
-        if len(_checked_tables) >= 64:
-            _checked_tables.clear()
-        _checked_tables[plan, rank] = layout
-    domain = symm.domain(group, device, deadline_s=deadline_s)
-    operator = known_operator(plan, domain, checked.batch_sizes)
-    if operator is None:
-        operator = new_operator(plan, domain, (weights, jagged, checked), deadline_s)
-    if timeline is not None:
-        return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
-    if not is_in_torch_dispatch_mode():
-        # Bypass the dispatcher, which would unpack and pack the list of tensors: a microsecond per table.
-        return operator(weights, jagged, checked, deadline_s=deadline_s)
-    return torch.ops.weft.embedding_all_to_all(
-        weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
-        operator.handle, deadline_s or 0.0,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64, typed=True)  # typed: 1 is refused, True is not
-def _plan(sharding: EmbeddingSharding, *options: Any) -> EmbeddingPlan:
-    return plan_of(sharding, EmbeddingOptions(*options))
-
-
-def _listed(weights: Any) -> list[torch.Tensor]:
-    """Return weights as a list; raise `TypeError` for anything but a sequence or a tensor."""
-    if not isinstance(weights, (list, Sequence, torch.Tensor)):
-        raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
-    return list(weights)
+_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result`, which would load Dynamo
 
 
 def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
@@ -192,41 +144,272 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.de
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
+class _Call(NamedTuple):
+    """The call. keys, stride, whole: as in `JaggedInput`. rank: this one. From `sharding` on: the plan, as a `Form`.
+
+    Lists of numbers and of texts may be tuples."""
+
+    weights: list[torch.Tensor]
+    values: torch.Tensor
+    offsets: torch.Tensor
+    per_sample_weights: torch.Tensor | None
+    batch_sizes: list[int] | None
+    keys: list[str] | None
+    stride: int | None
+    whole: bool
+    rank: int
+    sharding: str
+    transport: str
+    order: str
+    slice_size: int | None
+    bounds_check: str
+    hash: bool
+    outputs: int
+
+
+def form_of(
+    plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None
+) -> _Call:
+    """Return the call, of which `inputs` of the spec checks the rest."""
+    keys, values, offsets, of_values, stride, whole = as_jagged(features)
+    if torch.compiler.is_compiling():  # which sees gradients wanted here alone
+        require_no_gradient(weights)
+    sizes, names = cast("list[int] | None", batch_sizes), cast("list[str] | None", keys)
+    return _Call(weights, values, offsets, of_values, sizes, names, stride, whole, rank, *plan)
+
+
+def require_no_gradient(weights: Sequence[torch.Tensor]) -> None:
+    """Raise `ValueError` if a gradient is wanted."""
+    if torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
+        raise ValueError(
+            "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
+            "torch.no_grad(), or weight.requires_grad_(False)"
+        )
+
+
+@functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is refused, True is not
+def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
+    """Return the plan of a `Form`."""
+    return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
+
+
 # Checking 64 tables takes longer than launching the kernel, and they are the same at every call. Their addresses and layouts
 # determine all that is checked.
 _checked_tables: dict[tuple[EmbeddingPlan, int], Hashable] = {}
 
 
-# --- registration with the dispatcher; handles are numbers of operators ---
-
-_library = torch.library.Library("weft", "FRAGMENT")
-_library.define(
-    "embedding_all_to_all(Tensor[] weights, Tensor values, Tensor offsets, Tensor? per_sample_weights, SymInt[] batch_sizes, "
-    "int[] key_of_slot, int handle, float deadline_s) -> Tensor"
-)
-
-
-@opaque
-def _run(
-    weights: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None,
-    batch_sizes: Sequence[int], key_of_slot: Sequence[int], handle: int, deadline_s: float,
-) -> torch.Tensor:  # fmt: skip
-    sizes = tuple(batch_sizes)
-    checked = CheckedInput(tuple(key_of_slot), sizes, sum(sizes))
-    jagged = JaggedInput(None, values, offsets, per_sample_weights)
-    return operator_of_handle(handle)(weights, jagged, checked, deadline_s=deadline_s or None)
-
-
-def _fake(
-    weights: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None,
-    batch_sizes: Sequence[int], key_of_slot: Sequence[int], handle: int, deadline_s: float,
-) -> torch.Tensor:  # fmt: skip
-    operator = operator_of_handle(handle)
-    sharding = operator.plan.sharding
-    return values.new_empty((batch_sizes[operator.domain.rank], sharding.total_dim), dtype=sharding.dtype)
+def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
+    """Check a call as far as the host can without reading its contents. Raises `ValueError`."""
+    plan, weights, rank = _plan(call), call.weights, call.rank
+    keys = None if call.keys is None else tuple(call.keys)
+    jagged = JaggedInput(keys, call.values, call.offsets, call.per_sample_weights, call.stride, call.whole)
+    layout = layout_of(weights)
+    before = _checked_tables.get((plan, rank))
+    known = layout is not None and layout == before
+    if known:
+        layout = before  # this object has its hash cached
+    device = weights[0].device if known and weights else None
+    checked = check_jagged(jagged, plan.sharding, rank, call.batch_sizes, device or weights, layout)
+    if not known:
+        require_no_gradient(weights)
+        if layout is not None:
+            if len(_checked_tables) >= 64:
+                _checked_tables.clear()
+            _checked_tables[plan, rank] = layout
+    return jagged, checked
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("embedding_all_to_all", _run, _key)
-torch.library.register_fake("weft::embedding_all_to_all", _fake, lib=_library)
-never_left_out("embedding_all_to_all")
+def _plan(call: _Call) -> EmbeddingPlan:
+    return plan_in(*call[_FORM:])  # type: ignore[arg-type]
+
+
+_FORM = _Call._fields.index("sharding")
+
+
+def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
+    """Return the samples of a rank, as far as unchecked input says."""
+    if call.batch_sizes is not None:
+        return call.batch_sizes[rank]
+    blocks, world = len(sharding.local_slots(call.rank) if call.keys is None else call.keys), sharding.world_size
+    samples = (call.offsets.numel() - 1) // blocks if blocks else call.stride or 0
+    return (samples + world - 1 - rank) // world
+
+
+class _EmbeddingAllToAll(Operator[_Call]):
+    """The operator. Its calls differ in their ids, so what is prepared is for a plan, and with transport="auto" for a half octave
+    of samples.
+
+    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`), for the middle of the half
+    octave (`weft.plan.nearby`), on GPUs that have a model. Elsewhere, and with one rank, it is `direct`. Under
+    `weft.plan.use("autotune")` all of them are timed, on CPU too. All ranks take the same: a plan is the first rank's, and
+    measured times are the slowest rank's.
+    """
+
+    name, form = "embedding_all_to_all", _Call
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "weights": "own", "features": "own", "sharding": "alike", "group": "own", "batch_sizes": "alike", "transport": "alike",
+        "order": "alike", "slice_size": "alike", "bounds_check": "alike", "hash": "alike", "outputs": "alike",
+        "deadline_s": "own", "timeline": "own",
+    }  # fmt: skip
+    """Each rank checks its weights against the sharding."""
+    tags = (torch.Tag.cudagraph_unsafe,)  # results are lent
+
+    def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
+        """Take "direct" for "auto" if there is no choice."""
+        device = next(t.device for t in self.tensors(call) if isinstance(t, torch.Tensor))
+        return call._replace(transport="direct") if call.transport == "auto" and not _is_open(device, group) else call
+
+    def key(self, call: _Call) -> tuple[EmbeddingPlan, int | None]:
+        plan = _plan(call)
+        if call.transport != "auto" or not isinstance(call.offsets, torch.Tensor):
+            return plan, None
+        sizes = call.batch_sizes
+        return plan, _octave(_batch_size(call, plan.sharding, 0) if sizes is None else max(sizes, default=0))
+
+    def problem(self, call: _Call, world: int, most: int) -> EmbeddingAllToAll:
+        sharding = _plan(call).sharding
+        found = plan.typical(problem_of(sharding, [_batch_size(call, sharding, rank) for rank in range(world)]))
+        assert isinstance(found, EmbeddingAllToAll)
+        return found
+
+    def said(self, call: _Call, world: int) -> str:
+        _, checked = _checked(call)
+        return f"a sharding with options\nbatch_sizes: {checked.batch_sizes}\n{_plan(call).said}"
+
+    def inputs(self, p: EmbeddingAllToAll, call: _Call) -> dict[str, Any]:
+        return {"tables": call.weights, "bags": _checked(call)}
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        return {}
+
+    def fake(self, call: _Call, world: int) -> list[torch.Tensor]:
+        sharding = _plan(call).sharding
+        shape = _batch_size(call, sharding, call.rank), sharding.total_dim
+        return [call.values.new_empty(shape, dtype=sharding.dtype)]
+
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return 0, []  # torch counts no operations of embeddings either
+
+    def own_executors(
+        self, p: EmbeddingAllToAll, call: _Call, domain: Domain, tensors: dict[str, Any], deadline_s: float | None
+    ) -> Chosen:
+        found = _plan(call)
+        if found.options.transport == "auto":
+            found = found.sent_by(_transport(found, p, domain, tensors, deadline_s))
+        executor, name = executor_of(found, domain), found.options.transport
+        return Chosen(executor, executor, (name, name))
+
+
+@functools.lru_cache(maxsize=4096)
+def _octave(most: int) -> int:
+    """Return the half octave of a call with so many samples of a rank."""
+    return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
+
+
+OPERATOR = registered(_EmbeddingAllToAll())
+
+
+def calls_with(p: EmbeddingPlan, domain: Domain) -> list[CompiledOperator]:
+    """Return what is prepared for calls with this plan on `domain`."""
+    plans = [p]
+    if p.options.transport == "auto" and (domain.device.type == "cpu" or domain.world_size == 1):
+        plans.append(p.sent_by("direct"))  # see `checked`
+    return [one for one in prepared_calls(OPERATOR, domain.group) if one.domain is domain and one.key[0][0] in plans]
+
+
+def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
+    """Return the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` documents. Collective."""
+    domain = symm.domain(group, device, deadline_s=deadline_s)
+    prepared = calls_with(p, domain)
+    executors = {executor for one in prepared for executor in _executors(one)}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for executor in executors:
+        executor.check()
+    mine = p.fingerprint, sum(executor.lent for executor in executors)
+    closing = domain.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
+    if len({fingerprint for fingerprint, _ in closing}) > 1:
+        raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
+    if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
+        raise RefusedError(
+            f"{', '.join(held)} in the memory that is to be given back: drop them, and all views of them, first"
+        )
+    others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
+    drop_calls(OPERATOR, group, prepared + others)
+
+
+def _executors(prepared: CompiledOperator) -> set[Executor]:
+    return set() if prepared.chosen is None else set(prepared.chosen.executors())
+
+
+# --- the choice of a transport ---
+
+
+def _is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """True if there is a transport to choose. On GPUs ranks find out together: one may know a machine file that others do not."""
+    world = group.size()
+    return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
+
+
+def _is_tuned() -> bool:
+    return plan.pinned() == plan.AUTOTUNE
+
+
+def _transport(
+    found: EmbeddingPlan, p: EmbeddingAllToAll, domain: Domain, tensors: dict[str, Any], deadline_s: float | None
+) -> Transport:
+    """Return the transport for batches of the half octave of `p`. Collective."""
+    tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
+    this_machine.know_machine(domain, patience_s)
+    planned = _planned(found, p, domain) if domain.rank == 0 and not tuned else None
+    said = domain.all_gather((tuned, planned), what=f"choosing a transport of {OPERATOR.name}", deadline_s=patience_s)
+    if len({theirs for theirs, _ in said}) > 1:
+        text = f"ranks called {OPERATOR.name} not all under weft.plan.use: make the same calls on every rank"
+        domain.end(text)
+        raise DisagreementError(text)
+    transport: Transport = _fastest(found, p, domain, tensors, patience_s) if tuned else said[0][1]
+    return transport
+
+
+def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, domain: Domain) -> Transport:
+    """Return the choice by this machine's model, if there is one; by cached times, if there are some of each transport."""
+    model, names = this_machine.machine_model(domain.device, domain.world_size), found.candidates
+    if model is None:
+        return "direct"
+    times = remembered(p, this_machine.device_name(domain.device), "queued")
+    measured = {name: times[name] for name in names} if times.keys() >= names.keys() else None
+    choice = decide(p, model, mode="queued", measured=measured, among=frozenset(names))
+    direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
+    is_close = direct_us is not None and direct_us - choice.predicted_us < CLEARLY_US
+    if choice.candidate.name == "serial" and measured is None and is_close:
+        return "direct"  # one launch: pooling, an all-to-all and copies keep the host busy several times as long
+    if choice.candidate.name == "serial":
+        warn_once(p, "queued", f"{choice.reason}; weft.plan.explain says more", near=True)
+    return names[choice.candidate.name]
+
+
+def _fastest(
+    found: EmbeddingPlan, p: EmbeddingAllToAll, domain: Domain, tensors: dict[str, Any], deadline_s: float
+) -> Transport:
+    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Executors that lose, and
+    were made for it, are closed."""
+    mode: plan.Mode = "queued" if domain.device.type == "cuda" else "single"
+    names, made = found.candidates, executors_on(domain)
+    before = {other for other, executor in made.items() if not executor.gone}
+
+    def run(candidate: Candidate) -> float:
+        executor = executor_of(found.sent_by(names[candidate.name]), domain)
+        return measure.time_us(lambda: executor.run(tensors, deadline_s=deadline_s), domain, mode, deadline_s)
+
+    def slowest(mine: list[float]) -> list[float]:
+        times = domain.all_gather(mine, what=f"times of {OPERATOR.name}", deadline_s=deadline_s)
+        return [max(of_one) for of_one in zip(*times, strict=True)]
+
+    known = [named(p, name) for name in names]
+    times = plan.autotune(p, known, run, slowest, machine=this_machine.device_name(domain.device), mode=mode)
+    taken = names[min(names, key=lambda name: times[name])]
+    for transport in names.values():
+        other = found.sent_by(transport)
+        if transport != taken and other in made and other not in before:
+            made[other].close()
+    return taken

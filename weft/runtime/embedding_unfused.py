@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import column_runs
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding as cpu
+from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.unfused.turn import Marks, Turn, Turns
 from weft.symm import Domain
@@ -33,13 +35,11 @@ from weft.timeline import Timeline
 from weft.words import counted
 
 
-class EmbeddingAllToAllUnfused:
-    """One plan on one domain. Both the constructor and `__call__` are collective."""
-
-    outputs = None  # peers write no output buffers
+class EmbeddingAllToAllUnfused(Executor):
+    """The executor of one plan with transport "serial" on a domain. It keeps no memory."""
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
-        self.plan, self.domain = plan, domain
+        self.plan, self.domain, self.schedule = plan, domain, plan.schedule
         sharding, rank = plan.sharding, domain.rank
         self._columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(domain.world_size)]
         self._runs = column_runs(sharding)
@@ -48,16 +48,19 @@ class EmbeddingAllToAllUnfused:
         if domain.device.type == "cpu":
             self._turns = Turns(f"embedding_all_to_all of {counted(len(sharding.tables), 'table')}", domain)
 
-    def __call__(
+    def run(
         self,
-        weights: list[torch.Tensor],
-        jagged: JaggedInput,
-        checked: CheckedInput,
+        tensors: dict[str, Any],
         *,
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
-    ) -> torch.Tensor:
-        """Run one call. Return the output [batch_sizes[rank], total_dim], on GPUs valid in stream order."""
+        like_before: bool = False,
+    ) -> dict[str, Any]:
+        """Run one call. Return the output [batch_sizes[rank], total_dim] as "out", on GPUs valid in stream order.
+
+        tensors: as for the executors that overlap.
+        """
+        weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         domain, rank = self.domain, self.domain.rank
         deadline_s = deadline_s or env.deadline_s()
         domain.check()
@@ -75,7 +78,7 @@ class EmbeddingAllToAllUnfused:
         turn.end()
         if warn is not None:
             warn()
-        return output
+        return {"out": output}
 
     def _exchanged(self, pooled: torch.Tensor, batch_sizes: tuple[int, ...], turn: Turn) -> torch.Tensor:
         rank, own = self.domain.rank, batch_sizes[self.domain.rank]
@@ -91,18 +94,16 @@ class EmbeddingAllToAllUnfused:
         of_ranks = [part.view(own, columns) for part, columns in shaped]
         return turn.done("unpack", torch.cat([of_ranks[r][:, first:end] for r, first, end in self._runs], dim=1))
 
+    @property
+    def shared(self) -> bool:
+        return True
+
     def close(self) -> None:
         """Do nothing: no memory is kept."""
 
     def check(self) -> None:
         """Raise errors of the domain since the last call."""
         self.domain.check()
-
-    def synchronize(self) -> None:
-        """Wait for this rank's device, then `check()`."""
-        if self.domain.device.type == "cuda":
-            torch.cuda.synchronize(self.domain.device)
-        self.check()
 
 
 def pool_alone(

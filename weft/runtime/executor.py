@@ -75,6 +75,11 @@ class Executor(ABC):
         return False
 
     @property
+    def lent(self) -> int:
+        """The number of results in the executor's memory that somebody still holds."""
+        return 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory on a GPU that the executor holds."""
         return 0

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from weft.errors import WeftError
+from weft.runtime.executor import Executor
 from weft.symm import Domain, set_up_within
 from weft.symm.memory import lent
 
@@ -133,3 +134,32 @@ class OutputPool:
             self.copied += 1
             tensor = tensor.clone()
         return tensor
+
+
+class LendingExecutor(Executor):
+    """An executor whose results lie in `outputs` until their holders drop them. `close` sets `closed`."""
+
+    outputs: OutputPool
+    closed = False
+
+    @property
+    def was_captured(self) -> bool:
+        """True: the memory stays until a collective close. Holders of results read it, as replays of graphs do."""
+        return True
+
+    @property
+    def stale(self) -> bool:
+        return self.closed
+
+    @property
+    def gone(self) -> bool:
+        return self.closed
+
+    @property
+    def shared(self) -> bool:
+        """True: calls with any batch sizes use the same memory."""
+        return True
+
+    @property
+    def lent(self) -> int:
+        return self.outputs.lent

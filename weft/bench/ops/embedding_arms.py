@@ -23,9 +23,9 @@ from weft.embedding.check import check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
 from weft.embedding.tables import column_runs
-from weft.operator.embedding import compiled, known_operator
-from weft.ops.embedding_all_to_all import embedding_all_to_all
+from weft.ops.embedding_all_to_all import calls_with, embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
+from weft.runtime.embedding import executor_of
 from weft.symm import domain
 from weft.timeline import Timeline
 
@@ -243,16 +243,15 @@ class FusedArm:
         if per_table:
             self.inputs = [as_jagged(features) for features in work.inputs]
             self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
-            self.launching = compiled(
+            self.launching: Any = executor_of(
                 plan_of(config.sharding, self.options), domain(work.ranks.group, work.ranks.device)
             )
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
         work = self.work
         if self.per_table:
-            output: torch.Tensor = self.launching(
-                work.weights, self.inputs[which], self.checked, timeline=timeline, launch_per_table=True
-            )
+            tensors = {"tables": work.weights, "bags": (self.inputs[which], self.checked)}
+            output: torch.Tensor = self.launching.run(tensors, timeline=timeline, launch_per_table=True)["out"]
             return output
         return embedding_all_to_all(
             work.weights, work.inputs[which], work.config.sharding, group=work.ranks.group,
@@ -264,10 +263,10 @@ class FusedArm:
         """The transport that the calls have selected."""
         work = self.work
         plan = plan_of(work.config.sharding, self.options)
-        known = known_operator(plan, domain(work.ranks.group, work.ranks.device), work.config.batch_sizes)
-        if known is None:
+        known = calls_with(plan, domain(work.ranks.group, work.ranks.device))
+        if not known:
             raise RuntimeError(f"no call of {work.name} was made with transport={self.options.transport!r}")
-        return str(known.plan.options.transport)
+        return known[-1].taken[0]
 
     @property
     def extra_bytes(self) -> tuple[int, str]:

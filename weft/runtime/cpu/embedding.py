@@ -24,7 +24,7 @@ from weft.embedding.check import CheckedInput, bad_index_message, check_contents
 from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, WeftError
 from weft.runtime.meeting import Topic, meeting_of, refuse, shown
-from weft.runtime.outputs import OutputPool
+from weft.runtime.outputs import LendingExecutor, OutputPool
 from weft.symm import Domain
 from weft.timeline import Timeline
 from weft.words import counted
@@ -117,11 +117,11 @@ def meet(
     return [slot for slot, _ in said]
 
 
-class EmbeddingAllToAllCpu:
-    """One plan on one domain of CPU processes. The constructor and `__call__` are collective."""
+class EmbeddingAllToAllCpu(LendingExecutor):
+    """The executor of one plan on a domain of CPU processes."""
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
-        self.plan, self.domain = plan, domain
+        self.plan, self.domain, self.schedule = plan, domain, plan.schedule
         self.outputs = OutputPool(domain, plan.options.outputs)
         self.copies = 0  # contiguous copies that left as slices, in all calls
         self.flags_raised = 0
@@ -132,16 +132,19 @@ class EmbeddingAllToAllCpu:
         self._flag_count = 1
         self._tables: dict[Any, np.ndarray] = {}
 
-    def __call__(
+    def run(
         self,
-        weights: list[torch.Tensor],
-        jagged: JaggedInput,
-        checked: CheckedInput,
+        tensors: dict[str, Any],
         *,
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
-    ) -> torch.Tensor:
-        """Run one call. Return the complete output [batch_sizes[rank], total_dim]."""
+        like_before: bool = False,
+    ) -> dict[str, Any]:
+        """Run one call. Return the complete output [batch_sizes[rank], total_dim] as "out".
+
+        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`).
+        """
+        weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         plan, domain, rank = self.plan, self.domain, self.domain.rank
         deadline_s = deadline_s or env.deadline_s()
         sharding = plan.sharding
@@ -164,7 +167,7 @@ class EmbeddingAllToAllCpu:
             flags = self._flag_blocks(checked.batch_sizes, deadline_s) if plan.options.transport == "put" else []
             self._epoch += 1
             events = self._room_for_events(checked) if timeline is not None else None
-            table = self._table(weights, checked.key_of_slot)
+            table = self._table(weights, checked)
             counts = run_native(plan, rank, table, jagged, checked.batch_sizes, outputs, flags, self._epoch, events)
             self.copies += counts[5]
             self.flags_raised += counts[6]
@@ -180,10 +183,13 @@ class EmbeddingAllToAllCpu:
         shape = (checked.batch_sizes[rank], sharding.total_dim)
         output = self.outputs.lend(slot, shape, sharding.dtype)
         warn_of_bad_indices(sharding, rank, counts)
-        return output
+        return {"out": output}
 
     def close(self) -> None:
-        """Release the memory. Every rank closes between the same calls."""
+        """Release the memory. Every rank closes between the same calls. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
         self.outputs.close()
         self._done.give_back()
         self._flags.give_back()
@@ -192,12 +198,9 @@ class EmbeddingAllToAllCpu:
         """Raise the domain's error, if it has failed."""
         self.domain.check()
 
-    def synchronize(self) -> None:
-        """Check the domain. Calls on CPU processes are complete when they return."""
-        self.domain.check()
-
-    def _table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> np.ndarray:
-        key = (tuple(weight.data_ptr() for weight in weights), key_of_slot)
+    def _table(self, weights: list[torch.Tensor], checked: CheckedInput) -> np.ndarray:
+        key_of_slot = checked.key_of_slot
+        key = (checked.tables or tuple([weight.data_ptr() for weight in weights]), key_of_slot)
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) >= 4:

@@ -25,7 +25,7 @@ from weft.runtime.capture import is_captured, refuse_capture
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, Tables
 from weft.runtime.cuda.watch import watch
 from weft.runtime.meeting import refuse
-from weft.runtime.outputs import OutputPool
+from weft.runtime.outputs import LendingExecutor, OutputPool
 from weft.symm import Domain, Region, set_up_within
 from weft.symm.lasting import lasting
 from weft.timeline import Timeline
@@ -34,11 +34,11 @@ from weft.words import counted
 _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", device_code.WAIT_FLAG: "slice flag"}
 
 
-class EmbeddingAllToAllCuda:
-    """One plan on one domain of GPUs. Both the constructor and `__call__` are collective."""
+class EmbeddingAllToAllCuda(LendingExecutor):
+    """The executor of one plan on a domain of GPUs. The constructor is collective."""
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
-        self.plan, self.domain = plan, domain
+        self.plan, self.domain, self.schedule = plan, domain, plan.schedule
         self.kernel = EmbeddingKernel(plan, domain.rank, domain.device)
         self.outputs = OutputPool(domain, plan.options.outputs)
         world = domain.world_size
@@ -64,18 +64,22 @@ class EmbeddingAllToAllCuda:
         watch.add(self._look)
         domain.before_check(self.look)  # the watching thread may be late
 
-    def __call__(
+    def run(
         self,
-        weights: list[torch.Tensor],
-        jagged: JaggedInput,
-        checked: CheckedInput,
+        tensors: dict[str, Any],
         *,
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
+        like_before: bool = False,
         count: bool = False,
         launch_per_table: bool = False,
-    ) -> torch.Tensor:
-        """Enqueue one call. Return the output [batch_sizes[rank], total_dim], valid in stream order."""
+    ) -> dict[str, Any]:
+        """Enqueue one call. Return the output [batch_sizes[rank], total_dim] as "out", valid in stream order.
+
+        tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`). count, launch_per_table: as for
+        `EmbeddingKernel.launch`.
+        """
+        weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         self.check()
         if self.plan.options.refuses_bad_ids:
             bad = first_bad_index(jagged, self.plan.sharding, self.domain.rank, checked)  # waits for the device
@@ -120,7 +124,7 @@ class EmbeddingAllToAllCuda:
         output = self.outputs.lend(slot, shape, plan.sharding.dtype, captured)
         if timeline is not None and lines is not None:
             self._read_timeline(timeline, lines)
-        return output
+        return {"out": output}
 
     def check(self) -> None:
         """Raise errors that earlier calls recorded and failures of the domain; warn of bad indices. Do not wait."""
@@ -162,7 +166,10 @@ class EmbeddingAllToAllCuda:
         self.domain.poison(text)
 
     def close(self) -> None:
-        """Return the memory. First wait for the devices of all ranks; no captured graph may be replayed afterwards."""
+        """Return the memory. First wait for the devices of all ranks; no captured graph may be replayed afterwards. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
         self._look.close()
         self._take_back()
         self.outputs.close()
@@ -170,11 +177,6 @@ class EmbeddingAllToAllCuda:
         for flags, _ in [(self._flags, 0), *self._flags_of_graphs]:
             flags.give_back()
         self._memory = None
-
-    def synchronize(self) -> None:
-        """Wait for this rank's device, then `check()`."""
-        torch.cuda.synchronize(self.domain.device)
-        self.check()
 
     def _map(self) -> RankAddresses:
         world, device = self.domain.world_size, self.domain.device

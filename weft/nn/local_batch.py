@@ -1,0 +1,78 @@
+"""The call of an embedding module with a local batch as one operator, for torch.compile.
+
+The number of ids that arrive, and the number of samples of other ranks, are known when it runs. The shape of the result depends
+on neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from weft.embedding.jagged import KeyedJaggedTensor
+from weft.embedding.tables import sharding_of
+from weft.nn.input_dist import input_dist_of
+from weft.operator.calls import made
+from weft.operator.derivatives import require_no_tangents
+from weft.operator.together import together
+from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, require_no_gradient
+from weft.runtime.opaque import never_left_out, opaque
+from weft.symm.groups import group_of
+
+NAME = "ShardedEmbeddingBagCollection"
+
+
+def pooled(
+    plan: Form, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, is_weighted: bool,
+    deadline_s: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the pooled vectors of this rank's samples, in a program that is compiled. features: a KeyedJaggedTensor."""
+    require_no_gradient(weights)
+    tensors = features.values(), features.lengths_or_none(), features.offsets_or_none(), features.weights_or_none()
+    name = group_of(group).group_name
+    call = weights, *tensors, list(features.keys()), features.stride(), is_weighted, *plan, name, deadline_s or 0.0
+    return torch.ops.weft.pooled_local_batch(*call)  # type: ignore[no-any-return]
+
+
+@opaque
+def _run(
+    weights: list[torch.Tensor], values: torch.Tensor, lengths: torch.Tensor | None, offsets: torch.Tensor | None,
+    of_values: torch.Tensor | None, keys: Sequence[str], stride: int, is_weighted: bool, *rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    *plan, name, deadline_s = rest
+    group, device = group_of(name), weights[0].device if weights else values.device
+    with together(NAME, group, lambda: device, deadline_s or None):
+        require_no_tangents(NAME)
+        features = KeyedJaggedTensor(keys, values, of_values, lengths, offsets, stride)
+        distributed = input_dist_of(sharding_of(plan[0]), group, device, is_weighted, deadline_s or None)
+        jagged, sizes = distributed(features)
+
+        def form(_: dist.ProcessGroup | str | None) -> Any:
+            return form_of(cast(Form, tuple(plan)), weights, jagged, group.rank(), sizes)
+
+        (output,) = made(OPERATOR, group, lambda: device, form, deadline_s=deadline_s or None)
+    return output
+
+
+def _fake(
+    weights: list[torch.Tensor], values: torch.Tensor, lengths: torch.Tensor | None, offsets: torch.Tensor | None,
+    of_values: torch.Tensor | None, keys: Sequence[str], stride: int, is_weighted: bool, sharding: str, *rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    tables = sharding_of(sharding)
+    return values.new_empty((stride, tables.total_dim), dtype=tables.dtype)
+
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_library.define(
+    "pooled_local_batch(Tensor[] weights, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? of_values, str[] keys, "
+    "SymInt stride, bool is_weighted, str sharding, str transport, str order, SymInt? slice_size, str bounds_check, bool hash, "
+    "SymInt outputs, str group, float deadline_s) -> Tensor",
+    tags=OPERATOR.tags,
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("pooled_local_batch", _run, _key)
+torch.library.register_fake("weft::pooled_local_batch", _fake, lib=_library)
+never_left_out("pooled_local_batch")

@@ -1,0 +1,43 @@
+"""The executors of embedding_all_to_all on a communicator: one for each plan, which all calls with that plan share."""
+
+from __future__ import annotations
+
+from weft.embedding.plan import EmbeddingPlan
+from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
+from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
+from weft.runtime.executor import Executor
+from weft.runtime.meeting import drop_closed
+from weft.symm import Domain
+
+_executors: dict[Domain, dict[EmbeddingPlan, Executor]] = {}
+
+
+def executors_on(domain: Domain) -> dict[EmbeddingPlan, Executor]:
+    """Return the executors that were made on `domain`, by plan. Some may be closed."""
+    executors = _executors.get(domain)
+    if executors is None:
+        drop_closed(_executors)
+        executors = _executors[domain] = {}
+    return executors
+
+
+def executor_of(plan: EmbeddingPlan, domain: Domain) -> Executor:
+    """Return the executor of `plan`, whose transport is fixed, on `domain`. Collective if there is none, or a closed one.
+
+    Ranks have compared their plans.
+    """
+    executors = executors_on(domain)
+    executor = executors.get(plan)
+    if executor is None or executor.gone:
+        executor = executors[plan] = _made(plan, domain)
+    return executor
+
+
+def _made(plan: EmbeddingPlan, domain: Domain) -> Executor:
+    if plan.options.transport == "serial":
+        return EmbeddingAllToAllUnfused(plan, domain)
+    if domain.device.type == "cuda":
+        from weft.runtime.cuda.embedding import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
+
+        return EmbeddingAllToAllCuda(plan, domain)
+    return EmbeddingAllToAllCpu(plan, domain)
