@@ -14,11 +14,11 @@ import weft
 
 def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, ...]], list[str]]:
     """(schedules that calls ran: pinned so, and inside `use`), and what was warned of: M > K, M < K, and what it cannot do."""
-    from weft.operator import calls, choosing
+    from weft.operator import calls, select
 
     found = []
     quiet = os.environ.pop("WEFT_QUIET", "0")
-    choosing._said.clear()
+    select._said.clear()
     uneven = tuple(range(3, 3 + group.size()))
     cases = Gathered((24, 16)), Gathered((4, 96)), Gathered((4, 96), return_A=True), Gathered((3, 12), rows=uneven)
     with warnings.catch_warnings(record=True) as caught:
@@ -29,7 +29,7 @@ def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, ...]], list[
                 call = AllGatherMatmulCall(replace(case, n=5 + seed), group, seed)
                 with weft.plan.use("heuristic" if given is None else "serial"):
                     call.check(group, call(group, schedule=given))
-                names.append(calls._tables["all_gather_matmul"].known(group)[-1].taken[0])
+                names.append(calls.TABLES["all_gather_matmul"].known(group)[-1].taken[0])
             found.append(tuple(names))
     os.environ["WEFT_QUIET"] = quiet
     return found, [text for w in caught if "heuristic" in (text := str(w.message))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 
 import torch
 
@@ -16,6 +17,7 @@ from weft.plan.predict import library_gemms
 from weft.runtime.device import synchronize
 from weft.runtime.executors import Tensors, executor
 from weft.schedule import Schedule
+from weft.sim import Model
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
 
@@ -46,21 +48,9 @@ def measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: floa
     """Time the GEMMs that the choice uses, unless they are known, in two rounds (see `weft.plan.gemms`). Collective."""
     if domain.device.type not in TIMERS or not library_gemms(p):
         return
-    name, left_us = this_machine.device_name(domain.device), gemms.BUDGET_US
-    timer: gemms.Timer | None = None
+    left_us, timer = gemms.BUDGET_US, cache(partial(TIMERS[domain.device.type], p, tensors))
     for _ in range(2):
-        model = this_machine.machine_model(domain.device, p.world_size)
-        mine: dict[MatmulShape, float] = {}
-        if model is not None:
-            wanted, known = gemms.wanted(p, model), gemms.measured_here(name)
-            mine = {shape: known[shape] for shape in wanted if shape in known}
-            if missing := [shape for shape in wanted if shape not in known]:
-                # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    timer = timer or TIMERS[domain.device.type](p, tensors)
-                    found, left_us = gemms.measure(missing, model, timer, left_us)
-                    mine |= found
-        gemms.learn(name, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+        left_us = _learn(p, domain, partial(gemms.wanted, p), timer, left_us, deadline_s)
 
 
 def measure_ladder(
@@ -69,20 +59,31 @@ def measure_ladder(
     """Time the GEMMs of these weights, if the weights are new, or so many rows are. Collective. timed: by family, the size up to
     which this was done."""
     family, size = p.family
-    if domain.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not (wanted := gemms.ladder(p)):
+    if domain.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
         return
     timed[family] = size
     _PREPARES.get(domain.device.type, lambda device: None)(domain.device)
+    timer = partial(TIMERS[domain.device.type], p, tensors)
+    _learn(p, domain, lambda model: gemms.ladder(p), timer, gemms.BUDGET_US, deadline_s)
+
+
+def _learn(
+    p: Problem, domain: Domain, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
+    budget_us: float, deadline_s: float | None,
+) -> float:  # fmt: skip
+    """Time the wanted GEMMs that are not known, and take over the slowest rank's times. Return the remaining budget. Collective."""
     model, name = this_machine.machine_model(domain.device, p.world_size), this_machine.device_name(domain.device)
     mine: dict[MatmulShape, float] = {}
     if model is not None:
-        known = gemms.measured_here(name)
-        mine = {shape: known[shape] for shape in wanted if shape in known}
-        if missing := [shape for shape in wanted if shape not in known]:
+        shapes, known = wanted(model), gemms.measured_here(name)
+        mine = {shape: known[shape] for shape in shapes if shape in known}
+        if missing := [shape for shape in shapes if shape not in known]:
             # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
             with contextlib.suppress(torch.OutOfMemoryError):
-                mine |= gemms.measure(missing, model, TIMERS[domain.device.type](p, tensors))[0]
+                found, budget_us = gemms.measure(missing, model, timer(), budget_us)
+                mine |= found
     gemms.learn(name, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+    return budget_us
 
 
 def shared_name(p: Problem, candidate: Candidate) -> str:
