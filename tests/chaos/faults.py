@@ -262,7 +262,7 @@ def _drops(sabotage: Sabotage, work: Work, given: Given) -> int:
     given.clear()
     gc.collect()
     with contextlib.suppress(WeftError, ValueError):
-        symm.domain(group, device, deadline_s=0.5).close()
+        symm.communicator(group, device, deadline_s=0.5).close()
     gc.collect()
     return RIGHT
 

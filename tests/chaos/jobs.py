@@ -267,7 +267,7 @@ class Job:
 def _start_afresh(device: torch.device) -> None:
     """Another group in this process, as a program makes it that goes on with the ranks that are left; and its end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    symm.domain(dist.group.WORLD, device).close()
+    symm.communicator(dist.group.WORLD, device).close()
     dist.destroy_process_group()
     gc.collect()
 

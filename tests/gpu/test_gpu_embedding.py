@@ -63,14 +63,14 @@ def exchanged(group: dist.ProcessGroup, p: Problem, features: Any = None, **opti
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
     """The executor that `exchanged` with these options uses, to look inside."""
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
-    return executor_of(plan, symm.domain(group, DEVICE))
+    return executor_of(plan, symm.communicator(group, DEVICE))
 
 
 def poison(operator: Any) -> None:
     """NaN into every output buffer that is not lent."""
     pool = operator.outputs
     if pool.slot_bytes:
-        memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
+        memory = pool._region.tensor(operator.comm.rank, (pool.count, pool.slot_bytes), torch.uint8)
         for slot in pool._free:
             memory[slot].fill_(NAN_BYTE)
 

@@ -81,14 +81,14 @@ def every_candidate(
     """Every schedule of `weft.builders.all_to_all_matmul` but the library's, or those of these names, four times in a row with
     fresh sizes, memory poisoned once; how many there were. to_one: in the last two, which bring far more rows to a rank,
     everything goes to the first expert."""
-    domain, count = symm.domain(group, device()), 0
+    comm, count = symm.communicator(group, device()), 0
     for candidate in [named(p, name) for name in names] or candidates(p, ("dispatch", "dispatch_by_expert")):
         try:
             schedule = candidate.build()
         except NotApplicableError:
             assert not names, candidate.name
             continue
-        executor = CudaSchedule(schedule, domain)
+        executor = CudaSchedule(schedule, comm)
         executor.context.own["inbox"].fill_(float("nan"))
         torch.cuda.synchronize()
         dist.barrier(group)
@@ -107,8 +107,8 @@ def every_candidate(
 
 def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -> None:
     """Runs back to back, some with far more rows than the ones before had: results are made anew, and GEMMs done again."""
-    domain, rank = symm.domain(group, device()), group.rank()
-    executor, added = CudaSchedule(named(p, name).build(), domain), added_to(named(p, name), p)
+    comm, rank = symm.communicator(group, device()), group.rank()
+    executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
     cases = [Case(p, rank, seed, None, to_one=seed % 3 == 1) for seed in range(8)]
     results = []
     for number, case in enumerate(cases):
@@ -127,8 +127,8 @@ def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -
 
 def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
     """A captured graph with other sizes at every replay; one rank late now and then."""
-    domain, rank = symm.domain(group, device()), group.rank()
-    executor, added = CudaSchedule(named(p, name).build(), domain), added_to(named(p, name), p)
+    comm, rank = symm.communicator(group, device()), group.rank()
+    executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
     held = Case(p, rank, 0, sum(p.rows))
     executor.run(held.tensors)
     torch.cuda.synchronize()
@@ -153,8 +153,8 @@ def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) 
 
 
 def timeline(group: dist.ProcessGroup, p: AllToAllMatmul, by: str) -> list[str]:
-    domain, rank = symm.domain(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p, ("dispatch",)) if by in c.name).build(), domain)
+    comm, rank = symm.communicator(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p, ("dispatch",)) if by in c.name).build(), comm)
     for seed in range(2):
         case, found = Case(p, rank, seed, None), Timeline()
         executor.run(case.tensors, timeline=found)

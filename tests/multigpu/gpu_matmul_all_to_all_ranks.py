@@ -50,13 +50,13 @@ class Case:
 
 def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: bool) -> int:
     """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were."""
-    domain, count = symm.domain(group, device()), 0
+    comm, count = symm.communicator(group, device()), 0
     for candidate in candidates(p, ("combine", "combine_by_expert")):
         try:
             schedule = candidate.build()
         except NotApplicableError:
             continue
-        executor = CudaSchedule(schedule, domain)
+        executor = CudaSchedule(schedule, comm)
         for name, own in executor.context.own.items():
             if name != "counts":
                 own.fill_(torch.nan if own.is_floating_point() else -1)
@@ -83,8 +83,8 @@ def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: boo
 
 def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
     """A captured graph with other sizes at every replay; one rank late now and then."""
-    domain, rank = symm.domain(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
+    comm, rank = symm.communicator(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
     held = Case(p, rank, 0)
     executor.run(held.tensors)
     torch.cuda.synchronize()
@@ -109,8 +109,8 @@ def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) 
 
 
 def timeline(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> list[str]:
-    domain, rank = symm.domain(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
+    comm, rank = symm.communicator(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
     for seed in range(2):
         case, found = Case(p, rank, seed), Timeline()
         executor.run(case.tensors, timeline=found)

@@ -52,7 +52,7 @@ def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
     """The executor that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
-    return executor_of(plan, symm.domain(group, device()))
+    return executor_of(plan, symm.communicator(group, device()))
 
 
 def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torch.Tensor:
@@ -65,7 +65,7 @@ def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torc
 
 def synchronize(operator: Any) -> None:
     """Wait for this rank's device, then raise what was found."""
-    torch.cuda.synchronize(operator.domain.device)
+    torch.cuda.synchronize(operator.comm.device)
     operator.check()
 
 
@@ -73,7 +73,7 @@ def poison(operator: Any) -> None:
     """NaN into every output buffer of this rank that is not lent, in stream order: peers write only after it."""
     pool = getattr(operator, "outputs", None)
     if pool is not None and pool.slot_bytes:
-        memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
+        memory = pool._region.tensor(operator.comm.rank, (pool.count, pool.slot_bytes), torch.uint8)
         for slot in pool._free:
             memory[slot].fill_(NAN_BYTE)
 

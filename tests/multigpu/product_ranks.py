@@ -46,7 +46,9 @@ class Case:
 
 def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
     """A schedule of `p`, with its own memory poisoned at first, behind stragglers; then captured, and replayed."""
-    made = CudaSchedule(named(p, name).build(), symm.domain(group, torch.device("cuda", torch.cuda.current_device())))
+    made = CudaSchedule(
+        named(p, name).build(), symm.communicator(group, torch.device("cuda", torch.cuda.current_device()))
+    )
     for own in made.context.own.values():
         own.fill_(torch.nan)
     torch.cuda.synchronize()

@@ -63,13 +63,13 @@ def roundings(name: str) -> int:
 
 def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bool) -> int:
     """Every schedule three times in a row with fresh data and symmetric memory poisoned once; how many there were."""
-    domain, count = symm.domain(group, device()), 0
+    comm, count = symm.communicator(group, device()), 0
     for candidate in candidates(p):
         try:
             schedule = candidate.build()
         except NotApplicableError:
             continue
-        executor = CudaSchedule(schedule, domain)
+        executor = CudaSchedule(schedule, comm)
         for tensor in executor.context.own.values():
             tensor.fill_(float("nan"))
         torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bo
 
 def executor_of(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> CudaSchedule:
     found = next(c for c in candidates(p) if c.name == name)
-    return CudaSchedule(found.build(), symm.domain(group, device()))
+    return CudaSchedule(found.build(), symm.communicator(group, device()))
 
 
 def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int, straggle_every: int) -> None:

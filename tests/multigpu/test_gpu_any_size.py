@@ -59,7 +59,7 @@ class Work:
 
     def done(self) -> None:
         torch.cuda.synchronize()
-        weft.symm.domain(self.group, device()).check()
+        weft.symm.communicator(self.group, device()).check()
         assert float(self.worst) < 1e-2, (self.schedule, float(self.worst))
 
 
@@ -133,7 +133,7 @@ def memory(group: dist.ProcessGroup) -> float:
         most = max(most, rows)
         sizes.add(rows)
         work.call(rows)
-        share = max(share, (slab_bytes(symm.domain(own, device())) - (8 << 20)) / (most * group.size() * K * 4))
+        share = max(share, (slab_bytes(symm.communicator(own, device())) - (8 << 20)) / (most * group.size() * K * 4))
     work.done()
     assert len(prepared_calls(OPERATOR, own)) == len(sizes), "sizes that share memory stay known"
     return share

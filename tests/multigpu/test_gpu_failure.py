@@ -38,7 +38,7 @@ def wait_for_failure(group: dist.ProcessGroup) -> None:
     until = time.monotonic() + 15
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
-            symm.domain(group, ranks.device()).check()
+            symm.communicator(group, ranks.device()).check()
             time.sleep(0.01)
         raise AssertionError("the group did not fail")
 
@@ -94,7 +94,7 @@ def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, tra
     def product() -> None:
         weft.matmul_reduce_scatter(x, w, "sum", 0, own, schedule="scatter")
         torch.cuda.synchronize()
-        symm.domain(own, ranks.device()).check()
+        symm.communicator(own, ranks.device()).check()
 
     assert_right(own, p, ranks.call(own, p, transport=transport))
     operator = ranks.operator_of(own, p, transport=transport)

@@ -51,7 +51,7 @@ def by_streams(group: dist.ProcessGroup, name: str) -> None:
     x = d.buffer("x", 4 * world, 24, "bf16", "input")
     y = d.buffer("y", 4 if name == "reduce_scatter" else 4 * world, 24, "bf16", "output")
     getattr(d.lane("compute"), name)(x.part(), y.part())
-    made = CudaSchedule(d.schedule(), symm.domain(group, device()))
+    made = CudaSchedule(d.schedule(), symm.communicator(group, device()))
     for call in range(4):
         xs = [
             torch.randn(4 * world, 24, generator=torch.Generator().manual_seed(10 * call + r)).bfloat16()
@@ -82,7 +82,7 @@ def test_its_serial_schedule_runs_on_streams_too(pair: Pool) -> None:
 def serial_on_streams(group: dist.ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     p = MatmulScatter(world, 16 * world, 48, 80, "fp32")
-    made = CudaSchedule(serial(p), symm.domain(group, device()))
+    made = CudaSchedule(serial(p), symm.communicator(group, device()))
     calls = [OPERATOR.drawn(p, r, torch.Generator(device()).manual_seed(r)) for r in range(world)]
     y = torch.full((16, 48), float("nan"), device=device())
     made.run({**calls[rank]._asdict(), "y": y})

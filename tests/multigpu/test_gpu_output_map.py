@@ -39,7 +39,7 @@ def test_they_give_the_bits_of_schedules_written_by_hand(pair: Pool, dtype: torc
 def captured(group: dist.ProcessGroup, name: str) -> None:
     """A run in a CUDA graph, replayed with fresh data."""
     one = maps.library(group.size(), WHOLE[0])[name]
-    made = executor(one.schedule(*WHOLE[1:], "bf16"), symm.domain(group, device()))
+    made = executor(one.schedule(*WHOLE[1:], "bf16"), symm.communicator(group, device()))
     cases = [maps.Case(group, one.collective, *WHOLE, BF16, seed) for seed in range(5)]
     first = cases[0].tensors
     made.run(first)

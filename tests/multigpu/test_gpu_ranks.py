@@ -105,7 +105,9 @@ def closed_in_turn(group: dist.ProcessGroup, transport: str) -> list[int]:
             assert torch.equal(own, bag.weight[ids].view(64, 2, 256).sum(1))
             module.close()
             free.append(
-                sum(end - first for slab in _slabs[symm.domain(group, ranks.device())] for first, end in slab.free)
+                sum(
+                    end - first for slab in _slabs[symm.communicator(group, ranks.device())] for first, end in slab.free
+                )
             )
     return free
 

@@ -49,7 +49,7 @@ class Case:
 
 
 def summed(group: dist.ProcessGroup, dtype: str, way: str) -> None:
-    made = CudaSchedule(scattered(group.size(), dtype, way), symm.domain(group, device()))
+    made = CudaSchedule(scattered(group.size(), dtype, way), symm.communicator(group, device()))
     for own in made.context.own.values():
         own.fill_(float("nan"))
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def adds(world: int, dtype: str, times: int, rows: int, cols: int) -> Schedule:
 
 def contended(group: dist.ProcessGroup, dtype: str, cols: int) -> None:
     world, times, rows = group.size(), 10, 64
-    made = CudaSchedule(adds(world, dtype, times, rows, cols), symm.domain(group, device()))
+    made = CudaSchedule(adds(world, dtype, times, rows, cols), symm.communicator(group, device()))
     one = torch.ones(rows, cols, dtype=DTYPES[dtype], device=device())
     for _ in range(5):
         y = torch.full_like(one, float("nan"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from schedule_cpu_ranks import domain_of, poison
+from schedule_cpu_ranks import comm_of, poison
 from support.all_to_all_matmul_reference import added_to, assert_rows, expected, inputs, random_splits
 
 from weft.builders import AllToAllMatmul, Candidate, NotApplicableError, candidates, named
@@ -23,7 +23,7 @@ def every_candidate(group, p: AllToAllMatmul, seed: int, runs: int, names: Seque
         with contextlib.suppress(NotApplicableError):
             schedule = candidate.build()
             count += 1
-            with CpuSchedule(schedule, domain_of(group)) as executor:
+            with CpuSchedule(schedule, comm_of(group)) as executor:
                 poison(executor)
                 for run in range(runs):
                     run_once(executor, p, rank, seed + run, candidate)
@@ -68,7 +68,7 @@ def wrong_splits(group, p: AllToAllMatmul) -> None:
     """Splits that add up to more than there are tokens end the run with an error that says so."""
     rank = group.rank()
     schedule = next(c for c in candidates(p, ("dispatch",))).build()
-    with CpuSchedule(schedule, domain_of(group)) as executor:
+    with CpuSchedule(schedule, comm_of(group)) as executor:
         tokens, weights = inputs(replace(p), 1)
         splits = torch.zeros(1, p.world_size * p.experts, dtype=torch.int64)
         splits[0, -1] = p.rows[rank] + 5

@@ -36,12 +36,12 @@ def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Embeddi
     """The executor that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct"} | options))
-    return executor_of(plan, symm.domain(group, "cpu"))
+    return executor_of(plan, symm.communicator(group, "cpu"))
 
 
 def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
     """The bytes of each output buffer of this rank that is not lent."""
-    pool, rank = getattr(operator, "outputs", None), operator.domain.rank
+    pool, rank = getattr(operator, "outputs", None), operator.comm.rank
     if pool is None or not pool.slot_bytes:
         return []
     memory = pool._region.tensor(rank, (pool.count, pool.slot_bytes), torch.uint8)

@@ -7,7 +7,7 @@ import random
 import time
 
 import torch
-from schedule_cpu_ranks import applicable, domain_of
+from schedule_cpu_ranks import applicable, comm_of
 from support.all_to_all_matmul_reference import random_splits
 from support.matmul_all_to_all_reference import assert_rows, inputs, received_of
 
@@ -22,7 +22,7 @@ def every_candidate(group, p: MatmulAllToAll, seed: int, runs: int) -> int:
         with contextlib.suppress(NotApplicableError):
             schedule = candidate.build()
             count += 1
-            with CpuSchedule(schedule, domain_of(group)) as executor:
+            with CpuSchedule(schedule, comm_of(group)) as executor:
                 bits = [run_once(executor, p, rank, seed + run, candidate.name) for run in [*range(runs), 0]]
                 assert torch.equal(bits[0], bits[-1]), candidate.name
     return count
@@ -36,7 +36,7 @@ def other_tables(group, p: MatmulAllToAll) -> None:
     for candidate, schedule in applicable(p):
         if candidate.name == "serial":
             continue
-        with CpuSchedule(schedule, domain_of(group)) as executor:
+        with CpuSchedule(schedule, comm_of(group)) as executor:
             for moved in (0, 1, 0):
                 y, told = torch.zeros(12, p.n), received.clone()
                 told[0] += moved * rank * torch.tensor([1, -1])

@@ -37,7 +37,7 @@ def traces() -> dict[str, list[str]]:
 
 def barrier(signal: symm.Signal, round_: int) -> None:
     """Return when every rank of the signal's group has called this for `round_` (1, 2, ...)."""
-    size = signal.domain.world_size
+    size = signal.comm.world_size
     for peer in range(size):
         signal.add(1, peer=peer)
     signal.wait(round_ * size)

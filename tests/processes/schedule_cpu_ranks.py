@@ -23,14 +23,14 @@ from weft.errors import WeftError
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import RANK, Copy, Draft, Schedule, Step
-from weft.symm import Domain
+from weft.symm import Communicator
 
 Tensors = dict[str, torch.Tensor]
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in every floating dtype
 
 
-def domain_of(group: dist.ProcessGroup) -> Domain:
-    return symm.domain(group, "cpu")
+def comm_of(group: dist.ProcessGroup) -> Communicator:
+    return symm.communicator(group, "cpu")
 
 
 def applicable(
@@ -98,30 +98,30 @@ def roundings_of(candidate: Candidate, p: AllGatherMatmul) -> int:
 
 def poison(executor: CpuSchedule) -> None:
     """NaN into this rank's symmetric and scratch memory; returns when all ranks have done so."""
-    domain, program = executor.domain, executor._program
+    comm, program = executor.comm, executor._program
     for (_, rank), place in program.places.known.items():
-        if rank == domain.rank:
+        if rank == comm.rank:
             place.flat.view(torch.uint8).fill_(NAN_BYTE)
-    domain.all_gather(None, what="poisoned")
+    comm.all_gather(None, what="poisoned")
 
 
 def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
     """A run after which rank `last` goes on only when the others are done with it: what it does then does not spoil theirs."""
-    domain = executor.domain
-    done = symm.Signal(group=domain.group)
+    comm = executor.comm
+    done = symm.Signal(group=comm.group)
     executor.run(tensors)
-    if domain.rank == last:
-        done.wait(domain.world_size - 1)
+    if comm.rank == last:
+        done.wait(comm.world_size - 1)
     else:
         done.add(1, peer=last)
 
 
-def wait_for_failure(domain: Domain) -> None:
+def wait_for_failure(comm: Communicator) -> None:
     """Do nothing until this rank has heard that its group failed."""
     until = time.monotonic() + 30
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
-            domain.check()
+            comm.check()
             time.sleep(0.01)
         raise AssertionError("the group did not fail")
 
@@ -175,14 +175,14 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
 def all_candidates(group: dist.ProcessGroup, p: AllGatherMatmul, seed: int, runs: int) -> int:
     """Every candidate, several runs in a row with new data; how many there were. Who copies makes no difference on CPU: beyond two
     ranks, of schedules that differ in nothing else, one is tried."""
-    domain, rank, count = domain_of(group), group.rank(), 0
+    comm, rank, count = comm_of(group), group.rank(), 0
     tried: set[Schedule] = set()
     for candidate, schedule in applicable(p):
         alike = all_by_dma(schedule)
         if alike in tried and p.world_size > 2:
             continue
         tried.add(alike)
-        with CpuSchedule(schedule, domain) as executor:
+        with CpuSchedule(schedule, comm) as executor:
             poison(executor)
             for run in range(seed, seed + runs):
                 tensors = tensors_of(p, rank, run)
@@ -194,13 +194,13 @@ def all_candidates(group: dist.ProcessGroup, p: AllGatherMatmul, seed: int, runs
 
 def shape_after_shape(group: dist.ProcessGroup, seed: int, calls: int) -> None:
     """Another random shape and schedule at every call, one after the other, ranks late now and then."""
-    domain, rank, same = domain_of(group), group.rank(), random.Random(seed)
+    comm, rank, same = comm_of(group), group.rank(), random.Random(seed)
     late = random.Random(seed + 1 + rank)
     for call in range(calls):
         rows = tuple(same.randint(0, 20) for _ in range(group.size()))
         p = AllGatherMatmul(group.size(), rows, (same.randint(1, 9),), same.randint(1, 30), "fp32", same.random() < 0.5)
         candidate, schedule = same.choice(list(applicable(p)))
-        with CpuSchedule(schedule, domain) as executor:
+        with CpuSchedule(schedule, comm) as executor:
             for run in range(2):
                 tensors = tensors_of(p, rank, seed + call + run)
                 time.sleep(0.01 * (late.random() < 0.2))
@@ -209,9 +209,9 @@ def shape_after_shape(group: dist.ProcessGroup, seed: int, calls: int) -> None:
 
 
 def alternate(group: dist.ProcessGroup, p: AllGatherMatmul, straggler: int) -> None:
-    """Three executors take turns on one domain; two have the same schedule; one rank is always late."""
-    domain, rank = domain_of(group), group.rank()
-    executors = [CpuSchedule(build(p, builder), domain) for builder in ("shard", "serial", "ficco_1d", "shard")]
+    """Three executors take turns on one communicator; two have the same schedule; one rank is always late."""
+    comm, rank = comm_of(group), group.rank()
+    executors = [CpuSchedule(build(p, builder), comm) for builder in ("shard", "serial", "ficco_1d", "shard")]
     for run in range(12):
         if rank == straggler:
             time.sleep(0.02)
@@ -225,7 +225,7 @@ def alternate(group: dist.ProcessGroup, p: AllGatherMatmul, straggler: int) -> N
 def run_chain(group: dist.ProcessGroup, chunks: int) -> None:
     world, rank = group.size(), group.rank()
     rows, k, hidden, n = 4 * chunks, 12, 20, 7
-    with CpuSchedule(chain(world, rows, k, hidden, n, chunks), domain_of(group)) as executor:
+    with CpuSchedule(chain(world, rows, k, hidden, n, chunks), comm_of(group)) as executor:
         poison(executor)
         for seed in range(5):
             g = torch.Generator().manual_seed(seed)

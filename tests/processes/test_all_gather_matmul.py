@@ -90,22 +90,22 @@ def test_of_many_shapes_the_last_ones_are_kept() -> None:
 
 def remembers_times(group: dist.ProcessGroup) -> list[str]:
     """The schedules that were timed at the first call of a shape, which others of its description, in another process or after
-    the domain has gone, do not time again."""
+    the communicator has gone, do not time again."""
     from weft import env, symm
     from weft.operator import measure
     from weft.plan import store
 
-    symm.domain(group, "cpu").close()  # for which sizes near this one may have been timed
+    symm.communicator(group, "cpu").close()  # for which sizes near this one may have been timed
     x, B = data(group.rank(), (6, 16), torch.float32, 1), data(0, (16, 10), torch.float32, 2)
     _, (first,) = weft.all_gather_matmul(x, [B], 0, group)
-    symm.domain(group, "cpu").close()
+    symm.communicator(group, "cpu").close()
     original = measure._time_us
     measure._time_us = None  # type: ignore[assignment]
     try:
         _, (again,) = weft.all_gather_matmul(x, [B], 0, group)
     finally:
         measure._time_us = original
-        symm.domain(group, "cpu").close()
+        symm.communicator(group, "cpu").close()
     assert torch.equal(first, again)
     kept = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
     (found,) = (content for content in kept if "'rows': (6, 6), 'n': (10,), 'k': 16" in content["key"]["problem"])
@@ -158,7 +158,7 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
         this_machine.calibrated_model = original
         del measure.TIMERS["cpu"]
         gemms._times.clear()
-        symm.domain(group, "cpu").close()  # and with it what was chosen
+        symm.communicator(group, "cpu").close()  # and with it what was chosen
 
 
 def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:

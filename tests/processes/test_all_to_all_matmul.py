@@ -65,7 +65,7 @@ def test_rows_left_out_have_no_gradients(pool: Pool, world: int) -> None:
 
 def one_gradient(group: dist.ProcessGroup) -> None:
     """Only tokens', only weights': the same as when both are wanted, and with the same memory, as without any."""
-    symm.domain(group, device()).close()
+    symm.communicator(group, device()).close()
     call, grads = AllToAllMatmulCall(Experts(k=8), group, 3), []
     for wanted in ((True, True), (True, False), (False, True)):
         inputs = [t.clone().requires_grad_(want) for t, want in zip(call.mine, wanted, strict=True)]

@@ -230,14 +230,14 @@ def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Poo
 
 def _planned(group: dist.ProcessGroup) -> list[dict]:
     """Measure as on a machine with a model."""
-    symm.domain(group, "cpu").close()  # and with it what other tests' calls of this shape chose
+    symm.communicator(group, "cpu").close()  # and with it what other tests' calls of this shape chose
     model, original = model_of(load_machine("h200"), group.size()), this_machine.machine_model
     this_machine.machine_model = lambda device, world_size: model  # type: ignore[assignment]
     try:
         return _measured(group, "fp32")
     finally:
         this_machine.machine_model = original
-        symm.domain(group, "cpu").close()  # and with it what was chosen
+        symm.communicator(group, "cpu").close()  # and with it what was chosen
 
 
 def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def _failing(group: dist.ProcessGroup, options: Options, how: str) -> list[dict]
         if item.op == OPS[0] and how == "alone" and group.rank() == 1:
             raise MemoryError("full")
         if item.op == OPS[0] and how == "dead":
-            symm.domain(group, "cpu").poison("by hand")
+            symm.communicator(group, "cpu").poison("by hand")
             raise DeadlineError("waited")
         return original(item, modes, again, ranks, options)
 

@@ -71,7 +71,7 @@ TAKEN = "two_shot[chunks=2,by=dma,add=gemm]"
 def _chosen(group: dist.ProcessGroup) -> dict[str, Any]:
     """Return the schedule that a benchmark reports for an overlapped call, also if the operator has forgotten it, and if none was
     made."""
-    symm.domain(group, "cpu").close()  # and with it what other tests' calls of this shape chose
+    symm.communicator(group, "cpu").close()  # and with it what other tests' calls of this shape chose
     typed = options_of(
         ["matmul_all_reduce", "--preset", "8x4x8", "--ranks", "2", "--device", "cpu", "--option", "residual=true"]
     )
@@ -95,7 +95,7 @@ def _chosen(group: dist.ProcessGroup) -> dict[str, Any]:
             found["of another problem"] = work.taken("weft", "queued")
     finally:
         any_operator.prepared_calls = made
-        symm.domain(group, "cpu").close()
+        symm.communicator(group, "cpu").close()
     return found
 
 

@@ -283,10 +283,10 @@ def test_results_outlive_the_growth_of_buffers(pool: Pool) -> None:
 
 
 def hold_beyond_the_end(group, p, transport):
-    """Closing a domain unmaps what nobody holds, and no more; the group's next call makes a new one."""
+    """Closing a communicator unmaps what nobody holds, and no more; the group's next call makes a new one."""
     mine = dist.new_group([0, 1])
     held = ranks.call(mine, p, transport=transport)
-    symm.domain(mine, "cpu").close()
+    symm.communicator(mine, "cpu").close()
     gc.collect()
     again = ranks.call(mine, p, transport=transport)
     dist.destroy_process_group(mine)

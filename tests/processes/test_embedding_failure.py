@@ -38,7 +38,7 @@ def wait_for_failure(group: dist.ProcessGroup) -> None:
     until = time.monotonic() + 30
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
-            symm.domain(group, "cpu").check()
+            symm.communicator(group, "cpu").check()
             time.sleep(0.01)
         raise AssertionError("the group did not fail")
 
@@ -148,7 +148,7 @@ def left(group, p, options):
     own = dist.new_group(list(range(group.size())))
     ranks.call(own, p, **options)
     if group.rank() == BAD_RANK:
-        symm.domain(own, "cpu").close()
+        symm.communicator(own, "cpu").close()
         return "", ""
     return error_of(lambda: ranks.call(own, p, deadline_s=30.0, **options))
 

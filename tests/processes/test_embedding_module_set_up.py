@@ -18,7 +18,7 @@ from support.on_ranks import error_of
 import weft
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.symm import mesh
+from weft.symm import bootstrap
 
 TABLES = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(3)]
 BAD_RANK = 1
@@ -56,7 +56,7 @@ def killed(group, is_first):
         make(group, LONG_S)
     if group.rank() == BAD_RANK:
         if is_first:
-            mesh._Setup._accept = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            bootstrap._Setup._accept = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             make(group, LONG_S)
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)

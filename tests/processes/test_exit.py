@@ -101,13 +101,13 @@ SLEEPS = """
     rank, directory = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
-    domains = [symm.domain(group, "cpu") for group in groups]
+    communicators = [symm.communicator(group, "cpu") for group in groups]
     if rank == 1:
         sys.stdin.read()  # until the other process has ended
         sys.exit()
-    for group, domain in zip(groups, domains):
+    for group, communicator in zip(groups, communicators):
         weft.on_failure(group, lambda error: (print("told", flush=True), time.sleep(1000)))
-        domain.poison("the table is on fire")
+        communicator.poison("the table is on fire")
     time.sleep(0.5)
 """
 

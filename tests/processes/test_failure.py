@@ -27,7 +27,7 @@ from support.on_ranks import error_of
 from weft import symm
 from weft.errors import PeerLostError
 from weft.launch import Pool, RankDiedError, run_ranks
-from weft.symm import mesh
+from weft.symm import bootstrap
 
 NOTICE_S = 5.0
 
@@ -35,9 +35,9 @@ NOTICE_S = 5.0
 def wait_for_the_dead(group, how):
     """Rank 1 kills itself while the others wait for it; they then make a group without it and use that."""
     rank, size = group.rank(), group.size()
-    domain = symm.domain(group, "cpu")
+    comm = symm.communicator(group, "cpu")
     signal = symm.Signal(group=group)
-    exchange = symm.Exchange(domain)
+    exchange = symm.Exchange(comm)
     buffer = symm.SymmetricBuffer((4,), torch.int64, group=group)
     barrier(signal, 1)
     if rank == 1:
@@ -50,19 +50,19 @@ def wait_for_the_dead(group, how):
     elif how == "exchange":
         first = error_of(lambda: exchange.exchange(b"", deadline_s=NOTICE_S, name="the agreement"))
     else:
-        first = error_of(lambda: domain.all_gather(1, what="setting up", deadline_s=NOTICE_S))
+        first = error_of(lambda: comm.all_gather(1, what="setting up", deadline_s=NOTICE_S))
     buffer.peer(1)[0] = 7  # the dead rank's memory is still there
     later = [
         error_of(lambda: signal.set(1, peer=0)),
         error_of(lambda: exchange.exchange(b"")),
-        error_of(lambda: symm.domain(group, "cpu")),
+        error_of(lambda: symm.communicator(group, "cpu")),
         error_of(lambda: symm.SymmetricBuffer((4,), torch.int64, group=group)),
     ]
-    domain.close()
-    later.append(error_of(lambda: symm.domain(group, "cpu")))
+    comm.close()
+    later.append(error_of(lambda: symm.communicator(group, "cpu")))
 
     survivors = dist.new_group([r for r in range(size) if r != 1], use_local_synchronization=True)
-    with symm.domain(survivors, "cpu"), symm.SymmetricBuffer((size,), torch.int64, group=survivors) as fresh:
+    with symm.communicator(survivors, "cpu"), symm.SymmetricBuffer((size,), torch.int64, group=survivors) as fresh:
         again = symm.Signal(group=survivors)
         for peer in range(size - 1):
             fresh.peer(peer)[rank] = rank + 1
@@ -116,11 +116,11 @@ def in_world(rank, world_size, function):
 
 
 def raise_instead_of_arriving(group, leave):
-    exchange = symm.Exchange(symm.domain(group, "cpu"))
+    exchange = symm.Exchange(symm.communicator(group, "cpu"))
     exchange.exchange(b"all here")
     if group.rank() == 2:
         if leave:
-            exchange.domain.close()
+            exchange.comm.close()
         else:
             assert "2049 bytes" in error_of(lambda: exchange.exchange(bytes(2049)))[1]
         return None
@@ -156,17 +156,17 @@ def leave_early(group):
     barrier(signal, 1)
     if rank == 1:
         signal.add(1, peer=0, index=1)
-        signal.domain.close()
+        signal.comm.close()
         return None
     time.sleep(0.2)  # its goodbye is here
-    signal.domain.check()
+    signal.comm.check()
     assert buffer.peer(1).tolist() == [1] * 4
     signal.set(1, peer=2 - rank, index=2)
     signal.wait(1, index=2, peer=2 - rank)
     if rank == 0:
         signal.wait(1, index=1, peer=1)  # what it did before it left counts
         late = error_of(lambda: signal.wait(2, index=1, peer=1))
-        signal.domain.close()
+        signal.comm.close()
         return late
     # Rank 0's loss reached us, or its goodbye did; either way nobody is left to raise this.
     return error_of(lambda: signal.wait(2, index=2))
@@ -182,7 +182,7 @@ def test_leaving_in_order_is_no_failure_until_somebody_waits() -> None:
 
 
 def poison_by_hand(group, poisoner):
-    domain = symm.domain(group, "cpu")
+    comm = symm.communicator(group, "cpu")
     seen: list[str] = []
     happened = threading.Event()
 
@@ -190,15 +190,15 @@ def poison_by_hand(group, poisoner):
         seen.append(threading.current_thread().name)
         happened.set()
 
-    domain.on_failure(lambda: 1 / 0)  # one callback's failure must not keep the others from running
-    domain.on_failure(note)
-    domain.on_failure(lambda: seen.append("taken back"))()
-    dist.barrier(group)  # not over the domain: the poison may overtake what others still send there
+    comm.on_failure(lambda: 1 / 0)  # one callback's failure must not keep the others from running
+    comm.on_failure(note)
+    comm.on_failure(lambda: seen.append("taken back"))()
+    dist.barrier(group)  # not over the communicator: the poison may overtake what others still send there
     if group.rank() == poisoner:
-        domain.poison("the table is on fire")
+        comm.poison("the table is on fire")
     assert happened.wait(NOTICE_S)
-    domain.on_failure(lambda: seen.append("at once"))
-    return seen, error_of(domain.check), error_of(domain.check)
+    comm.on_failure(lambda: seen.append("at once"))
+    return seen, error_of(comm.check), error_of(comm.check)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -220,11 +220,11 @@ def miss_the_set_up(group):
     if group.rank() == 2:
         time.sleep(0.5)
     else:
-        first = error_of(lambda: symm.domain(group, "cpu", deadline_s=0.3))
+        first = error_of(lambda: symm.communicator(group, "cpu", deadline_s=0.3))
         time.sleep(0.4)
     left = traces()
-    domain = symm.domain(group, "cpu")
-    assert domain.all_gather(group.rank()) == [0, 1, 2]
+    comm = symm.communicator(group, "cpu")
+    assert comm.all_gather(group.rank()) == [0, 1, 2]
     return first, left
 
 
@@ -248,8 +248,8 @@ def die_during_set_up(group, where):
                 os.kill(os.getpid(), signals.SIGKILL)
             raise PeerLostError("struck by lightning")
 
-        mesh._Setup._accept = trouble
-    error = error_of(lambda: symm.domain(group, "cpu", deadline_s=NOTICE_S))
+        bootstrap._Setup._accept = trouble
+    error = error_of(lambda: symm.communicator(group, "cpu", deadline_s=NOTICE_S))
     return error, traces()
 
 
@@ -270,12 +270,12 @@ def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
 def test_a_rank_that_hangs_up_on_one_it_has_not_met_still_says_why() -> None:
     """Rank 0 has a connection from rank 1 waiting, but has not read rank 1's entry, when it hears that rank 2 gave up."""
     store = dist.HashStore()
-    listener = mesh._socket()
-    listener.bind("\0" + mesh.PREFIX + secrets.token_hex(16))
+    listener = bootstrap._socket()
+    listener.bind("\0" + bootstrap.PREFIX + secrets.token_hex(16))
     listener.listen(8)
     name = listener.getsockname()[1:].decode()
     for rank in (0, 2):
-        store.set(str(rank), json.dumps(asdict(mesh._Entry.of_this_process(rank, name, 0))))
+        store.set(str(rank), json.dumps(asdict(bootstrap._Entry.of_this_process(rank, name, 0))))
 
     def give_up() -> None:
         select.select([listener], [], [], NOTICE_S)
@@ -285,7 +285,7 @@ def test_a_rank_that_hangs_up_on_one_it_has_not_met_still_says_why() -> None:
     thread = threading.Thread(target=give_up)
     thread.start()
     with pytest.raises(PeerLostError, match="rank 0 gave up while this group was being set up: rank 2 is out"):
-        mesh.connect(store, 1, 3, deadline_s=2 * NOTICE_S)
+        bootstrap.connect(store, 1, 3, deadline_s=2 * NOTICE_S)
     thread.join()
 
 
@@ -296,12 +296,12 @@ def test_the_store_that_died_with_its_rank_ends_the_set_up_at_once() -> None:
     with pytest.raises(
         PeerLostError, match="rank 1 lost the store of this process group while setting up symmetric memory"
     ):
-        mesh.connect(client, 1, 2, deadline_s=NOTICE_S)
+        bootstrap.connect(client, 1, 2, deadline_s=NOTICE_S)
 
 
 def interrupt(group):
     """Ctrl-C reaches rank 0 in an exchange whose partner is late."""
-    exchange = symm.Exchange(symm.domain(group, "cpu"))
+    exchange = symm.Exchange(symm.communicator(group, "cpu"))
     exchange.exchange(b"both here")
     if group.rank() == 1:
         time.sleep(0.6)

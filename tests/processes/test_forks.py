@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from schedule_cpu_ranks import build, domain_of, tensors_of
+from schedule_cpu_ranks import build, comm_of, tensors_of
 from support.on_ranks import error_of
 
 import weft
@@ -57,15 +57,15 @@ def product(group: dist.ProcessGroup, rows: int = 4) -> float:
 
 def use_what_was_inherited(group):
     own = dist.new_group(list(range(group.size())))
-    domain, tensors = domain_of(own), tensors_of(P, group.rank(), 0)
+    comm, tensors = comm_of(own), tensors_of(P, group.rank(), 0)
     module = ShardedEmbeddingBagCollection(TABLES, group=own)
     features = weft.KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, 4]), lengths=torch.ones(4, dtype=torch.int64))
     pooled = module(features).values().clone()
     before = product(own)
-    with symm.Signal(group=own) as signal, symm.Exchange(domain) as exchange, CpuSchedule(build(P), domain) as executor:
+    with symm.Signal(group=own) as signal, symm.Exchange(comm) as exchange, CpuSchedule(build(P), comm) as executor:
         uses: dict[str, Callable[[], Any]] = {
-            "domain": lambda: symm.domain(own, "cpu"),
-            "domain of another group": lambda: symm.domain(group, "cpu"),
+            "communicator": lambda: symm.communicator(own, "cpu"),
+            "communicator of another group": lambda: symm.communicator(group, "cpu"),
             "a call": lambda: product(own),
             "a call of a new shape": lambda: product(own, 5),
             "a module": lambda: ShardedEmbeddingBagCollection(TABLES, group=own),
@@ -73,13 +73,13 @@ def use_what_was_inherited(group):
             "closing a module": module.close,
             "a signal": lambda: signal.set(1, peer=0),
             "an exchange": lambda: exchange.exchange(b""),
-            "all_gather": lambda: domain.all_gather(1),
-            "memory": lambda: domain.allocate(64),
+            "all_gather": lambda: comm.all_gather(1),
+            "memory": lambda: comm.allocate(64),
             "a schedule": lambda: executor.run(tensors),
         }
         told = in_child(lambda: {name: error_of(use) for name, use in uses.items()})
         # The parents have noticed nothing.
-        assert domain.all_gather(group.rank()) == [0, 1]
+        assert comm.all_gather(group.rank()) == [0, 1]
         executor.run(tensors)
         assert product(own) == before
         assert torch.equal(module(features).values(), pooled)
@@ -98,7 +98,7 @@ import multiprocessing, sys, torch.distributed as dist, weft  # and no more of w
 
 def use():
     try:
-        weft.symm.domain(dist.group.WORLD, "cpu")
+        weft.symm.communicator(dist.group.WORLD, "cpu")
     except ValueError as error:
         print(error, flush=True)
 

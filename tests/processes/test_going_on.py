@@ -121,10 +121,10 @@ def tell_some(group, taken_back):
     weft.on_failure(own, lambda error: 1 / 0)
     (weft.on_failure(own, other))()  # and taken back
     weft.on_failure(own, heard)
-    domain = symm.domain(own, "cpu")
+    comm = symm.communicator(own, "cpu")
     dist.barrier(group)
     if group.rank() == 0:
-        domain.poison("the table is on fire")
+        comm.poison("the table is on fire")
     assert heard.event.wait(NOTICE_S)
     logging.getLogger("weft").removeHandler(handler)
     (error, _), *more = heard.said
@@ -143,10 +143,10 @@ def end_in_order(group, how):
     own = dist.new_group(list(range(group.size())))
     heard = Heard()
     weft.on_failure(own, heard)
-    domain = symm.domain(own, "cpu")
-    domain.all_gather(None, what="all are here")
+    comm = symm.communicator(own, "cpu")
+    comm.all_gather(None, what="all are here")
     if how == "close":
-        domain.close()
+        comm.close()
     else:
         dist.destroy_process_group(own)
         del own
@@ -171,7 +171,7 @@ def fail_in_set_up(group):
     if group.rank() == 1:
         threading.Thread.start = fail
     try:
-        error_of(lambda: symm.domain(own, "cpu").all_gather(None))
+        error_of(lambda: symm.communicator(own, "cpu").all_gather(None))
     finally:
         threading.Thread.start = start
     assert heard.event.wait(NOTICE_S)

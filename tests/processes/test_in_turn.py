@@ -174,7 +174,7 @@ def other_schedule(group: dist.ProcessGroup, operator: str, schedule: str) -> tu
     name = schedule if group.rank() == BAD_RANK else "serial"
     error = error_of(lambda: call(own, operator, schedule=name, deadline_s=LONG_S))
     with contextlib.suppress(weft.errors.WeftError):
-        ranks.wait_for_failure(symm.domain(own, "cpu"))
+        ranks.wait_for_failure(symm.communicator(own, "cpu"))
     return error, again(own, operator)
 
 
@@ -224,7 +224,7 @@ def absent(group: dist.ProcessGroup, operator: str) -> tuple[tuple[str, str], tu
     call(own, operator)
     error = "", ""
     if group.rank() == BAD_RANK:
-        ranks.wait_for_failure(symm.domain(own, "cpu"))
+        ranks.wait_for_failure(symm.communicator(own, "cpu"))
     else:
         error = error_of(lambda: call(own, operator, deadline_s=0.5))
     return error, again(own, operator)
@@ -250,7 +250,7 @@ def no_backward(group: dist.ProcessGroup, operator: str, schedule: str | None) -
         splits = torch.tensor([4] + [0] * (group.size() - 1))
         y = weft.all_to_all_matmul(x, w, splits, group=own, schedule=schedule, deadline_s=0.5)
     if rank == BAD_RANK:
-        ranks.wait_for_failure(symm.domain(own, "cpu"))
+        ranks.wait_for_failure(symm.communicator(own, "cpu"))
         return "", ""
     return error_of(lambda: y.sum().backward())
 
@@ -287,7 +287,7 @@ def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[st
     if rank != BAD_RANK:
         return error_of(lambda: y.sum().backward())
     if doing == "nothing":
-        ranks.wait_for_failure(symm.domain(own, "cpu"))
+        ranks.wait_for_failure(symm.communicator(own, "cpu"))
         return "", ""
     return error_of(forward)
 
@@ -318,7 +318,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
             raise ArithmeticError("on purpose")
         if doing == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
-        ranks.wait_for_failure(symm.domain(own, "cpu"))
+        ranks.wait_for_failure(symm.communicator(own, "cpu"))
 
     ignored = signal.getsignal(signal.SIGINT)
     if group.rank() == BAD_RANK:

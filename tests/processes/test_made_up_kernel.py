@@ -26,7 +26,7 @@ from weft.schedule.kernels import TileKernel
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
-from weft.symm import domain
+from weft.symm import communicator
 
 ROWS = 6
 
@@ -71,7 +71,7 @@ def turned(world: int, kernel: TileKernel | None = None, *, rows: int = ROWS) ->
 def run(group: dist.ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     for kernel in (None, Elsewhere()):
-        made = CpuSchedule(turned(world, kernel), domain(group, "cpu"))
+        made = CpuSchedule(turned(world, kernel), communicator(group, "cpu"))
         calls.clear()
         for call in range(3):
             x, y = torch.full((ROWS, 3), float(call)) + torch.arange(ROWS)[:, None], torch.full((ROWS, 3), torch.nan)

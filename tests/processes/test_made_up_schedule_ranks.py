@@ -113,7 +113,7 @@ def sum_on_the_last(world: int) -> Schedule:
 
 
 def on_one_rank(group: dist.ProcessGroup, schedule: Schedule) -> None:
-    with CpuSchedule(schedule, symm.domain(group, "cpu")) as executor:
+    with CpuSchedule(schedule, symm.communicator(group, "cpu")) as executor:
         for call in range(4):
             xs = torch.randn(group.size(), 4, 6, generator=torch.Generator().manual_seed(call))
             y = torch.full((4 * (group.rank() == group.size() - 1), 6), float("nan"))

@@ -31,7 +31,7 @@ from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.schedule.verify.issue_order import issue_order
 from weft.sim import NULL, simulate
-from weft.symm import domain
+from weft.symm import communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def doubled_by_a_peer(world: int, *, waits: bool = True, rows: int = 4) -> Sched
 
 def run(group: dist.ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
-    made = CpuSchedule(doubled_by_a_peer(world), domain(group, "cpu"))
+    made = CpuSchedule(doubled_by_a_peer(world), communicator(group, "cpu"))
     for call in range(5):
         xs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * call + r)) for r in range(world)]
         y = torch.full((4, 6), float("nan"))

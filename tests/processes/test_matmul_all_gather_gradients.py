@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from schedule_cpu_ranks import domain_of, poison
+from schedule_cpu_ranks import comm_of, poison
 from support import matmul_all_gather_gradients_ranks as ranks
 from support.on_ranks import BF16, F16, F32, applicable, late, told
 from support.operators import suite
@@ -34,7 +34,7 @@ def on_poisoned_memory(
     for candidate in applicable(made[0].problem()):
         if candidate.name == "serial":
             continue
-        executor = CpuSchedule(candidate.build(), domain_of(group))
+        executor = CpuSchedule(candidate.build(), comm_of(group))
         poison(executor)
         found = []
         for number in (0, 1, 2, 3, 0):

@@ -18,7 +18,7 @@ import pytest
 import schedule_cpu_ranks as ranks
 import torch
 from pool import traces
-from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
+from schedule_cpu_ranks import assert_right, build, comm_of, tensors_of
 from support.on_ranks import error_of
 from support.slow import slow
 
@@ -75,7 +75,7 @@ def other_layouts(group, p):
     want gradients."""
     rank = group.rank()
     for builder in ("serial", "shard", "ficco_2d"):
-        with CpuSchedule(build(p, builder), domain_of(group)) as executor:
+        with CpuSchedule(build(p, builder), comm_of(group)) as executor:
             for seed in range(4):
                 plain = tensors_of(p, rank, seed)
                 wide = {name: torch.full((t.shape[0], t.shape[1] + 3), torch.nan) for name, t in plain.items()}
@@ -109,7 +109,7 @@ def no_hidden_copies(group, p):
     tensors = tensors_of(p, group.rank(), 0)
     tensors["w0"] = tensors["w0"].t().contiguous().t()
     tensors["y0"] = torch.full((p.m, p.n[0] + 5), torch.nan)[:, : p.n[0]]
-    with CpuSchedule(build(p, "shard"), domain_of(group)) as executor:
+    with CpuSchedule(build(p, "shard"), comm_of(group)) as executor:
         executor.run(tensors)
         with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             executor.run(tensors)
@@ -127,7 +127,7 @@ def test_no_operand_is_copied(pool: Pool) -> None:
 
 def timelines(group, p, runs):
     """This rank's timeline of every run."""
-    with CpuSchedule(build(p, "shard", chunks=2, send="in_turn"), domain_of(group)) as executor:
+    with CpuSchedule(build(p, "shard", chunks=2, send="in_turn"), comm_of(group)) as executor:
         found = []
         for run in range(runs):
             found.append(Timeline())
@@ -171,7 +171,7 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
 def clocked(group, p, slow_s):
     """A timeline in which rank 1's matmul takes `slow_s` longer, between two looks at the clock."""
     tensors = tensors_of(p, group.rank(), 0)
-    with CpuSchedule(build(p, "shard"), domain_of(group)) as executor:
+    with CpuSchedule(build(p, "shard"), comm_of(group)) as executor:
         executor.run(tensors)  # which binds them
         if group.rank() == 1:
             ranks.intercept(executor, "matmul y0", before=lambda: time.sleep(slow_s))
@@ -214,7 +214,7 @@ def wrong_tensors(p: AllGatherMatmul, rank: int) -> list[tuple[object, list[str]
 def refuse_then_run(group, p, builder, bad_ranks):
     """Each wrong tensor on these ranks, and right ones in between; the errors."""
     rank, errors = group.rank(), []
-    with CpuSchedule(build(p, builder), domain_of(group)) as executor:
+    with CpuSchedule(build(p, builder), comm_of(group)) as executor:
         for tensors, parts in wrong_tensors(p, rank):
             kind, text = error_of(lambda t=tensors: executor.run(t if rank in bad_ranks else tensors_of(p, rank, 0)))
             assert kind == "RefusedError"
@@ -239,7 +239,7 @@ def test_a_wrong_tensor_is_refused_everywhere_and_does_no_harm(pool: Pool, build
 def refused_before_anything(group, p):
     """Return the contents of the refusing rank's output and of its peers' memory afterwards."""
     rank = group.rank()
-    with CpuSchedule(build(p, "shard"), domain_of(group)) as executor:
+    with CpuSchedule(build(p, "shard"), comm_of(group)) as executor:
         ranks.poison(executor)
         tensors = tensors_of(p, rank, 0)
         wrong = tensors | {"w0": torch.zeros(1, 1)} if rank == BAD_RANK else tensors
@@ -258,7 +258,7 @@ def test_who_refuses_writes_nothing(pool: Pool) -> None:
 def struck_while_binding(group, p, builder):
     """Memory runs out on one rank at each step that is pointed to new tensors; it calls again with the same ones. How often."""
     rank, held, struck = group.rank(), [], 0
-    with CpuSchedule(build(p, builder), domain_of(group)) as executor:
+    with CpuSchedule(build(p, builder), comm_of(group)) as executor:
         call = executor._program._call
         executor.run(tensors_of(p, rank, 0))
         for nth in range(8):
@@ -289,13 +289,13 @@ def test_a_call_that_memory_ran_out_for_does_no_harm_to_the_next(pool: Pool, bui
 
 def different_schedules(group, p):
     """Ranks that make different schedules, then (their numbers in another order on rank 1) run different ones."""
-    domain, rank = domain_of(group), group.rank()
+    comm, rank = comm_of(group), group.rank()
     other = AllGatherMatmul.even(p.m, p.n[0] + 1, p.k, p.world_size, p.dtype)
     errors = [
-        error_of(lambda: CpuSchedule(build(p, "serial" if rank == BAD_RANK else "shard"), domain)),
-        error_of(lambda: CpuSchedule(build(other if rank == BAD_RANK else p, "shard"), domain)),
+        error_of(lambda: CpuSchedule(build(p, "serial" if rank == BAD_RANK else "shard"), comm)),
+        error_of(lambda: CpuSchedule(build(other if rank == BAD_RANK else p, "shard"), comm)),
     ]
-    with CpuSchedule(build(p, "shard"), domain) as shard, CpuSchedule(build(p, "serial"), domain) as serial:
+    with CpuSchedule(build(p, "shard"), comm) as shard, CpuSchedule(build(p, "serial"), comm) as serial:
         tensors = tensors_of(p, rank, 0)
         ranks.run_once(shard, tensors, BAD_RANK)
         assert_right(p, tensors, 0, "after a disagreement")
@@ -334,7 +334,7 @@ def relu_rows(world: int, rows: int, dtype: str = "fp32") -> Schedule:
 
 
 def bad_schedules(group):
-    domain, world = domain_of(group), group.size()
+    comm, world = comm_of(group), group.size()
     waits = Draft("waits", world)
     waits.lane("compute").wait(waits.signals("never", 1))
     gathers = Draft("gathers", world)
@@ -342,8 +342,8 @@ def bad_schedules(group):
     gathers.lane("compute").all_gather(x.part(), y.part())
     gathers.lane("copy", "copy").all_gather(x.part(), y.part())
     schedules = [relu_rows(world, 3), relu_rows(world + 1, 1), relu_rows(world, 1, "fp8")]
-    errors = [error_of(lambda s=s: CpuSchedule(s, domain)) for s in [*schedules, waits.schedule(), gathers.schedule()]]
-    domain.all_gather("the group is as good as before")
+    errors = [error_of(lambda s=s: CpuSchedule(s, comm)) for s in [*schedules, waits.schedule(), gathers.schedule()]]
+    comm.all_gather("the group is as good as before")
     return errors
 
 
@@ -361,7 +361,7 @@ def test_schedules_that_cannot_be_run_are_refused_on_every_rank(pool: Pool) -> N
 def leave_nothing(group, p):
     """How many lanes' threads and mappings there are before, during and after each way to end."""
     own = torch.distributed.new_group(list(range(group.size())))
-    rank, domain = group.rank(), domain_of(own)
+    rank, comm = group.rank(), comm_of(own)
 
     def here() -> tuple[int, int]:
         gc.collect()
@@ -369,17 +369,17 @@ def leave_nothing(group, p):
         return len(lanes), len(traces()["memfd mappings"])
 
     counts = [here()]
-    for end in ("close", "drop", "domain"):
-        executor = CpuSchedule(build(p, "shard", send="at_once"), domain)
+    for end in ("close", "drop", "communicator"):
+        executor = CpuSchedule(build(p, "shard", send="at_once"), comm)
         tensors = tensors_of(p, rank, 0)
         executor.run(tensors)
         counts.append(here())
-        domain.all_gather(None, what="all have counted")
+        comm.all_gather(None, what="all have counted")
         if end == "close":
             executor.close()
             executor.close()
-        if end == "domain":
-            domain.close()
+        if end == "communicator":
+            comm.close()
         if end != "drop":
             assert "closed" in error_of(lambda e=executor, t=tensors: e.run(t))[1]
         del executor
@@ -389,6 +389,6 @@ def leave_nothing(group, p):
 
 def test_nothing_is_left(pool: Pool) -> None:
     for (lanes, maps), *counts in pool.run(leave_nothing, THREE, ranks=3):
-        # Until the domain closes, whatever is made on it. Two lanes beside the caller's; of three ranks buffers with signals, and
-        # what they agree with.
+        # Until the communicator closes, whatever is made on it. Two lanes beside the caller's; of three ranks buffers with
+        # signals, and what they agree with.
         assert counts == [*[(lanes + 2, maps + 6)] * 5, (lanes, maps)]

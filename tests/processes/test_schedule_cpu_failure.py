@@ -18,7 +18,7 @@ import pytest
 import schedule_cpu_ranks as ranks
 import torch.distributed as dist
 from pool import assert_deadline
-from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
+from schedule_cpu_ranks import assert_right, build, comm_of, tensors_of
 from support.on_ranks import error_of, own_group
 
 from weft.builders import AllGatherMatmul
@@ -36,7 +36,7 @@ def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensor
     """Return the error of the next run on a failed group. A new group works."""
     error = error_of(lambda: executor.run(tensors))
     executor.close()
-    fresh = domain_of(own_group(group))
+    fresh = comm_of(own_group(group))
     with CpuSchedule(executor.schedule, fresh) as new:
         new.run(tensors)
         assert_right(THREE, tensors, 0, "on a new group")
@@ -53,12 +53,12 @@ def assert_over(answers: list[Any]) -> None:
 
 def absent(group, builder):
     """Rank 1 does not call a second time."""
-    domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
-    executor = CpuSchedule(build(THREE, builder), domain)
+    comm, tensors = comm_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
+    executor = CpuSchedule(build(THREE, builder), comm)
     ranks.run_once(executor, tensors, BAD_RANK)
     started = time.monotonic()
     if group.rank() == BAD_RANK:
-        ranks.wait_for_failure(domain)
+        ranks.wait_for_failure(comm)
         error = "", ""
     else:
         error = error_of(lambda: executor.run(tensors, deadline_s=0.5))
@@ -77,8 +77,8 @@ def test_a_rank_that_never_calls(pool: Pool, builder: str) -> None:
 
 def stuck(group, builder, step, doing):
     """Rank 1 calls, and at one of its steps raises, gets Ctrl-C, leaves, or does nothing until the others have given up."""
-    domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
-    executor = CpuSchedule(build(THREE, builder), domain)
+    comm, tensors = comm_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
+    executor = CpuSchedule(build(THREE, builder), comm)
     ranks.run_once(executor, tensors, BAD_RANK)
 
     def fail() -> None:
@@ -87,9 +87,9 @@ def stuck(group, builder, step, doing):
         if doing == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         if doing == "leave":
-            domain.close()
+            comm.close()
         else:
-            ranks.wait_for_failure(domain)
+            ranks.wait_for_failure(comm)
 
     if group.rank() == BAD_RANK:
         ranks.intercept(executor, step, before=fail)
@@ -138,7 +138,7 @@ def test_a_rank_that_raises_in_a_run(pool: Pool, builder: str, step: str, doing:
 
 
 @pytest.mark.parametrize(("builder", "step"), STEPS[:2])
-def test_a_rank_whose_domain_is_closed_in_a_run(pool: Pool, builder: str, step: str) -> None:
+def test_a_rank_whose_communicator_is_closed_in_a_run(pool: Pool, builder: str, step: str) -> None:
     answers = pool.run(stuck, builder, step, "leave", ranks=3)
     for rank, ((kind, text), _) in enumerate(answers):
         if rank == BAD_RANK:
@@ -150,12 +150,12 @@ def test_a_rank_whose_domain_is_closed_in_a_run(pool: Pool, builder: str, step: 
 
 
 def left(group, builder):
-    """Rank 1 closes its domain instead of calling a second time."""
-    domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
-    with CpuSchedule(build(THREE, builder), domain) as executor:
+    """Rank 1 closes its communicator instead of calling a second time."""
+    comm, tensors = comm_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
+    with CpuSchedule(build(THREE, builder), comm) as executor:
         ranks.run_once(executor, tensors, BAD_RANK)
         if group.rank() == BAD_RANK:
-            domain.close()
+            comm.close()
             return "", ""
         return error_of(lambda: executor.run(tensors, deadline_s=LONG_S))
 
@@ -181,7 +181,7 @@ def mortals() -> Iterator[Pool]:
 def killed(group, builder, step):
     """Rank 1 is killed before its second run (no step) or in it."""
     tensors = tensors_of(THREE, group.rank(), 0)
-    executor = CpuSchedule(build(THREE, builder), domain_of(group))
+    executor = CpuSchedule(build(THREE, builder), comm_of(group))
     ranks.run_once(executor, tensors, BAD_RANK)
     if group.rank() == BAD_RANK:
         if not step:
@@ -195,7 +195,7 @@ def killed(group, builder, step):
     survivors = dist.new_group([0, 2], use_local_synchronization=True)
     p = AllGatherMatmul.even(4, 3, 5, 2, "fp32")
     tensors = tensors_of(p, survivors.rank(), 0)
-    with CpuSchedule(build(p, builder), domain_of(survivors)) as new:
+    with CpuSchedule(build(p, builder), comm_of(survivors)) as new:
         new.run(tensors)
         assert_right(p, tensors, 0, "survivors")
     return errors

@@ -47,17 +47,17 @@ def failure_of(call: Callable[[], object]) -> tuple[str, str]:
 def interrupted(group: dist.ProcessGroup, where: str) -> list[tuple[str, str]]:
     """Ctrl-C on rank 1, which waits for the others in a set-up exchange; they come when it has been dealt with. Then all retry."""
     own = dist.new_group(list(range(group.size())))
-    domain = symm.domain(own, "cpu")
-    native, waiting, late = domain.all_gather_files, threading.Event(), where
+    comm = symm.communicator(own, "cpu")
+    native, waiting, late = comm.all_gather_files, threading.Event(), where
 
     def gather(obj: Any, file: int | None, *, what: str, **options: Any) -> Any:
         if late in what:
             if group.rank() != BAD_RANK:
-                wait_for_failure(domain)
+                wait_for_failure(comm)
             waiting.set()
         return native(obj, file, what=what, **options)
 
-    domain.all_gather_files = gather  # type: ignore[method-assign]
+    comm.all_gather_files = gather  # type: ignore[method-assign]
     if group.rank() == BAD_RANK:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

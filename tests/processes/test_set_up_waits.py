@@ -29,7 +29,7 @@ import weft
 from weft import _core, symm
 from weft.errors import PeerLostError
 from weft.launch import Pool
-from weft.symm import Domain, mesh
+from weft.symm import Communicator, bootstrap
 from weft.symm.control import Control
 
 BAD_RANK = 1
@@ -51,14 +51,14 @@ def timed(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 
 def two_do_not_come(group, how):
-    domain = symm.domain(own_group(group), "cpu")
-    domain.all_gather(None, what="all are here")
+    comm = symm.communicator(own_group(group), "cpu")
+    comm.all_gather(None, what="all are here")
     error = ("", "")
     if group.rank() % 2 == 0:
         if how == "all_gather":
-            error = error_of(lambda: domain.all_gather(1, what="a census", deadline_s=0.5))
+            error = error_of(lambda: comm.all_gather(1, what="a census", deadline_s=0.5))
         else:
-            error = error_of(lambda: domain.allocate(64, what="a census", deadline_s=0.5))
+            error = error_of(lambda: comm.allocate(64, what="a census", deadline_s=0.5))
     dist.barrier(group)
     return error
 
@@ -74,13 +74,13 @@ def test_everybody_who_has_not_come_is_named(pool: Pool, how: str) -> None:
 
 def one_leaves(group):
     """Rank 2 says goodbye; rank 1 is only late, and waited for first."""
-    domain = symm.domain(own_group(group), "cpu")
-    domain.all_gather(None, what="all are here")
+    comm = symm.communicator(own_group(group), "cpu")
+    comm.all_gather(None, what="all are here")
     if group.rank() == 2:
-        domain.close()
+        comm.close()
     try:
         if group.rank() == 0:
-            domain.all_gather(1, what="a census", deadline_s=LONG_S)
+            comm.all_gather(1, what="a census", deadline_s=LONG_S)
     except PeerLostError as error:
         return str(error), error.rank
     finally:
@@ -97,12 +97,12 @@ def test_who_has_left_ends_the_wait_though_another_is_late(pool: Pool) -> None:
 def set_up_after_a_death(group):
     """Rank 1 is killed after it made groups, and before anything is set up on the second one."""
     others = dist.new_group([1, 2])  # in which it is rank 0
-    domain = symm.domain(group, "cpu")
-    domain.all_gather(None, what="all are here")
+    comm = symm.communicator(group, "cpu")
+    comm.all_gather(None, what="all are here")
     if group.rank() == BAD_RANK:
         os.kill(os.getpid(), signal.SIGKILL)
-    error_of(lambda: domain.all_gather(1, deadline_s=LONG_S))
-    return timed(lambda: symm.domain(others, "cpu", deadline_s=LONG_S)) if group.rank() == 2 else None
+    error_of(lambda: comm.all_gather(1, deadline_s=LONG_S))
+    return timed(lambda: symm.communicator(others, "cpu", deadline_s=LONG_S)) if group.rank() == 2 else None
 
 
 def test_a_rank_that_another_group_saw_die_is_not_waited_for() -> None:
@@ -123,17 +123,17 @@ def killed_in_set_up(group, method):
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        run = mesh._Setup.run
+        run = bootstrap._Setup.run
 
-        def remember(setup: mesh._Setup) -> None:
+        def remember(setup: bootstrap._Setup) -> None:
             nonlocal setup_store
             setup_store = setup.store
             run(setup)
 
         setup_store: Any = None
-        mesh._Setup.run = remember
-        setattr(mesh._Setup, method, kill)
-    return timed(lambda: symm.domain(group, "cpu", deadline_s=LONG_S))
+        bootstrap._Setup.run = remember
+        setattr(bootstrap._Setup, method, kill)
+    return timed(lambda: symm.communicator(group, "cpu", deadline_s=LONG_S))
 
 
 @pytest.mark.parametrize("method", ["_read_entries", "_reach", "_accept"])
@@ -150,14 +150,16 @@ def test_a_rank_killed_in_the_middle_of_set_up_is_not_waited_for(method: str) ->
 def on_another_host(group, is_late):
     if (group.rank() == BAD_RANK) == is_late:
         time.sleep(0.3)
-    native = mesh._Entry.of_this_process
+    native = bootstrap._Entry.of_this_process
     if group.rank() == BAD_RANK:
-        mesh._Entry.of_this_process = lambda *given: replace(native(*given), kernel="another one", host="elsewhere")
+        bootstrap._Entry.of_this_process = lambda *given: replace(
+            native(*given), kernel="another one", host="elsewhere"
+        )
     own = own_group(group)
     try:
-        return timed(lambda: symm.domain(own, "cpu", deadline_s=LONG_S))
+        return timed(lambda: symm.communicator(own, "cpu", deadline_s=LONG_S))
     finally:
-        mesh._Entry.of_this_process = native
+        bootstrap._Entry.of_this_process = native
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -172,7 +174,7 @@ def test_ranks_on_several_hosts_are_told_so_at_once(pool: Pool, is_late: bool) -
 
 
 def on_this_host(group):
-    return symm.domain(group, "cpu").mapped
+    return symm.communicator(group, "cpu").mapped
 
 
 def test_memory_of_all_ranks_of_one_host_is_mapped(pool: Pool) -> None:
@@ -185,23 +187,23 @@ def test_memory_of_all_ranks_of_one_host_is_mapped(pool: Pool) -> None:
 def wait_by_default(group, what):
     os.environ["WEFT_SETUP_DEADLINE_S"] = "0.5"
     own = own_group(group)
-    if what != "domain":
-        domain = symm.domain(own, "cpu")
-        domain.all_gather(None, what="all are here", deadline_s=LONG_S)
+    if what != "communicator":
+        comm = symm.communicator(own, "cpu")
+        comm.all_gather(None, what="all are here", deadline_s=LONG_S)
     try:
         if group.rank() == BAD_RANK:
             return None
-        if what == "domain":
-            return error_of(lambda: symm.domain(own, "cpu"))
+        if what == "communicator":
+            return error_of(lambda: symm.communicator(own, "cpu"))
         if what == "all_gather":
-            return error_of(lambda: domain.all_gather(None))
-        return error_of(lambda: domain.allocate(64))
+            return error_of(lambda: comm.all_gather(None))
+        return error_of(lambda: comm.allocate(64))
     finally:
         del os.environ["WEFT_SETUP_DEADLINE_S"]
         dist.barrier(group)
 
 
-@pytest.mark.parametrize("what", ["domain", "all_gather", "allocate"])
+@pytest.mark.parametrize("what", ["communicator", "all_gather", "allocate"])
 def test_set_up_has_a_deadline_of_its_own(pool: Pool, what: str) -> None:
     kind, text = pool.run(wait_by_default, what, ranks=2)[0]
     assert kind == "DeadlineError"
@@ -223,21 +225,21 @@ def multiply(group: dist.ProcessGroup, deadline_s: float | None) -> None:
 def late_in(group, function, where, late_s, deadline_s, variables):
     """Rank 1 is late in one of the set-ups of a first call."""
     function(own_group(group), LONG_S)  # loads modules
-    own, native = own_group(group), Domain.all_gather_files
-    symm.domain(own, "cpu")
+    own, native = own_group(group), Communicator.all_gather_files
+    symm.communicator(own, "cpu")
 
-    def come_late(domain: Domain, *given: Any, what: str, **options: Any) -> Any:
+    def come_late(comm: Communicator, *given: Any, what: str, **options: Any) -> Any:
         if where in what:
             time.sleep(late_s)
-        return native(domain, *given, what=what, **options)
+        return native(comm, *given, what=what, **options)
 
     os.environ.update(variables)
     if group.rank() == BAD_RANK:
-        Domain.all_gather_files = come_late
+        Communicator.all_gather_files = come_late
     try:
         return timed(lambda: function(own, deadline_s))
     finally:
-        Domain.all_gather_files = native
+        Communicator.all_gather_files = native
         for name in variables:
             del os.environ[name]
         dist.barrier(group)
@@ -280,19 +282,19 @@ def stopped_past_its_deadline(group, rounds):
         time.sleep(0.05)
         return native(control, rank)
 
-    domain = symm.domain(own_group(group), "cpu")
-    pids = domain.all_gather(os.getpid())
+    comm = symm.communicator(own_group(group), "cpu")
+    pids = comm.all_gather(os.getpid())
     if group.rank() == 0:
         Control._read = read_late
     try:
         for _ in range(rounds):
-            domain.all_gather(None, what="all are here", deadline_s=LONG_S)
+            comm.all_gather(None, what="all are here", deadline_s=LONG_S)
             if group.rank() == 1:
                 time.sleep(0.1)
                 os.kill(pids[0], signal.SIGSTOP)
                 time.sleep(0.3)
                 threading.Timer(0.1, os.kill, (pids[0], signal.SIGCONT)).start()
-            values = domain.all_gather(group.rank(), what="a census", deadline_s=0.2 if group.rank() == 0 else LONG_S)
+            values = comm.all_gather(group.rank(), what="a census", deadline_s=0.2 if group.rank() == 0 else LONG_S)
             assert values == [0, 1]
     finally:
         Control._read = native
@@ -304,17 +306,19 @@ def test_a_process_that_was_stopped_finds_what_came_meanwhile(pool: Pool) -> Non
 
 def store_of_a_stopped_rank(group):
     """Rank 0 keeps a store and is stopped; rank 1 waits for it, until its deadline or Ctrl-C."""
-    (pid, port), *_ = symm.domain(group, "cpu").all_gather((os.getpid(), keep_a_store() if group.rank() == 0 else 0))
+    (pid, port), *_ = symm.communicator(group, "cpu").all_gather(
+        (os.getpid(), keep_a_store() if group.rank() == 0 else 0)
+    )
     found = []
     if group.rank() == 1:
         client = dist.TCPStore("127.0.0.1", port, is_master=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(pid, signal.SIGSTOP)
         try:
-            found.append(timed(lambda: mesh.connect(client, 1, 2, deadline_s=0.5)))
+            found.append(timed(lambda: bootstrap.connect(client, 1, 2, deadline_s=0.5)))
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
-                mesh.connect(client, 1, 2, deadline_s=LONG_S)
+                bootstrap.connect(client, 1, 2, deadline_s=LONG_S)
             except KeyboardInterrupt:
                 found.append("interrupted")
         finally:
@@ -383,8 +387,8 @@ def room_for(descriptors: int) -> Iterator[None]:
 
 
 def set_all_up(group: dist.ProcessGroup) -> None:
-    with symm.domain(group, "cpu", deadline_s=LONG_S) as domain:
-        domain.allocate(4096, what="a little", deadline_s=LONG_S).tensor(0, (4096,), torch.uint8)
+    with symm.communicator(group, "cpu", deadline_s=LONG_S) as comm:
+        comm.allocate(4096, what="a little", deadline_s=LONG_S).tensor(0, (4096,), torch.uint8)
 
 
 def call(group: dist.ProcessGroup) -> None:
@@ -446,7 +450,7 @@ def without_threads(group):
         first = timed(lambda: set_all_up(own))
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
-    return first, timed(lambda: symm.domain(own, "cpu", deadline_s=LONG_S)), len(traces()["memfd descriptors"])
+    return first, timed(lambda: symm.communicator(own, "cpu", deadline_s=LONG_S)), len(traces()["memfd descriptors"])
 
 
 def test_no_thread_for_the_watchdog_is_told_by_its_cause(pool: Pool) -> None:

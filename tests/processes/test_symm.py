@@ -130,7 +130,7 @@ def test_use_after_close_raises_and_old_views_stay_valid(pool: Pool) -> None:
 
 def bad_arguments(group):
     with symm.SymmetricBuffer((4,), torch.float32, group=group) as buffer, symm.Signal(2, group=group) as signal:
-        region = buffer.domain.allocate(64)
+        region = buffer.comm.allocate(64)
         errors = [
             error_of(lambda: buffer.peer(2)),
             error_of(lambda: signal.set(1, peer=0, index=2)),
@@ -139,7 +139,7 @@ def bad_arguments(group):
             error_of(lambda: symm.SymmetricBuffer((-1,), torch.float32, group=group)),
             error_of(lambda: region.tensor(0, (17,), torch.float32)),
             error_of(lambda: region.tensor(0, (1,), torch.float32, 2)),
-            error_of(lambda: symm.domain(None, "cpu")),
+            error_of(lambda: symm.communicator(None, "cpu")),
         ]
         region.close()
     return errors
@@ -165,9 +165,9 @@ def miss_a_deadline(group):
         first = error_of(lambda: signal.wait(5, index=1, peer=2, deadline_s=0.2))
     else:
         first = error_of(lambda: signal.wait(1, peer=1))
-    again = [error_of(lambda: signal.set(1, peer=0)), error_of(lambda: symm.domain(own, "cpu"))]
-    signal.domain.close()
-    return [first, *again, error_of(lambda: symm.domain(own, "cpu"))]
+    again = [error_of(lambda: signal.set(1, peer=0)), error_of(lambda: symm.communicator(own, "cpu"))]
+    signal.comm.close()
+    return [first, *again, error_of(lambda: symm.communicator(own, "cpu"))]
 
 
 def test_a_missed_deadline_is_named_everywhere_and_spoils_the_group(pool: Pool) -> None:
@@ -190,7 +190,7 @@ def two_groups(group):
     rank = group.rank()
     groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 2), (1, 3), (0, 1, 2)]}
     mine = [ranks for ranks in groups if rank in ranks]
-    refused = [error_of(lambda g=g: symm.domain(g, "cpu")) for ranks, g in groups.items() if rank not in ranks]
+    refused = [error_of(lambda g=g: symm.communicator(g, "cpu")) for ranks, g in groups.items() if rank not in ranks]
     buffers = {ranks: symm.SymmetricBuffer((8,), torch.int64, group=groups[ranks]) for ranks in mine}
     # One signal for both would count who is done for one who has not published to this rank yet.
     published, done = ({ranks: symm.Signal(group=groups[ranks]) for ranks in mine} for _ in range(2))
@@ -210,7 +210,7 @@ def two_groups(group):
         for ranks in mine:
             done[ranks].wait(round_ * len(ranks))
     for ranks in mine:
-        buffers[ranks].domain.close()
+        buffers[ranks].comm.close()
         dist.destroy_process_group(groups[ranks])
     return refused
 
@@ -228,21 +228,21 @@ def same_ranks_twice(group):
     one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
     if group.rank() > 1:
         return
-    first, second = symm.domain(one, "cpu"), symm.domain(two, "cpu")
+    first, second = symm.communicator(one, "cpu"), symm.communicator(two, "cpu")
     assert first is not second
-    assert symm.domain(one, "cpu") is first
+    assert symm.communicator(one, "cpu") is first
     assert first.all_gather(group.rank()) == [0, 1]
     first.close()
     with symm.Exchange(second) as exchange:
         assert exchange.exchange(bytes([group.rank()])) == [b"\0", b"\1"]
-    fresh = symm.domain(one, "cpu")  # a closed domain is replaced
+    fresh = symm.communicator(one, "cpu")  # a closed communicator is replaced
     assert fresh is not first
     assert fresh.all_gather(str(group.rank())) == ["0", "1"]
     fresh.close()
     second.close()
 
 
-def test_two_domains_of_the_same_ranks(pool: Pool) -> None:
+def test_two_communicators_of_the_same_ranks(pool: Pool) -> None:
     pool.run(same_ranks_twice, ranks=3)
 
 
@@ -250,7 +250,7 @@ def disagree(group):
     rank = group.rank()
     errors = [
         error_of(lambda: symm.SymmetricBuffer((4, 1 + rank), torch.float32, group=group)),
-        error_of(lambda: symm.domain(group, "cpu").allocate(64 + rank, what="the same")),
+        error_of(lambda: symm.communicator(group, "cpu").allocate(64 + rank, what="the same")),
     ]
     with symm.SymmetricBuffer((4,), torch.float32, group=group) as buffer:  # no harm done
         buffer.local.fill_(1)
@@ -267,8 +267,8 @@ def test_ranks_that_disagree_raise_everywhere_and_go_on(pool: Pool) -> None:
 
 
 def run_out(group):
-    domain = symm.domain(group, "cpu")
-    errors = [error_of(lambda: domain.allocate(1 << 50))]
+    comm = symm.communicator(group, "cpu")
+    errors = [error_of(lambda: comm.allocate(1 << 50))]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if group.rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -279,7 +279,7 @@ def run_out(group):
         spare = os.dup(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))
         os.close(spare)
-    errors.append(error_of(lambda: domain.allocate(64)))
+    errors.append(error_of(lambda: comm.allocate(64)))
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with symm.SymmetricBuffer((1 << 20,), torch.float32, group=group) as buffer:  # nothing was kept, nothing is spoilt
         buffer.local.fill_(1)
@@ -301,12 +301,12 @@ def leave_no_trace(group):
     own = dist.new_group([0, 1, 2])
     before = traces()
     descriptors = len(os.listdir("/proc/self/fd"))
-    domain = symm.domain(own, "cpu")
-    buffer, exchange = symm.SymmetricBuffer((1 << 16,), torch.float32, group=own), symm.Exchange(domain)
+    comm = symm.communicator(own, "cpu")
+    buffer, exchange = symm.SymmetricBuffer((1 << 16,), torch.float32, group=own), symm.Exchange(comm)
     exchange.exchange(b"all mapped")
     during = traces()
     exchange.exchange(b"all looked")
-    domain.close()
+    comm.close()
     after_close = traces()
     assert error_of(lambda: buffer.local)[0] == "ValueError"
     return before, during, after_close, len(os.listdir("/proc/self/fd")) - descriptors
@@ -350,12 +350,12 @@ def knock(group):
             else:
                 stranger.close()
     start = time.monotonic()
-    assert symm.domain(group, "cpu", deadline_s=LONG_S).all_gather(group.rank()) == [0, 1]
+    assert symm.communicator(group, "cpu", deadline_s=LONG_S).all_gather(group.rank()) == [0, 1]
     return time.monotonic() - start
 
 
 def test_strangers_are_turned_away(pool: Pool) -> None:
-    pool.run(add_from_all, 1, ranks=1)  # so that the next run's group is new, and has no domain yet
+    pool.run(add_from_all, 1, ranks=1)  # so that the next run's group is new, and has no communicator yet
     assert pool.run(knock, ranks=2)[1] < LONG_S / 5
 
 
@@ -364,7 +364,7 @@ def gather_much(group):
     rank, size = group.rank(), group.size()
     sent = [random.Random(writer).randbytes(300_000 * writer + 65_000) for writer in range(size)]
     for _ in range(3):
-        assert symm.domain(group, "cpu").all_gather(sent[rank]) == sent
+        assert symm.communicator(group, "cpu").all_gather(sent[rank]) == sent
 
 
 def test_a_set_up_message_may_be_long(pool: Pool) -> None:
@@ -379,7 +379,7 @@ def exchange_rounds(group, seed, rounds):
         return generator.randbytes(generator.choice([0, 1, 7, 300, 512]))
 
     late = random.Random(seed - rank)
-    with symm.Exchange(symm.domain(group, "cpu"), 512) as exchange:
+    with symm.Exchange(symm.communicator(group, "cpu"), 512) as exchange:
         for round_ in range(rounds):
             if late.random() < 0.05:
                 time.sleep(0.005)
@@ -399,10 +399,10 @@ def gather_from_threads(group):
         if group.rank() == 0:
             thread = threading.Thread(target=signal.wait, args=(1,))
             thread.start()
-            assert symm.domain(group, "cpu").all_gather(0) == [0, 1]
+            assert symm.communicator(group, "cpu").all_gather(0) == [0, 1]
             thread.join()
         else:
-            assert symm.domain(group, "cpu").all_gather(1) == [0, 1]
+            assert symm.communicator(group, "cpu").all_gather(1) == [0, 1]
             signal.set(1, peer=0)
 
 
@@ -412,18 +412,18 @@ def test_a_wait_leaves_the_interpreter_to_other_threads(pool: Pool) -> None:
 
 def destroy_the_group(group):
     own = dist.new_group([0, 1])
-    domain = symm.domain(own, "cpu")
+    comm = symm.communicator(own, "cpu")
     buffer = symm.SymmetricBuffer((4,), torch.float32, group=own)
-    domain.all_gather("both are here")
+    comm.all_gather("both are here")
     dist.destroy_process_group(own)
-    refused = error_of(lambda group=own: symm.domain(group, "cpu"))
+    refused = error_of(lambda group=own: symm.communicator(group, "cpu"))
     del own
     gc.collect()
-    assert domain.closed
-    return [refused, error_of(lambda: buffer.local), error_of(domain.check), error_of(lambda: domain.group)]
+    assert comm.closed
+    return [refused, error_of(lambda: buffer.local), error_of(comm.check), error_of(lambda: comm.group)]
 
 
-def test_destroying_the_process_group_closes_its_domain(pool: Pool) -> None:
+def test_destroying_the_process_group_closes_its_communicator(pool: Pool) -> None:
     for refused, buffer, check, group in pool.run(destroy_the_group, ranks=2):
         assert "was destroyed" in refused[1]
         assert "closed" in buffer[1]
@@ -432,17 +432,17 @@ def test_destroying_the_process_group_closes_its_domain(pool: Pool) -> None:
 
 
 def fork_a_child(group):
-    """A forked child cannot use the domain, and its end is not taken for the rank's."""
-    domain = symm.domain(group, "cpu")
+    """A forked child cannot use the communicator, and its end is not taken for the rank's."""
+    comm = symm.communicator(group, "cpu")
     with symm.Signal(group=group) as signal:
         child = os.fork()
         if child == 0:
-            text = error_of(domain.check)[1]
+            text = error_of(comm.check)[1]
             os._exit(0 if "forked" in text and "forked" in error_of(lambda: signal.set(1, peer=0))[1] else 1)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         barrier(signal, 1)
-        assert domain.all_gather(group.rank()) == [0, 1]
+        assert comm.all_gather(group.rank()) == [0, 1]
 
 
 def test_a_forked_child_is_told_off_and_does_no_harm(pool: Pool) -> None:
@@ -460,7 +460,7 @@ signal.set(1, peer=1 - rank)
 signal.wait(1)
 if rank == 1:
     import time; time.sleep(0.3)  # rank 0 is gone by now, in order: no failure
-    signal.domain.check()
+    signal.comm.check()
     dist.destroy_process_group()
 """
 

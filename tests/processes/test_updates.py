@@ -21,7 +21,7 @@ from weft.schedule import RANK, Buffer, Compute, Draft, Expr, Schedule, Set, loo
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
-from weft.symm import domain
+from weft.symm import communicator
 from weft.timeline import Timeline
 
 M, K, N = 40, 48, 36
@@ -130,7 +130,7 @@ def tracked(d: Draft, x: Buffer, w: Buffer, y: Buffer, part: Buffer, *, remote: 
 
 def summed(group: dist.ProcessGroup, dtype: str, way: str, calls: int) -> None:
     rank, world = group.rank(), group.size()
-    made = CpuSchedule(scattered(world, dtype, way), domain(group, "cpu"))
+    made = CpuSchedule(scattered(world, dtype, way), communicator(group, "cpu"))
     g = torch.Generator().manual_seed(7)
     timeline = Timeline()
     for _ in range(calls):
@@ -198,7 +198,7 @@ def contended(group: dist.ProcessGroup) -> None:
     lane.wait(done, count=world).compute("relu", y.part(), total.part())
     schedule = d.schedule()
     verify(schedule)
-    made = CpuSchedule(schedule, domain(group, "cpu"))
+    made = CpuSchedule(schedule, communicator(group, "cpu"))
     for _ in range(20):
         y_ = torch.empty(rows, 64)
         made.run({"one": torch.ones(rows, 64), "y": y_})
@@ -215,7 +215,7 @@ def everywhere(group: dist.ProcessGroup) -> None:
     x, y = d.buffer("x", 5, 3, "bf16", "input"), d.buffer("y", 5, 3, "bf16", "output")
     d.lane("compute").all_reduce(x.part(), y.part())
     verify(d.schedule())
-    made = CpuSchedule(d.schedule(), domain(group, "cpu"))
+    made = CpuSchedule(d.schedule(), communicator(group, "cpu"))
     mine, y_ = torch.full((5, 3), 1.0 + group.rank(), dtype=torch.bfloat16), torch.empty(5, 3, dtype=torch.bfloat16)
     made.run({"x": mine, "y": y_})
     assert torch.equal(y_, torch.full((5, 3), float(sum(range(1, group.size() + 1))), dtype=torch.bfloat16))
@@ -234,7 +234,7 @@ def uneven(group: dist.ProcessGroup) -> None:
     y = d.buffer("y", lookup(rows, RANK), 2, "fp32", "output")
     d.lane("compute").reduce_scatter(x.part(), y.part())
     verify(d.schedule())
-    made = CpuSchedule(d.schedule(), domain(group, "cpu"))
+    made = CpuSchedule(d.schedule(), communicator(group, "cpu"))
     mine, y_ = torch.arange(14.0).view(7, 2) * (rank + 1), torch.empty(rows[rank], 2)
     made.run({"x": mine, "y": y_})
     begin = sum(rows[:rank])

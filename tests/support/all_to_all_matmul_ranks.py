@@ -20,8 +20,8 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
     """Calls of it that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
     choose, send, sent = select.choose, experts.send, list[str]()
 
-    def chosen(p: Any, domain: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
-        return choose(p, domain, tensors, name if p.name == dual else pinned, **options)
+    def chosen(p: Any, comm: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
+        return choose(p, comm, tensors, name if p.name == dual else pinned, **options)
 
     def sending(*arguments: Any) -> Any:
         sent.append(arguments[-1])

@@ -37,9 +37,9 @@ def chooses_for_experts(group: dist.ProcessGroup, exact: bool, known: bool) -> t
     model = model_of(load_machine("h200"), world)
     original = this_machine.calibrated_model
     this_machine.calibrated_model = lambda device, world_size: model if known else None  # type: ignore[assignment]
-    domain = symm.domain(group, "cpu")
+    comm = symm.communicator(group, "cpu")
     try:
-        chosen = select.choose(p, domain, tensors, None, deadline_s=60)
+        chosen = select.choose(p, comm, tensors, None, deadline_s=60)
         for made in {id(one): one for one in (chosen.usual, chosen.captured) if one is not None}.values():
             made.run(tensors, deadline_s=60)
             close(results[-1][: len(wanted)], wanted, wanted.float())
@@ -48,4 +48,4 @@ def chooses_for_experts(group: dist.ProcessGroup, exact: bool, known: bool) -> t
         return tuple("" if one is None else one.schedule.name for one in (chosen.usual, chosen.captured))  # type: ignore
     finally:
         this_machine.calibrated_model = original
-        domain.close()
+        comm.close()

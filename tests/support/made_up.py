@@ -87,7 +87,7 @@ def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
     """Run the first check of the GPU executor, without a GPU."""
     pytest.importorskip("triton", reason="Triton is not installed here, and the GPU executor needs it")
-    from weft.runtime.cuda import runnable, tokens
+    from weft.runtime.cuda import flags, runnable
 
     runnable.require_runnable_on_gpus(schedule, rank)
-    tokens.tokens_of(schedule)
+    flags.flags_of(schedule)

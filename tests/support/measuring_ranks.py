@@ -73,7 +73,7 @@ def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
 
 def again(group: dist.ProcessGroup) -> None:
     """Drop what was prepared: the next call chooses anew."""
-    symm.domain(group, device()).close()
+    symm.communicator(group, device()).close()
 
 
 def described(group: dist.ProcessGroup, m: int) -> AllGatherMatmul:

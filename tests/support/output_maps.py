@@ -148,7 +148,7 @@ def run_all(
     schedules: by name, with the collective. sizes: rows of a rank's part, n, k."""
     rank, world = group.rank(), group.size()
     for name, (collective, schedule) in schedules.items():
-        made = executor(schedule, symm.domain(group, device()))
+        made = executor(schedule, symm.communicator(group, device()))
         _poison(made)
         dist.barrier(group)
         cases = [Case(group, collective, *sizes, dtype, seed) for seed in (0, 1, 2, 0)]
@@ -190,7 +190,7 @@ def _poison(made: Any) -> None:
         torch.cuda.synchronize()
         return
     for (_, rank), place in made._program.places.known.items():
-        if rank == made.domain.rank:
+        if rank == made.comm.rank:
             place.flat.view(torch.uint8).fill_(0xFF)
 
 
@@ -263,7 +263,7 @@ def another_map_on_one_rank(group: dist.ProcessGroup) -> str:
     first = "dma" if group.rank() == 0 else "store"
     schedule = maps.ring_reduce_scatter(8 * group.size(), group.size(), first=first).schedule(p)
     try:
-        executor(schedule, symm.domain(group, device()))
+        executor(schedule, symm.communicator(group, device()))
     except weft.errors.DisagreementError as error:
         return str(error)
     return ""

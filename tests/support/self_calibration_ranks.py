@@ -63,9 +63,9 @@ def at_first_calls(group: dist.ProcessGroup) -> dict[str, Any]:
     rank, world, measured = group.rank(), group.size(), list[str]()
     name = f"{NOBODYS} of {world}"
 
-    def measures(domain: symm.Domain, sizes: Any) -> AbstractContextManager[Any]:
+    def measures(comm: symm.Communicator, sizes: Any) -> AbstractContextManager[Any]:
         measured.append(name)
-        return nullcontext(Measured(name, domain.rank, world))
+        return nullcontext(Measured(name, comm.rank, world))
 
     def model(of: Any, world_size: int) -> Model | None:
         return this_machine.model_by_name(name, world_size)
@@ -108,9 +108,9 @@ def on_gpus(group: dist.ProcessGroup) -> dict[str, Any]:
         derived = machine_of(name)
         assert derived is not None
         assert derived.about
-        domain = symm.domain(group, device())
+        comm = symm.communicator(group, device())
         start = time.monotonic()
-        this_machine.know_machine(domain, 60.0)
+        this_machine.know_machine(comm, 60.0)
         took_s = time.monotonic() - start
         found = self_calibration._known.get((name, world))
         model = this_machine.machine_model(device(), world)
@@ -118,7 +118,7 @@ def on_gpus(group: dist.ProcessGroup) -> dict[str, Any]:
         again(group)
         _forget()
         start = time.monotonic()
-        this_machine.know_machine(symm.domain(group, device()), 60.0)
+        this_machine.know_machine(symm.communicator(group, device()), 60.0)
         again_s = time.monotonic() - start
         later = self_calibration._known.get((name, world))
         note = calibrated(derived, world).note

@@ -48,19 +48,19 @@ class Held(NamedTuple):
         return cls(len(os.listdir("/proc/self/task")), maps, lanes)
 
 
-def poison(domain: symm.Domain) -> None:
+def poison(comm: symm.Communicator) -> None:
     """Fill all memory of the group's schedules with NaN, after all ranks have ended their runs."""
-    domain.all_gather(None, what="runs have ended")
-    mapped = memory_of(domain).mapped
+    comm.all_gather(None, what="runs have ended")
+    mapped = memory_of(comm).mapped
     assert mapped is not None
-    begin = mapped.addresses[domain.rank] + mapped.buffers_at
+    begin = mapped.addresses[comm.rank] + mapped.buffers_at
     lent(begin, [mapped.nbytes], torch.uint8, torch.device("cpu"), mapped.owners).fill_(NAN_BYTE)
     mapped.scratch.fill_(NAN_BYTE)
-    domain.all_gather(None, what="poisoned")
+    comm.all_gather(None, what="poisoned")
 
 
 @contextlib.contextmanager
-def late_lanes(rank: int, before: Callable[[], None]) -> Iterator[None]:
+def dynamic_lanes(rank: int, before: Callable[[], None]) -> Iterator[None]:
     """Delay the begin and the end of this rank's lanes at random. before: called before each lane."""
     native, late = cpu_schedule._play, random.Random(rank)
 
@@ -126,22 +126,22 @@ def in_random_order(group: dist.ProcessGroup, counts: tuple[int, int]) -> dict[s
     Some sizes come back, and lanes are late at random.
     """
     own, same = own_group(group), random.Random(5)
-    before, domain, ways = Held.now(), symm.domain(own, "cpu"), _calls(own)
+    before, comm, ways = Held.now(), symm.communicator(own, "cpu"), _calls(own)
     found, made = {"ways": len(ways), "before": before}, []
     sizes = [(ways[i % len(ways)], size) for i, size in enumerate(same.choices(range(LEAST, MOST), k=counts[1]))]
-    with late_lanes(group.rank(), lambda: None):
+    with dynamic_lanes(group.rank(), lambda: None):
         for call, (way, size) in enumerate(sizes):
             made.append(way(size, call))
             if same.random() < 0.3:
                 way, size = sizes[same.randrange(call + 1)]
                 made.append(way(size, call))
             if call % 10 == 0:
-                poison(domain)
+                poison(comm)
             if call + 1 in counts:
                 found[f"after {call + 1}"] = Held.now()
     for y, exact, usual in made:
         close(y, exact, usual)
-    domain.close()
+    comm.close()
     return found | {"closed": Held.now()}
 
 
@@ -154,7 +154,7 @@ def killed(group: dist.ProcessGroup, at: int) -> list[str]:
         if group.rank() == 1 and lanes[0] == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with late_lanes(group.rank(), die):
+    with dynamic_lanes(group.rank(), die):
         for call in range(at):
             try:
                 ways[call % len(ways)](LEAST + 7 * call % MOST, call)
@@ -187,5 +187,5 @@ def measured_sizes(group: dist.ProcessGroup, rows: list[int | list[int]]) -> lis
     finally:
         measure.measured = native
     taken = {one.taken[0] for one in prepared_calls(OPERATOR, own)}
-    symm.domain(own, "cpu").close()
+    symm.communicator(own, "cpu").close()
     return [*found, tuple(sorted(taken))]

@@ -32,7 +32,7 @@ from weft.runtime.cuda.regions import Regions
 from weft.schedule import Collective, Compute, Schedule, Tiles
 from weft.schedule.expr import Held
 from weft.schedule.kernels import TileKernel
-from weft.schedule.steps import put_in
+from weft.schedule.steps import substitute
 
 WORDS = 1 << 50  # where a rank's words lie, as an address: this times 1 + its rank
 CPU = torch.device("cpu")
@@ -268,9 +268,9 @@ class Gemms:
 
     def _multiply(self, tensors: Tensors) -> None:
         held = {self._counts: Held(self._held.flatten().tolist())}
-        for tile in range(put_in(self._step.extent, held)):
+        for tile in range(substitute(self._step.extent, held)):
             for step in self._step.body:
-                gemm = put_in(step, {**held, self._step.index: tile})
+                gemm = substitute(step, {**held, self._step.index: tile})
                 assert isinstance(gemm, Compute)
                 if not gemm.is_empty:
                     out, a, w = (self._regions.view(region)(tensors) for region in (gemm.out, *gemm.inputs))
@@ -372,7 +372,7 @@ def context_of(schedule: Schedule, rank: int, region: SymmetricMemory) -> Contex
         if mine.buffers[name].role == "scratch":
             poison(buffer)
     instead: dict[str, Any] = {
-        "domain": SimpleNamespace(world_size=schedule.world_size, group=None, check=lambda: None),
+        "comm": SimpleNamespace(world_size=schedule.world_size, group=None, check=lambda: None),
         "region": region,
         "words": Words(),
         "side": streams[1:-1],

@@ -99,7 +99,7 @@ class Measured:
 
 
 class Ranks:
-    """This rank's view of a group of two, a domain for `self_calibrate`: the other one says what this one would in its place,
+    """This rank's view of a group of two, a communicator for `self_calibrate`: the other one says what this one would in its place,
     changed by `other`."""
 
     def __init__(self, rank: int = 0, other: Callable[[_Stand], _Stand] = lambda mine: mine, **changes: Any) -> None:
@@ -122,7 +122,7 @@ class Ranks:
             theirs = self.of_first
         return [mine, theirs] if self.rank == 0 else [theirs, mine]
 
-    def measures(self, domain: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
+    def measures(self, comm: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
         self.measured += 1
         return nullcontext(Measured())
 

@@ -36,7 +36,7 @@ from modelled_gpus import (
 from weft.runtime.cuda import issue
 from weft.runtime.cuda.add_up import Address
 from weft.runtime.cuda.context import Context, Tensors, rank_schedule
-from weft.runtime.cuda.tokens import AWAITED, TOKEN, tokens_of
+from weft.runtime.cuda.flags import AWAITED, FLAG, flags_of
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Schedule
 from weft.symm.memory import lent
@@ -48,12 +48,12 @@ class Played:
     results: by rank and run. words: by rank and number, the run in which a word's token was put, or None."""
 
     def __init__(self, schedule: Schedule, runs: int, tensors_of: Callable[[int, int], dict[str, Any]]) -> None:
-        tokens, world = tokens_of(schedule), schedule.world_size
+        flags, world = flags_of(schedule), schedule.world_size
         self.words: list[dict[int, int | None]] = [
-            {t.word: 0 if t.previous else None for t in mine.values()} for mine in tokens
+            {t.word: 0 if t.previous else None for t in mine.values()} for mine in flags
         ]
         self.results: dict[tuple[int, int], Tensors] = {}
-        self.previous = [{t.word: t.previous for t in mine.values()} for mine in tokens]
+        self.previous = [{t.word: t.previous for t in mine.values()} for mine in flags]
         self._streams: dict[tuple[int, int], deque[Issued]] = {}
         self._reached: set[tuple] = set()
         self._met: dict[tuple[int, int], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -137,7 +137,7 @@ class Played:
             if waits:
                 assert number == AWAITED
                 yield from self._come(one, [address])
-            elif number == TOKEN and address >= WORDS and address // WORDS - 1 != one.rank:  # else for the watchdog
+            elif number == FLAG and address >= WORDS and address // WORDS - 1 != one.rank:  # else for the watchdog
                 self._put(one.run, address)
             elif number == 0:
                 self._take(address)

@@ -43,16 +43,16 @@ class Group:
 
 
 def test_what_was_completed_when_its_wait_was_over_is_done() -> None:
-    domain: Any = Group()
-    finish(Work(completed=True, success=True), domain, "all_gather of x", 20.0)  # type: ignore[arg-type]
-    assert domain.causes == []
+    comm: Any = Group()
+    finish(Work(completed=True, success=True), comm, "all_gather of x", 20.0)  # type: ignore[arg-type]
+    assert comm.causes == []
 
 
 @pytest.mark.parametrize(
     ("completed", "error", "text"), [(True, WeftError, "failed in torch.distributed"), (False, DeadlineError, "waited")]
 )
 def test_what_failed_or_did_not_come_ends_the_group(completed: bool, error: type[WeftError], text: str) -> None:
-    domain: Any = Group()
+    comm: Any = Group()
     with pytest.raises(error, match=text):
-        finish(Work(completed, success=False), domain, "all_gather of x", 0.3)  # type: ignore[arg-type]
-    assert len(domain.causes) == 1
+        finish(Work(completed, success=False), comm, "all_gather of x", 0.3)  # type: ignore[arg-type]
+    assert len(comm.causes) == 1

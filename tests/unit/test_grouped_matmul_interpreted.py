@@ -279,8 +279,8 @@ def play_schedule() -> None:
         p = AllToAllMatmul(w, e, (held.slot_rows,) * w, case.n, case.k, dtype, most=held.slot_rows)
         for start, gemms in itertools.product(("uniform", "hetero"), ("fused", "unfused")):
             schedule = named(p, f"ficco_2d[start={start},gemms={gemms},steps=3,by=kernel]").build()
-            own, domain = {"counts": counts, "inbox": held.inbox}, SimpleNamespace(world_size=w)
-            context: Any = SimpleNamespace(schedule=schedule, rank=1, own=own, domain=domain)
+            own, comm = {"counts": counts, "inbox": held.inbox}, SimpleNamespace(world_size=w)
+            context: Any = SimpleNamespace(schedule=schedule, rank=1, own=own, comm=comm)
             regions: Any = None  # which these do not need
             y = torch.full((int(held.counts.sum()) + 5, case.n), NAN, dtype=case.dtype)
             tensors = {"tokens": held.tokens, "w": held.w.flatten(0, 1), "y": y}

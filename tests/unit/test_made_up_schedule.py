@@ -33,7 +33,7 @@ from weft.builders import (
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.plan.predict import AT_LEAST
-from weft.runtime.cuda.tokens import tokens_of
+from weft.runtime.cuda.flags import flags_of
 from weft.runtime.null import NullSchedule
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Norm, Reduce, Schedule, Set, Wait, lookup
 from weft.schedule.verify import verify
@@ -78,13 +78,13 @@ def test_what_is_wrong_with_it_is_found() -> None:
 
 
 def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() -> None:
-    assert {token.key: token.setter for token in tokens_of(ring(LARGE))[1].values()} == {
+    assert {token.key: token.setter for token in flags_of(ring(LARGE))[1].values()} == {
         ("free", 0): 2,
         **{("there", hop): 0 for hop in range(3)},
     }
     one_counter = edited(ring(LARGE), lambda step: replace(step, index=0) if isinstance(step, Set) else step)
     with pytest.raises(ScheduleError, match=r"there\[0\] of rank \d is set 3 times in a run.*an index of its own"):
-        tokens_of(one_counter)
+        flags_of(one_counter)
 
 
 def test_it_prints() -> None:

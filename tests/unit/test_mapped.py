@@ -15,7 +15,7 @@ from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, Ma
 from weft.errors import RefusedError, ScheduleError
 from weft.runtime.schedule_memory import agree_on_schedule
 from weft.schedule import RANK, Collective, Draft, Schedule, Tiles
-from weft.symm.domain import Domain
+from weft.symm.communicator import Communicator
 
 SLOTS = tuple(((64 * rank, 32), (64 * rank + 32, 32)) for rank in range(4))
 PROBLEMS = (
@@ -26,13 +26,13 @@ PROBLEMS = (
 )
 
 
-def _domain(rank: int, *mapped: bool) -> Any:
+def _comm(rank: int, *mapped: bool) -> Any:
     return SimpleNamespace(rank=rank, mapped=mapped, all_gather=lambda mine, what: [mine])
 
 
 def _agree(schedule: Schedule, rank: int) -> None:
     """Agree as the ranks of two hosts do, 0 and 1, 2 and 3."""
-    agree_on_schedule(schedule, _domain(rank, *(other // 2 == rank // 2 for other in range(4))))
+    agree_on_schedule(schedule, _comm(rank, *(other // 2 == rank // 2 for other in range(4))))
 
 
 def _leaves_the_host(schedule: Schedule, rank: int) -> bool:
@@ -49,7 +49,7 @@ def test_a_schedule_is_refused_where_one_of_its_steps_leaves_the_host(problem: A
     refused, passed = set(), set()
     for name, schedule in all_schedules(problem).items():
         for rank in range(4):
-            agree_on_schedule(schedule, _domain(rank, *[True] * 4))
+            agree_on_schedule(schedule, _comm(rank, *[True] * 4))
             if _leaves_the_host(schedule, rank):
                 refused.add(name)
                 wanted = rf"{schedule.name}.*, lane .*memory of rank [0-3] is not mapped on rank {rank}, and a transport between"
@@ -76,19 +76,19 @@ def test_a_schedule_within_hosts_is_not_refused_and_the_step_that_leaves_is_name
 
 def test_what_one_rank_may_not_do_all_ranks_are_told() -> None:
     schedule = all_schedules(PROBLEMS[0])["serial"]
-    domain = _domain(0, *[True] * 4)
-    domain.all_gather = lambda mine, what: [
+    comm = _comm(0, *[True] * 4)
+    comm.all_gather = lambda mine, what: [
         mine,
         (mine[0], "lane copies: copy: memory of rank 0 is not mapped on rank 1"),
     ]
     with pytest.raises(
         ScheduleError, match=f"{schedule.name}.*lane copies: copy: memory of rank 0 is not mapped on rank 1"
     ):
-        agree_on_schedule(schedule, domain)
+        agree_on_schedule(schedule, comm)
 
 
 def test_symmetric_memory_is_refused_where_a_rank_cannot_map_it() -> None:
     with pytest.raises(
         RefusedError, match=r"flags: memory of ranks \[2, 3\] cannot be mapped on rank 0, and a transport"
     ):
-        Domain.allocate(_domain(0, True, True, False, False), 64, what="flags")
+        Communicator.allocate(_comm(0, True, True, False, False), 64, what="flags")

@@ -39,7 +39,7 @@ class Region:
         self.memory = None
 
 
-class Domain:
+class Communicator:
     rank, world_size, device = 0, 1, torch.device("cpu")
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class Domain:
         return self.regions[-1]
 
 
-def pool_of(count: int) -> tuple[OutputPool, Domain]:
-    domain: Any = Domain()
-    pool = OutputPool(domain, count)
+def pool_of(count: int) -> tuple[OutputPool, Communicator]:
+    comm: Any = Communicator()
+    pool = OutputPool(comm, count)
     assert pool.reserve(NBYTES, lambda: None)
-    return pool, domain
+    return pool, comm
 
 
 def result(pool: OutputPool, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -79,12 +79,12 @@ def all_free(pool: OutputPool) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_result_is_the_buffer_itself(dtype: torch.dtype) -> None:
-    pool, domain = pool_of(2)
+    pool, comm = pool_of(2)
     output = result(pool, 1.5, dtype)
     assert output.dtype == dtype
     assert output.shape == SHAPE
     assert torch.equal(output, torch.full(SHAPE, 1.5, dtype=dtype))
-    offset = output.data_ptr() - domain.regions[0].address(0)
+    offset = output.data_ptr() - comm.regions[0].address(0)
     assert offset in (0, pool.slot_bytes)
     assert pool.copied == 0
 
@@ -115,7 +115,7 @@ def captured(pool: OutputPool) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_replays_write_no_buffer_that_is_lent(count: int) -> None:
-    pool, domain = pool_of(count)
+    pool, comm = pool_of(count)
     graphs = []
     for _ in range(count + 2):
         _, slot = captured(pool)  # nobody holds the result
@@ -126,15 +126,15 @@ def test_replays_write_no_buffer_that_is_lent(count: int) -> None:
     for value in range(4):
         held.append(result(pool, value))
         for slot in graphs:
-            domain.regions[0].tensor(0, SHAPE, torch.float32, slot * pool.slot_bytes).fill_(-1)
+            comm.regions[0].tensor(0, SHAPE, torch.float32, slot * pool.slot_bytes).fill_(-1)
     for value, output in enumerate(held):
         assert (output == value).all()
 
 
 def test_a_graphs_result_is_its_buffer_and_is_held_until_it_is_dropped() -> None:
-    pool, domain = pool_of(2)
+    pool, comm = pool_of(2)
     output, slot = captured(pool)
-    assert output.data_ptr() == domain.regions[0].address(0) + slot * pool.slot_bytes
+    assert output.data_ptr() == comm.regions[0].address(0) + slot * pool.slot_bytes
     assert pool.lent == 1
     del output
     assert pool.lent == 0
@@ -142,17 +142,17 @@ def test_a_graphs_result_is_its_buffer_and_is_held_until_it_is_dropped() -> None
 
 
 def test_memory_that_replays_write_is_kept_when_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, domain = pool_of(2)
+    pool, comm = pool_of(2)
     captured(pool)
     assert pool.reserve(pool.slot_bytes + 1, lambda: None)
-    assert pool._of_graphs == domain.regions[:1]
+    assert pool._of_graphs == comm.regions[:1]
     assert len(all_free(pool)) == 2
     assert pool.reserve(pool.slot_bytes + 1, lambda: None)
-    assert pool._of_graphs == domain.regions[:1]  # nothing was captured in between
+    assert pool._of_graphs == comm.regions[:1]  # nothing was captured in between
     given = []
-    monkeypatch.setattr(type(domain.regions[0]), "give_back", lambda region: given.append(region), raising=False)
+    monkeypatch.setattr(type(comm.regions[0]), "give_back", lambda region: given.append(region), raising=False)
     pool.close()
-    assert given == [domain.regions[2], domain.regions[0]]
+    assert given == [comm.regions[2], comm.regions[0]]
 
 
 def test_a_buffer_is_free_when_the_last_view_is_gone() -> None:
@@ -185,14 +185,14 @@ def test_a_call_that_fails_gives_its_buffer_back() -> None:
 
 
 def test_growth_leaves_held_results_alone() -> None:
-    pool, domain = pool_of(2)
+    pool, comm = pool_of(2)
     small = result(pool, 1.0)
     assert not pool.reserve(pool.slot_bytes, lambda: None)
     quiesced: list[bool] = []
     assert pool.reserve(pool.slot_bytes + 1, lambda: quiesced.append(True))
     assert quiesced == [True]
-    assert len(domain.regions) == 2
-    assert pool.nbytes == 2 * pool.slot_bytes == len(domain.regions[1].memory)  # type: ignore[arg-type]
+    assert len(comm.regions) == 2
+    assert pool.nbytes == 2 * pool.slot_bytes == len(comm.regions[1].memory)  # type: ignore[arg-type]
     larger = result(pool, 2.0)
     assert (small == 1.0).all()
     assert (larger == 2.0).all()
@@ -201,9 +201,9 @@ def test_growth_leaves_held_results_alone() -> None:
 
 
 def test_growth_that_fails_changes_nothing() -> None:
-    pool, domain = pool_of(2)
+    pool, comm = pool_of(2)
     before = pool.slot_bytes
-    domain.room = 0
+    comm.room = 0
     with pytest.raises(OutOfSharedMemoryError):
         pool.reserve(100 * before, lambda: None)
     assert pool.slot_bytes == before
@@ -211,10 +211,10 @@ def test_growth_that_fails_changes_nothing() -> None:
 
 
 def test_a_result_outlives_the_region_that_is_closed() -> None:
-    pool, domain = pool_of(2)
+    pool, comm = pool_of(2)
     output = result(pool, 4.0)
-    memory = weakref.ref(domain.regions[0].memory)  # type: ignore[arg-type]
-    domain.regions[0].close()
+    memory = weakref.ref(comm.regions[0].memory)  # type: ignore[arg-type]
+    comm.regions[0].close()
     del pool
     gc.collect()
     assert memory() is not None
@@ -234,6 +234,6 @@ def test_results_without_rows() -> None:
 
 @pytest.mark.parametrize("count", [0, 256])
 def test_how_many_buffers_there_may_be(count: int) -> None:
-    domain: Any = Domain()
+    comm: Any = Communicator()
     with pytest.raises(ValueError, match=rf"outputs={count} must be between 1 and 255"):
-        OutputPool(domain, count)
+        OutputPool(comm, count)

@@ -93,7 +93,7 @@ def test_sums_of_what_a_buffer_holds(contents: list[int], bounds: list[tuple[int
         assert [part.evaluate({"held": held, "first": first, "end": end}) for first, end in bounds] == wanted
         first, end = np.array(bounds).T
         assert part.over({"held": held, "first": first, "end": end}).tolist() == wanted
-    assert part.partly({"held": Held(contents), "first": bounds[0][0], "end": bounds[0][1]}) == wanted[0]
+    assert part.partially_evaluated({"held": Held(contents), "first": bounds[0][0], "end": bounds[0][1]}) == wanted[0]
 
 
 @pytest.mark.parametrize(

@@ -292,9 +292,9 @@ def test_gpus_take_the_librarys_way_where_the_others_have_not_run_there(monkeypa
 
     from weft.operator import select
 
-    domain: Any = SimpleNamespace(device=torch.device("cuda"))
+    comm: Any = SimpleNamespace(device=torch.device("cuda"))
     p = MatmulReduceScatter(2, 8192, 4096, 4096, "bf16")
     monkeypatch.setattr(MatmulReduceScatter, "tried_on_gpus", False)
-    chosen = select.choose(p, domain, {}, None, deadline_s=None)
+    chosen = select.choose(p, comm, {}, None, deadline_s=None)
     assert chosen.names == ("serial", "serial")
     assert chosen.usual is None

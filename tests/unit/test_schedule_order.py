@@ -1,7 +1,7 @@
 """The order in which one thread issues a rank's steps, and what is certain to happen before what.
 
 That every candidate has an order which queues get through is in test_schedule_candidates.py; here are known orders, circles,
-and `Happened` against its definition: x is before y if y never comes when x is held up.
+and `HappensBefore` against its definition: x is before y if y never comes when x is held up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.builders import AllGatherMatmul, candidates
 from weft.errors import ScheduleError, WeftError
 from weft.schedule import RANK, Draft, Lane, Schedule, Set, Step, Wait
 from weft.schedule.text import describe
-from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Event, issue_order, play
 
 
@@ -163,7 +163,7 @@ def reached(ranks: list[tuple[Lane, ...]], runs: int, held: Event) -> set[Event]
 @settings(max_examples=60)
 @given(programs())
 def test_before_means_that_it_cannot_come_without(ranks: list[tuple[Lane, ...]]) -> None:
-    happened = Happened(ranks, 3)
+    happened = HappensBefore(ranks, 3)
     for a, event in enumerate(happened.events):
         without = reached(ranks, 3, event)
         for b, other in enumerate(happened.events):
@@ -179,7 +179,7 @@ def test_a_fast_ranks_second_set_may_stand_in_for_a_slow_ranks_first() -> None:
     back = (Set("both", 1, 0), Set("both", 1, 1))
     for name, ordered in (("free", False), ("bound", True)):
         ranks = [*lanes[name], (Lane("a", "compute", (Wait("both", 0, 2), *back)),)]
-        happened = Happened(ranks, 3)
+        happened = HappensBefore(ranks, 3)
         wait = happened.events.index(Event(1, 2, 0, 0))
         for rank in range(2):
             assert happened.before(happened.events.index(Event(1, rank, 0, 0)), wait) == ordered

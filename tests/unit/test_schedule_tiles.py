@@ -146,8 +146,8 @@ def test_counts_of_what_repeats_are_those_of_one_tile_after_the_other(extent: in
 def test_an_expression_with_some_of_its_variables() -> None:
     expr = lookup((5, 3, 8), RANK) * 2 + T
     assert isinstance(expr, Expr)
-    assert str(expr.partly({"rank": 2})) == "16 + t"
-    assert expr.partly({"rank": 2, "t": 1}) == 17
+    assert str(expr.partially_evaluated({"rank": 2})) == "16 + t"
+    assert expr.partially_evaluated({"rank": 2, "t": 1}) == 17
 
 
 def test_signals_come_as_the_kernel_goes_on() -> None:

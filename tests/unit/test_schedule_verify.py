@@ -20,8 +20,8 @@ from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Lane, Reg
 from weft.schedule.steps import CopyBy
 from weft.schedule.verify import verify
 from weft.schedule.verify.forked_tiles import forked
-from weft.schedule.verify.happens_before import Happened
-from weft.schedule.verify.occupancy import held_up
+from weft.schedule.verify.happens_before import HappensBefore
+from weft.schedule.verify.occupancy import occupancy_deadlock
 
 
 def push() -> Schedule:
@@ -355,9 +355,9 @@ def test_no_schedule_of_the_house_polls_for_what_it_keeps_from_coming(world: int
             if ("by", "dma") in candidate.parameters or ("steps", 4) in candidate.parameters:
                 continue
             with contextlib.suppress(NotApplicableError):
-                happened = Happened(forked(candidate.build(), 8)[1], 3)
-                assert held_up(happened, 2) == {}, candidate.name
-                polls += bool(held_up(happened, 1))
+                happened = HappensBefore(forked(candidate.build(), 8)[1], 3)
+                assert occupancy_deadlock(happened, 2) == {}, candidate.name
+                polls += bool(occupancy_deadlock(happened, 1))
     assert polls, "with one unit fused GEMMs of FiCCO's stand still"
 
 

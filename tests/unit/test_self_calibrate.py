@@ -160,7 +160,7 @@ def test_never_in_a_capture_but_after_it(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
 
-    def refuses(domain: Any, sizes: ProbeSizes) -> Any:
+    def refuses(comm: Any, sizes: ProbeSizes) -> Any:
         raise RefusedError("rank 1: OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(ranks, "measures", refuses)
@@ -172,7 +172,7 @@ def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.Monkey
 def test_what_is_dropped_is_said_once_by_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    def busy(domain: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
+    def busy(comm: Any, sizes: ProbeSizes) -> AbstractContextManager[Any]:
         measured = Measured()
         measured.truth = made(host_step_us=SLOW_US)
         return nullcontext(measured)
@@ -191,7 +191,7 @@ def test_models_of_calls_change_with_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(this_machine, "device_name", lambda device: NAME)
     gpu = torch.device("cuda")
     assert this_machine.machine_model(gpu, 2) == BASE
-    monkeypatch.setitem(self_calibrate.MEASURES, "cpu", lambda domain, sizes: nullcontext(Measured()))
+    monkeypatch.setitem(self_calibrate.MEASURES, "cpu", lambda comm, sizes: nullcontext(Measured()))
     this_machine.know_machine(Ranks(), None)  # type: ignore[arg-type]
     model = this_machine.machine_model(gpu, 2)
     assert model == made().apply(BASE).model
@@ -225,7 +225,7 @@ def _on_no_gpu(monkeypatch: pytest.MonkeyPatch, whys: tuple[str, ...] = ()) -> A
     pytest.importorskip("triton", reason="what times GPUs launches Triton's kernels, and there is no Triton here")
     from weft.runtime.cuda import measure as gpu_measure
 
-    class Domain(Ranks):
+    class Communicator(Ranks):
         def all_gather(self, mine: Any, *, what: str) -> list[Any]:
             self.said.append(what)
             return [mine, whys[0] if whys and what == "setting up a calibration" else mine]
@@ -240,13 +240,13 @@ def _on_no_gpu(monkeypatch: pytest.MonkeyPatch, whys: tuple[str, ...] = ()) -> A
     monkeypatch.setattr(gpu_measure.torch.cuda, "get_device_name", lambda device: NAME)
     monkeypatch.setattr(gpu_measure.torch.cuda, "get_device_properties", lambda device: _Properties)
     monkeypatch.setattr(gpu_measure, "prepare", lambda device: None)
-    return gpu_measure, Domain()
+    return gpu_measure, Communicator()
 
 
 def test_gemms_are_made_before_anything_is_timed_and_leave_random_numbers_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu_measure, domain = _on_no_gpu(monkeypatch)
+    gpu_measure, comm = _on_no_gpu(monkeypatch)
     shape, real, made_here = (64, 32, 16, "bf16"), torch.randn, list[Any]()
 
     def randn(*sizes: int, **options: Any) -> torch.Tensor:
@@ -260,9 +260,9 @@ def test_gemms_are_made_before_anything_is_timed_and_leave_random_numbers_alone(
     monkeypatch.setattr(gpu_measure.torch, "randn", randn)
     monkeypatch.setattr(gpu_measure.torch, "mm", mm)
     before = torch.get_rng_state()
-    measure = gpu_measure.GpuMeasure(domain, gpu_measure.QUICK, (shape,))
+    measure = gpu_measure.GpuMeasure(comm, gpu_measure.QUICK, (shape,))
     assert (measure.machine, measure.world_size, measure.copy_units) == (NAME, 2, 48)
-    assert domain.said[:3] == ["setting up a calibration", f"calibration: {64 << 20}", "signals of the calibration: 64"]
+    assert comm.said[:3] == ["setting up a calibration", f"calibration: {64 << 20}", "signals of the calibration: 64"]
     assert made_here == [(64, 16), (32, 16)]
     assert measure.gemm_us(*shape) == pytest.approx(7.0)
     assert made_here == [(64, 16), (32, 16)]
@@ -272,15 +272,15 @@ def test_gemms_are_made_before_anything_is_timed_and_leave_random_numbers_alone(
 
 
 def test_without_memory_on_one_rank_every_rank_refuses_before_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_measure, domain = _on_no_gpu(monkeypatch, whys=("OutOfMemoryError: CUDA out of memory",))
+    gpu_measure, comm = _on_no_gpu(monkeypatch, whys=("OutOfMemoryError: CUDA out of memory",))
     with pytest.raises(RefusedError, match="rank 1: OutOfMemoryError: CUDA out of memory"):
-        gpu_measure.GpuMeasure(domain, gpu_measure.QUICK)
-    gpu_measure, domain = _on_no_gpu(monkeypatch)
+        gpu_measure.GpuMeasure(comm, gpu_measure.QUICK)
+    gpu_measure, comm = _on_no_gpu(monkeypatch)
 
     def fails(*arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(gpu_measure.torch, "zeros", fails)
     with pytest.raises(RefusedError, match="ranks 0, 1: OutOfMemoryError: no memory"):
-        gpu_measure.GpuMeasure(domain, gpu_measure.QUICK)
-    assert domain.said == ["setting up a calibration"]
+        gpu_measure.GpuMeasure(comm, gpu_measure.QUICK)
+    assert comm.said == ["setting up a calibration"]

@@ -20,7 +20,7 @@ def _tensors(schedule: Schedule, rank: int) -> dict[str, np.ndarray]:
     return {b.name: np.empty((b.rows, b.cols)) for b in buffers if b.role in ("input", "output")}
 
 
-def _domain(rank: int, world: int) -> SimpleNamespace:
+def _comm(rank: int, world: int) -> SimpleNamespace:
     return SimpleNamespace(rank=rank, world_size=world)
 
 
@@ -30,7 +30,7 @@ def test_every_schedule_runs_and_every_wait_comes_after_what_its_rank_set(world:
     for name, schedule in all_schedules(problem).items():
         timeline = Timeline()
         for rank in range(world):
-            executor = NullSchedule(schedule, _domain(rank, world))
+            executor = NullSchedule(schedule, _comm(rank, world))
             executor.run(_tensors(schedule, rank), timeline=timeline, deadline_s=1.0)
             executor.close()
         for rank in range(world):
@@ -47,7 +47,7 @@ def test_order_follows_the_signals() -> None:
     scratch, ready = d.buffer("s", 2, 2, "fp32", "scratch"), d.signals("ready", 1)
     d.lane("second").wait(ready).compute("relu", y.part(), scratch.part())
     d.lane("first").copy(x.part(), scratch.part()).set(ready)
-    executor, timeline = NullSchedule(d.schedule(), _domain(0, 1)), Timeline()
+    executor, timeline = NullSchedule(d.schedule(), _comm(0, 1)), Timeline()
     for _ in range(2):
         executor.run(_tensors(d.schedule(), 0), timeline=timeline)
     assert [(s.name, s.start_us) for s in timeline] == [
@@ -59,14 +59,14 @@ def test_what_would_hang_is_refused_when_it_is_made() -> None:
     d = Draft("stuck", 1)
     d.lane("only").wait(d.signals("never", 1))
     with pytest.raises(ScheduleError, match=r"lane 'only' in run 1: wait never\[0\]"):
-        NullSchedule(d.schedule(), _domain(0, 1))
+        NullSchedule(d.schedule(), _comm(0, 1))
 
 
 def test_arguments_are_looked_at() -> None:
     schedule = all_schedules(AllGatherMatmul.even(8, 8, 8, 2))["serial"]
     with pytest.raises(ValueError, match="is for 2 ranks, but the group has 3"):
-        NullSchedule(schedule, _domain(0, 3))
-    executor, tensors = NullSchedule(schedule, _domain(0, 2)), _tensors(schedule, 0)
+        NullSchedule(schedule, _comm(0, 3))
+    executor, tensors = NullSchedule(schedule, _comm(0, 2)), _tensors(schedule, 0)
     with pytest.raises(ValueError, match="deadline_s=0"):
         executor.run(tensors, deadline_s=0)
     with pytest.raises(ValueError, match="must be"):

@@ -14,7 +14,7 @@ from weft.symm import cuda
 
 
 class _Rank:
-    """A domain of one rank, in ordinary memory, that hears what `others` are made to say."""
+    """A communicator of one rank, in ordinary memory, that hears what `others` are made to say."""
 
     def __init__(self, others: list[Any] | None = None) -> None:
         self.rank, self.world_size, self.device, self.others = 0, 1, torch.device("cpu"), others
@@ -44,7 +44,7 @@ def test_the_smallest_place_that_is_free_everywhere() -> None:
 
 
 def test_given_back_memory_is_had_again_cleared_and_nothing_overlaps() -> None:
-    domain: Any = _Rank()
+    comm: Any = _Rank()
     choose, held = random.Random(2), {}
     most = 0
     for number in range(200):
@@ -52,22 +52,22 @@ def test_given_back_memory_is_had_again_cleared_and_nothing_overlaps() -> None:
             region, value = held.pop(choose.choice(list(held)))
             assert (region.tensor(0, (region.nbytes,), torch.uint8) == value).all(), "somebody else wrote there"
             region.give_back()
-        region = cuda.allocate(domain, choose.randint(1, 1 << 20), "test")
+        region = cuda.allocate(comm, choose.randint(1, 1 << 20), "test")
         found = region.tensor(0, (region.nbytes,), torch.uint8)
         assert not found.any(), "fresh memory is zero"
         found.fill_(value := number % 255 + 1)
         held[number] = region, value
         most = max(most, sum(r.nbytes for r, _ in held.values()))
-    assert cuda.slab_bytes(domain) < 3 * most + (16 << 20)
+    assert cuda.slab_bytes(comm) < 3 * most + (16 << 20)
 
 
 def test_what_one_rank_still_holds_is_not_had_again() -> None:
-    domain: Any = _Rank()
-    region = cuda.allocate(domain, 1000, "test")
-    slab_bytes, first = cuda.slab_bytes(domain), region.address(0)
+    comm: Any = _Rank()
+    region = cuda.allocate(comm, 1000, "test")
+    slab_bytes, first = cuda.slab_bytes(comm), region.address(0)
     region.give_back()
-    domain.others = [(1000, [[(1024, slab_bytes)]])]  # the other rank has not given it back
-    again = cuda.allocate(domain, 1000, "test")
+    comm.others = [(1000, [[(1024, slab_bytes)]])]  # the other rank has not given it back
+    again = cuda.allocate(comm, 1000, "test")
     assert again.address(0) == first + 1024
     with pytest.raises(ValueError, match="closed"):
         region.tensor(0, (1,), torch.uint8)
@@ -83,16 +83,16 @@ def test_views_stay_within_their_region() -> None:
 
 def test_what_is_given_back_is_whole_again() -> None:
     """Small regions one after the other: once all are back, one as large as the slab fits where they were."""
-    domain: Any = _Rank()
-    regions = [cuda.allocate(domain, 100, "test") for _ in range(20)]
-    slab_bytes, first = cuda.slab_bytes(domain), regions[0].address(0)
+    comm: Any = _Rank()
+    regions = [cuda.allocate(comm, 100, "test") for _ in range(20)]
+    slab_bytes, first = cuda.slab_bytes(comm), regions[0].address(0)
     for region in regions:
         region.give_back()
-    assert cuda.allocate(domain, slab_bytes, "test").address(0) == first
-    assert cuda.slab_bytes(domain) == slab_bytes
+    assert cuda.allocate(comm, slab_bytes, "test").address(0) == first
+    assert cuda.slab_bytes(comm) == slab_bytes
 
 
 def test_sizes_must_agree() -> None:
-    domain: Any = _Rank([(5, [])])
+    comm: Any = _Rank([(5, [])])
     with pytest.raises(DisagreementError, match=r"\[4, 5\] bytes"):
-        cuda.allocate(domain, 4, "test")
+        cuda.allocate(comm, 4, "test")

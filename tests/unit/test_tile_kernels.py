@@ -20,7 +20,7 @@ from weft.builders.embedding_all_to_all import units_of
 from weft.builders.problems.experts import ExpertsProblem
 from weft.schedule import Compute, Copy, Index, Schedule, Set, Step, Tiles, value
 from weft.schedule.kernels import GroupedMatmul, PooledSlices, ReturningMatmul
-from weft.schedule.steps import put_in
+from weft.schedule.steps import substitute
 from weft.schedule.text import from_json, to_json
 
 K = 8
@@ -62,7 +62,7 @@ def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int)
 def by_tiles(step: Tiles, held: dict[str, Any]) -> list[Segment]:
     found: list[Segment] = []
     for number in range(value(step.extent)):
-        for gemm in put_in(step.body, {**held, step.index: number}):
+        for gemm in substitute(step.body, {**held, step.index: number}):
             assert isinstance(gemm, Compute)
             x, w = gemm.inputs
             assert gemm.op == "matmul"

@@ -22,7 +22,7 @@ def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_
     group = dist.group.WORLD
     assert group is not None
     with symm.set_up_within(env.deadline_s()):  # ranks compile and measure between their exchanges
-        measure = GpuMeasure(symm.domain(group, device))
+        measure = GpuMeasure(symm.communicator(group, device))
         # Another machine's numbers still say which sizes are sensible.
         base = model_of(machine_of(measure.machine) or load_machine("h200"), world_size)
         found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)

@@ -39,7 +39,7 @@ _MOST_RANKS = 256
 _SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
 _GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
 _MANY = "A plan's time grows with their square: for hundreds it may be minutes."
-_MOST_UNEVEN_RANKS = 72  # one NVLink domain: if ranks differ, each is simulated
+_MOST_UNEVEN_RANKS = 72  # one NVLink communicator: if ranks differ, each is simulated
 
 _LOSSES = """Where there are GEMMs, DIL and CIL are factors: what decomposition and contention cost; `comm` is communication;
 exposed is time in which a rank has nothing to compute."""

@@ -10,7 +10,7 @@ passed `waits` (`passes`), when it ends (`ends`).
 Copies by kernel are for copies at which copy engines are slow: small copies (an engine takes about ten microseconds to start) and
 copies within a device.
 
-Order: see `weft.kernels.signals` and `weft.runtime.cuda.tokens`. The last program to finish raises and clears flags. Its arrival
+Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish raises and clears flags. Its arrival
 is acquire-release at system scope, so the flags cover the stores of all programs, and all programs have seen the flags of
 `waits`.
 """

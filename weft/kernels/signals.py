@@ -8,7 +8,7 @@ Waiting. `wait_at_least` polls until all words of a vector have the wanted value
 clock, and only the watchdog ends a wait: it writes POISON, larger than any awaited value, over the words of a rank whose group
 has failed, so that its kernels return.
 
-Schedules that streams run use words differently, as flags (`weft.runtime.cuda.tokens`): `await_tokens`, `write_token`.
+Schedules that streams run use words differently, as flags (`weft.runtime.cuda.flags`): `await_tokens`, `write_token`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 POISON = 1 << 62
-TOKEN = 1
+FLAG = 1
 POISONED = 1 << 40
 """Bits of a word that holds a flag: the flag itself, and the bit by which the watchdog ends all waits."""
-_TOKEN = tl.constexpr(TOKEN)
+_TOKEN = tl.constexpr(FLAG)
 _STORE_RELEASE, _STORE_RELAXED = (
     tl.constexpr(
         "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "

@@ -244,9 +244,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 self.embedding_bags._modules[table.name] = _Table(table, self.device, seed + index)
         except Exception as error:
             failed = error
-        domain = _domain_of(self.group, self.device, self.deadline_s)
+        comm = _comm_of(self.group, self.device, self.deadline_s)
         said = None if failed is None else str(failed) or repr(failed)
-        everyone = domain.all_gather(said, what="filling embedding tables", deadline_s=_patient(self.deadline_s))
+        everyone = comm.all_gather(said, what="filling embedding tables", deadline_s=_patient(self.deadline_s))
         if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it to try with less
             raise failed
         if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
@@ -396,9 +396,9 @@ def _agree(
     mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
     if refusal is None and sharding is not None:
         mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
-    domain = _domain_of(group, device, deadline_s)
+    comm = _comm_of(group, device, deadline_s)
     what = "making a ShardedEmbeddingBagCollection"
-    everyone = domain.all_gather(mine, what=what, deadline_s=_patient(deadline_s))
+    everyone = comm.all_gather(mine, what=what, deadline_s=_patient(deadline_s))
     if reasons := by_rank((rank, text) for rank, (_, _, text, _) in enumerate(everyone) if text is not None):
         raise RefusedError(f"arguments refused by {reasons}") from refusal
     first_sharding, first_said, _, seed = everyone[0]
@@ -415,12 +415,12 @@ def _agree(
     return sharding, seed
 
 
-def _domain_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Domain:
-    """Return the domain in which ranks meet to make a module: the domain of the group's usual calls, even if a rank passed
-    another device type."""
+def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
+    """Return the communicator in which ranks meet to make a module: the communicator of the group's usual calls, even if a rank
+    passed another device type."""
     usual = _device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
-    return symm.domain(group, meets_on, deadline_s=_patient(deadline_s))
+    return symm.communicator(group, meets_on, deadline_s=_patient(deadline_s))
 
 
 def _patient(deadline_s: float | None) -> float:

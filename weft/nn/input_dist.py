@@ -262,8 +262,8 @@ class InputDist:
     def _raise_refusals(self, refusal: Exception | None) -> None:
         """Raise the refusals of all ranks, on every rank. Collective."""
         mine = None if refusal is None else str(refusal)
-        domain = symm.domain(self.group, self.device, deadline_s=self.deadline_s)
-        texts = domain.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
+        comm = symm.communicator(self.group, self.device, deadline_s=self.deadline_s)
+        texts = comm.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
         reasons = by_rank((rank, text) for rank, text in enumerate(texts) if text is not None)
         raise RefusedError(f"input refused by {reasons}") from refusal
 

@@ -26,7 +26,7 @@ from weft.errors import RefusedError
 from weft.operator.agreement import agreement_on
 from weft.operator.spec import Operator
 from weft.runtime.meeting import Topic
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.words import by_rank, counted
 
 _MASK = (1 << 64) - 1
@@ -39,10 +39,12 @@ class AcrossRanks:
     what: operator and shape, for people. said: what ranks have compared. fingerprint: of calls, if not that of `said`.
     """
 
-    def __init__(self, op: Operator[Any], domain: Domain, what: str, said: str, fingerprint: int | None = None) -> None:
-        self._op, self._domain, self.what = op, domain, what
-        self._agreement = agreement_on(domain.device)
-        self._made = self._agreement.digest(domain.group)
+    def __init__(
+        self, op: Operator[Any], comm: Communicator, what: str, said: str, fingerprint: int | None = None
+    ) -> None:
+        self._op, self._comm, self.what = op, comm, what
+        self._agreement = agreement_on(comm.device)
+        self._made = self._agreement.digest(comm.group)
         self.fingerprint = _number(f"{op.name} {said}") if fingerprint is None else fingerprint
         self._topic = Topic(f"counts of {what}", said)
         self._compares_all = env.check_calls()
@@ -66,16 +68,16 @@ class AcrossRanks:
             self._made.note(self.fingerprint ^ _BACKWARD, f"backward of {self.what}")
 
     def _compare_pairs(self, call: Any, deadline_s: float | None) -> None:
-        domain, world = self._domain, self._domain.world_size
+        comm, world = self._comm, self._comm.world_size
         pairs = self._op.pairs(call, world)
         assert pairs is not None
         sent, expected = (table.reshape(world, -1).cpu().numpy() for table in pairs)
         weights = _weights(world, sent.shape[1])
-        sums = _sum(sent, weights[domain.rank]), _sum(expected, weights[:, domain.rank])
-        both = self._agreement.exchange_sums(domain, self._topic, sums, deadline_s)
+        sums = _sum(sent, weights[comm.rank]), _sum(expected, weights[:, comm.rank])
+        both = self._agreement.exchange_sums(comm, self._topic, sums, deadline_s)
         if sum(one for one, _ in both) % 2**64 == sum(other for _, other in both) % 2**64:
             return
-        tables = domain.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self.what}")
+        tables = comm.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self.what}")
         for source in range(world):
             for target in range(world):
                 one, other = tables[source][0][target], tables[target][1][source]
@@ -89,7 +91,7 @@ class AcrossRanks:
         mine = {name: _digest(tensor) for name, tensor in self._op.equal(call).items()}
         if not mine:
             return
-        every = self._domain.all_gather(mine, what=f"values in {self.what}", deadline_s=deadline_s)
+        every = self._comm.all_gather(mine, what=f"values in {self.what}", deadline_s=deadline_s)
         for name in mine:
             if len({one[name] for one in every}) > 1:
                 digests = by_rank((rank, one[name].hex()) for rank, one in enumerate(every))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.errors import DeadlineError, DisagreementError, RefusedError
 from weft.runtime.meeting import Topic, meeting_of, shown
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.symm.calls import MadeCalls, calls_of
 from weft.symm.layers import differ, difference
 from weft.words import by_rank
@@ -61,10 +61,10 @@ class Agreement:
         return None
 
     def exchange_sums(
-        self, domain: Domain, topic: Topic, sums: tuple[int, int], deadline_s: float | None
+        self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
     ) -> list[tuple[int, int]]:
         """Return both sums of every rank."""
-        return domain.all_gather(sums, what=topic.text, deadline_s=deadline_s)
+        return comm.all_gather(sums, what=topic.text, deadline_s=deadline_s)
 
 
 class HostsMeet(Agreement):
@@ -78,10 +78,10 @@ class HostsMeet(Agreement):
         text, details, number = check()  # an error leaves the call, and is published
         extra = _NUMBER.pack(number, 0)
         with symm.set_up_within(deadline_s):
-            meeting = meeting_of(symm.domain(group, device))
+            meeting = meeting_of(symm.communicator(group, device))
         topic = Topic(
             f"{operator} of a shape that is new here: {text}", details, hint=hint,
-            difference=shown(meeting.domain, details),
+            difference=shown(meeting.comm, details),
         )  # fmt: skip
         extras = meeting.meet(topic, deadline_s=_set_up(deadline_s), extra=extra)
         return [_NUMBER.unpack(extra)[0] for extra in extras]
@@ -92,16 +92,16 @@ class HostsMeet(Agreement):
         if said or not isinstance(error, Exception):
             return False
         with symm.set_up_within(deadline_s):
-            meeting = meeting_of(symm.domain(group, device))
+            meeting = meeting_of(symm.communicator(group, device))
         refusals = meeting.refuse(text, deadline_s=deadline_s)
         if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
             raise RefusedError(refusals) from error
         return True
 
     def exchange_sums(
-        self, domain: Domain, topic: Topic, sums: tuple[int, int], deadline_s: float | None
+        self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
     ) -> list[tuple[int, int]]:
-        said = meeting_of(domain).meet(topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
+        said = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
         return [_SUMS.unpack(one) for one in said]
 
 
@@ -116,11 +116,11 @@ class HostsApart(Agreement):
             text, details, number = check()
         except Exception as error:
             refusal = str(error)
-        domain = symm.domain(group, device, deadline_s=deadline_s)
+        comm = symm.communicator(group, device, deadline_s=deadline_s)
         noted = calls_of(group).layers.take()
         mine = refusal, calls_of(group).begun, text, _short(details), number, noted
         try:
-            calls = domain.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
+            calls = comm.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
         except DeadlineError as error:
             here = f"This rank had refused the call: {refusal}" if refusal else f"New on this rank: {text}"
             raise DeadlineError(f"{error}. {here}") from error
@@ -129,15 +129,15 @@ class HostsApart(Agreement):
         for rank, (_, count, theirs, their_details, *_) in enumerate(calls):
             if (count, theirs, their_details) != calls[0][1:4]:
                 if (count, theirs) == calls[0][1:3] and "\n" in their_details:
-                    _end(domain, f"ranks call {operator} differently: {shown(domain, details)()}")
+                    _end(comm, f"ranks call {operator} differently: {shown(comm, details)()}")
                 more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
                 text = (
                     f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
                     f"{rank}, call {count}: {theirs}{more[1]}"
                 )
-                _end(domain, text)
+                _end(comm, text)
         if differ([noted.records for *_, noted in calls]):
-            _end(domain, difference([noted.texts for *_, noted in calls]))
+            _end(comm, difference([noted.texts for *_, noted in calls]))
         return [number for *_, number, _ in calls]
 
     def refuse(
@@ -145,9 +145,9 @@ class HostsApart(Agreement):
     ) -> bool:  # fmt: skip
         if not isinstance(error, ValueError | TypeError):
             return False
-        domain = symm.domain(group, device, deadline_s=deadline_s)
-        domain.tell_refusal(text)
-        raise RefusedError(f"rank {domain.rank}: {text}") from error
+        comm = symm.communicator(group, device, deadline_s=deadline_s)
+        comm.tell_refusal(text)
+        raise RefusedError(f"rank {comm.rank}: {text}") from error
 
     def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
         return calls_of(group).made
@@ -167,9 +167,9 @@ def _short(details: str) -> str:
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
-def _end(domain: symm.Domain, text: str) -> NoReturn:
+def _end(comm: symm.Communicator, text: str) -> NoReturn:
     """For what all ranks find out alike."""
-    domain.end(text)
+    comm.end(text)
     raise DisagreementError(f"{text}. The ranks are out of step: this group has ended, make a new one")
 
 

@@ -29,12 +29,12 @@ from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused.serial import Unfused
 from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.timeline import Timeline
 
 
 @contextlib.contextmanager
-def whole(domain: Domain, what: str) -> Iterator[None]:
+def whole(comm: Communicator, what: str) -> Iterator[None]:
     """Guard set-up with several exchanges between ranks: an error on this rank alone (a broken file, no memory, Ctrl-C) ends the
     group. Otherwise peers would wait for its part in the next exchange until their deadline."""
     try:
@@ -42,7 +42,7 @@ def whole(domain: Domain, what: str) -> Iterator[None]:
     except (WeftError, NotApplicableError):  # all ranks raise it, or it has ended the group
         raise
     except BaseException as error:
-        domain.poison(f"{what}: {error!r}")
+        comm.poison(f"{what}: {error!r}")
         raise
 
 
@@ -71,13 +71,13 @@ class CompiledOperator:
             set()
         )  # (given options, wanted gradients) that ranks have compared
         self._across: dict[str, AcrossRanks] = {}  # by given options
-        self.domain = symm.domain(group, device) if p.world_size > 1 or op.has_executors else None
+        self.comm = symm.communicator(group, device) if p.world_size > 1 or op.has_executors else None
         self._group = weakref.ref(group)  # the cache must not keep a group alive that the caller has dropped
         self.chosen: select.Chosen | None = None
         self._executors: list[Executor] = []  # of `chosen`
         self._turns: Turns | None = None
-        if self.domain is not None and agreement_on(device).meets:
-            self._turns = Turns(f"{op.title}, {shown}", self.domain, said, op.arguments)
+        if self.comm is not None and agreement_on(device).meets:
+            self._turns = Turns(f"{op.title}, {shown}", self.comm, said, op.arguments)
         self._serial = named(p, "serial").build()
         self.results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._steps: list[Unfused] = []  # at most one, made on demand; shared with passing sizes
@@ -188,8 +188,8 @@ class CompiledOperator:
     def require_room(self, call: Any, deadline_s: float | None) -> None:
         """Refuse a call that does not fit the compiled operator. On GPUs hosts do not meet: without a refusal, peers would wait for
         this rank until their deadline."""
-        if self.domain is not None and (trouble := self.op.does_not_fit(self.p, call)):
-            refuse(self.domain, trouble, deadline_s=deadline_s)
+        if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
+            refuse(self.comm, trouble, deadline_s=deadline_s)
 
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
         """Note that ranks have agreed on calls with these options and gradients.
@@ -197,8 +197,8 @@ class CompiledOperator:
         said, shown: the text that was compared, in full and for errors.
         """
         self.agreed.add((given, wanted))
-        if self.domain is not None and given not in self._across:
-            self._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said)
+        if self.comm is not None and given not in self._across:
+            self._across[given] = AcrossRanks(self.op, self.comm, f"{self.op.title}, {shown}", said)
 
     def begin_backward(self) -> None:
         for across in itertools.islice(
@@ -214,9 +214,9 @@ class CompiledOperator:
         made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()
         made.agreed.add((given, wanted))
-        if self.domain is not None:
+        if self.comm is not None:
             fingerprint = passing_fingerprint(self.op.name, self.family, rows)
-            made._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said, fingerprint)
+            made._across[given] = AcrossRanks(self.op, self.comm, f"{self.op.title}, {shown}", said, fingerprint)
         return made
 
     def across(self, call: Any) -> AcrossRanks:
@@ -252,11 +252,11 @@ class CompiledOperator:
 
     @property
     def rank(self) -> int:
-        return 0 if self.domain is None else self.domain.rank
+        return 0 if self.comm is None else self.comm.rank
 
     @property
     def stale(self) -> bool:
-        return self.domain is not None and self.domain.closed
+        return self.comm is not None and self.comm.closed
 
     def close(self) -> None:
         """Release the executors. The next call of this shape makes new ones."""
@@ -296,12 +296,12 @@ class CompiledOperator:
         Executors check the group themselves. Without the check here, an unfused call after a failed one would pair with a
         different call of the peers.
         """
-        if self.domain is None:
+        if self.comm is None:
             return True
         chosen = self.chosen
         settled = chosen is not None and (chosen.captured if capturing else chosen.usual) is None
         if settled:
-            self.domain.check()
+            self.comm.check()
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
@@ -322,21 +322,21 @@ class CompiledOperator:
         if self.chosen is None:
             if capturing:
                 raise ValueError(f"call {self.op.title} once with these shapes before capturing it in a CUDA graph")
-            domain, op, p = self.domain, self.op, self.p
-            assert domain is not None
+            comm, op, p = self.comm, self.op, self.p
+            assert comm is not None
             typical = call
             if not plan.names_schedule(self.pinned):
-                typical = op.to_choose_with(p, domain.rank, call)
+                typical = op.to_choose_with(p, comm.rank, call)
             if typical is not call:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
             # Ranks compile and measure here, for different times.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
-            with whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
+            with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 if op.has_executors:
-                    self.chosen = op.own_executors(p, call, domain, tensors, deadline_s)
+                    self.chosen = op.own_executors(p, call, comm, tensors, deadline_s)
                 else:
                     self.chosen = select.choose(
-                        p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
+                        p, comm, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
                         serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
                     )  # fmt: skip
             self._executors = self.chosen.executors()

@@ -19,7 +19,7 @@ from weft.runtime.executors import Tensors, executor
 from weft.schedule import Schedule
 from weft.sim import Model
 from weft.sim.model import MatmulShape
-from weft.symm import Domain
+from weft.symm import Communicator
 
 _REPETITIONS = 5
 _IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
@@ -44,35 +44,35 @@ TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_tim
 """By type of device: times GEMMs."""
 
 
-def measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
+def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
     """Time the GEMMs that the choice uses, unless they are known, in two rounds (see `weft.plan.gemms`). Collective."""
-    if domain.device.type not in TIMERS or not library_gemms(p):
+    if comm.device.type not in TIMERS or not library_gemms(p):
         return
-    left_us, timer = gemms.BUDGET_US, cache(partial(TIMERS[domain.device.type], p, tensors))
+    left_us, timer = gemms.BUDGET_US, cache(partial(TIMERS[comm.device.type], p, tensors))
     for _ in range(2):
-        left_us = _learn(p, domain, partial(gemms.wanted, p), timer, left_us, deadline_s)
+        left_us = _learn(p, comm, partial(gemms.wanted, p), timer, left_us, deadline_s)
 
 
 def measure_ladder(
-    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
+    p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
     """Time the GEMMs of these weights, if the weights are new, or so many rows are. Collective. timed: by family, the size up to
     which this was done."""
     family, size = p.family
-    if domain.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
+    if comm.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
         return
     timed[family] = size
-    _PREPARES.get(domain.device.type, lambda device: None)(domain.device)
-    timer = partial(TIMERS[domain.device.type], p, tensors)
-    _learn(p, domain, lambda model: gemms.ladder(p), timer, gemms.BUDGET_US, deadline_s)
+    _PREPARES.get(comm.device.type, lambda device: None)(comm.device)
+    timer = partial(TIMERS[comm.device.type], p, tensors)
+    _learn(p, comm, lambda model: gemms.ladder(p), timer, gemms.BUDGET_US, deadline_s)
 
 
 def _learn(
-    p: Problem, domain: Domain, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
+    p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
     """Time the wanted GEMMs that are not known, and take over the slowest rank's times. Return the remaining budget. Collective."""
-    model, name = this_machine.machine_model(domain.device, p.world_size), this_machine.device_name(domain.device)
+    model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}
     if model is not None:
         shapes, known = wanted(model), gemms.measured_here(name)
@@ -82,7 +82,7 @@ def _learn(
             with contextlib.suppress(torch.OutOfMemoryError):
                 found, budget_us = gemms.measure(missing, model, timer(), budget_us)
                 mine |= found
-    gemms.learn(name, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+    gemms.learn(name, comm.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
     return budget_us
 
 
@@ -94,7 +94,7 @@ def shared_name(p: Problem, candidate: Candidate) -> str:
 def measured(
     p: Problem,
     schedules: dict[str, Schedule],
-    domain: Domain,
+    comm: Communicator,
     tensors: Tensors,
     deadline_s: float | None,
     serial: Callable[[], object] | None,
@@ -105,28 +105,26 @@ def measured(
 
     def run(candidate: Candidate) -> float:
         if serial is not None and candidate.name == "serial":
-            return time_us(serial, domain, mode, deadline_s)
+            return time_us(serial, comm, mode, deadline_s)
         # On a GPU only one executor holds memory at a time, so it is not shared.
-        name = shared_name(p, candidate) if domain.device.type == "cpu" else ""
-        made = executor(schedules[candidate.name], domain, p, name)
+        name = shared_name(p, candidate) if comm.device.type == "cpu" else ""
+        made = executor(schedules[candidate.name], comm, p, name)
         try:
-            return time_us(lambda: made.run(tensors, deadline_s=deadline_s), domain, mode, deadline_s)
+            return time_us(lambda: made.run(tensors, deadline_s=deadline_s), comm, mode, deadline_s)
         finally:
             made.close()
 
     def agree(mine: list[float]) -> list[float]:
-        times = domain.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
+        times = comm.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
         return [max(of_one) for of_one in zip(*times, strict=True)]
 
     found = [named(p, name) for name in schedules]
-    return plan.autotune(
-        p, found, run, agree, machine=this_machine.device_name(domain.device), mode=mode, rounds=rounds
-    )
+    return plan.autotune(p, found, run, agree, machine=this_machine.device_name(comm.device), mode=mode, rounds=rounds)
 
 
-def time_us(call: Callable[[], object], domain: Domain, mode: plan.Mode, deadline_s: float | None) -> float:
+def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, deadline_s: float | None) -> float:
     """Return the time of a call on this rank. Collective."""
-    return _queued_us(call, domain, deadline_s) if mode == "queued" else _time_us(call, domain.device)
+    return _queued_us(call, comm, deadline_s) if mode == "queued" else _time_us(call, comm.device)
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
@@ -140,9 +138,9 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
     return min(times[1:])
 
 
-def _queued_us(call: Callable[[], object], domain: Domain, deadline_s: float | None) -> float:
+def _queued_us(call: Callable[[], object], comm: Communicator, deadline_s: float | None) -> float:
     """Return the mean time of several calls in a row. On a GPU the device sleeps until all are enqueued. Collective."""
-    device = domain.device
+    device = comm.device
     call()
     synchronize(device)
     start = time.perf_counter()
@@ -150,7 +148,7 @@ def _queued_us(call: Callable[[], object], domain: Domain, deadline_s: float | N
     host_us = (time.perf_counter() - start) * 1e6
     synchronize(device)
     mine = (host_us, (time.perf_counter() - start) * 1e6)
-    every = domain.all_gather(mine, what="how long a call takes", deadline_s=deadline_s)
+    every = comm.all_gather(mine, what="how long a call takes", deadline_s=deadline_s)
     host_us, us = (max(of_ranks) for of_ranks in zip(*every, strict=True))
     calls = max(3, min(_MOST_IN_A_ROW, int(_IN_A_ROW_US / us)))
     if device.type != "cuda":

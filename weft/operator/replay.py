@@ -189,11 +189,11 @@ class _Short:
     def __init__(self, seen: Seen) -> None:
         op, prepared = seen.op, seen.prepared
         self.op, self.prepared, self._deadline_s = op, prepared, seen.deadline_s
-        if prepared.chosen is None or prepared.domain is None or not op.repeats(seen.call) or env.check_calls():
+        if prepared.chosen is None or prepared.comm is None or not op.repeats(seen.call) or env.check_calls():
             raise _UnlikeError
         group = prepared.group
-        self.group_ref, self.chosen, self._domain = weakref.ref(group), prepared.chosen, prepared.domain
-        self.here, self.counts, self.health = seen.table.of_group(group), calls_of(group), prepared.domain.health
+        self.group_ref, self.chosen, self._comm = weakref.ref(group), prepared.chosen, prepared.comm
+        self.here, self.counts, self.health = seen.table.of_group(group), calls_of(group), prepared.comm.health
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
@@ -227,8 +227,8 @@ class _Short:
 
     def refused(self, text: str) -> None:
         """End the group: a peer has refused the call that has just been made."""
-        self._domain.poison(text)
-        self._domain.check()
+        self._comm.poison(text)
+        self._comm.check()
 
 
 class Replay(_Short):

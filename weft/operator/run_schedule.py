@@ -29,7 +29,7 @@ from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Buffer, Schedule
 from weft.schedule.text import fingerprint
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.symm.groups import group_of
 from weft.timeline import Timeline
 from weft.words import counted, kind
@@ -119,13 +119,13 @@ class _Compiled:
 
     family, came_back, called_at, key = None, False, 0, None
 
-    def __init__(self, schedule: Schedule, domain: Domain, number: int, what: str) -> None:
-        self.domain, self.number, self.what = domain, number, what
-        self.executor: Executor = executor_of(schedule, domain, what=f"weft.{_NAME}")
+    def __init__(self, schedule: Schedule, comm: Communicator, number: int, what: str) -> None:
+        self.comm, self.number, self.what = comm, number, what
+        self.executor: Executor = executor_of(schedule, comm, what=f"weft.{_NAME}")
 
     @property
     def stale(self) -> bool:
-        return self.domain.closed or self.executor.gone
+        return self.comm.closed or self.executor.gone
 
     @property
     def captured(self) -> bool:
@@ -140,11 +140,11 @@ class _Compiled:
         return self.executor.nbytes
 
     def capturing(self) -> bool:
-        return is_captured(self.domain.device)
+        return is_captured(self.comm.device)
 
     def close(self) -> None:
         if not self.stale:
-            synchronize(self.domain.device)
+            synchronize(self.comm.device)
             self.executor.close()
 
 
@@ -169,9 +169,9 @@ def _compiled(
     agree(_NAME, group, device, check, deadline_s, "pass the same schedule on every rank")
     verify_once(schedule, device)
     with symm.set_up_within(env.deadline_s() if deadline_s is None else deadline_s):
-        domain = symm.domain(group, device)
-        with whole(domain, f"setting up {what}"):
-            made = _Compiled(schedule, domain, int(digest[:16], 16), what)
+        comm = symm.communicator(group, device)
+        with whole(comm, f"setting up {what}"):
+            made = _Compiled(schedule, comm, int(digest[:16], 16), what)
     return _table.keep(group, key, made)
 
 

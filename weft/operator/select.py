@@ -37,7 +37,7 @@ from weft.runtime.executors import Tensors, executor
 from weft.schedule import Schedule
 from weft.schedule.verify import verify
 from weft.sim import Model
-from weft.symm import Domain
+from weft.symm import Communicator
 
 _MOST_NEAR = 1024
 _ALIKE = 2  # half octaves: where no model says how fast schedules are, what was measured serves sizes up to twice or half as large
@@ -97,7 +97,7 @@ class Chosen:
 
 def choose(
     p: Problem,
-    domain: Domain,
+    comm: Communicator,
     tensors: Tensors,
     pinned: str | None,
     *,
@@ -115,26 +115,26 @@ def choose(
     faulty.
     """
     if pinned == plan.HEURISTIC:
-        pinned = _by_heuristic(p, domain, deadline_s)
+        pinned = _by_heuristic(p, comm, deadline_s)
     if pinned not in (None, plan.AUTOTUNE):
         names = (pinned, pinned)
-    elif pinned is None and domain.device.type == "cuda" and not p.tried_on_gpus:
+    elif pinned is None and comm.device.type == "cuda" and not p.tried_on_gpus:
         names = "serial", "serial"
     else:
-        this_machine.know_machine(domain, deadline_s)
+        this_machine.know_machine(comm, deadline_s)
         if pinned is not None or remembered or not p.has_work:
-            names = _names(p, domain, tensors, pinned, deadline_s, serial)
+            names = _names(p, comm, tensors, pinned, deadline_s, serial)
         else:
-            names = _names_near(p, domain, tensors, deadline_s, serial)
+            names = _names_near(p, comm, tensors, deadline_s, serial)
     try:
-        schedules = _schedules(p, names, domain)
+        schedules = _schedules(p, names, comm)
     except NotApplicableError as error:  # what goes for sizes around it mostly does for this one
         if pinned is not None:
             raise cannot_do(pinned, p, error) from error
-        schedules = _schedules(p, names := _names_near(p, domain, tensors, deadline_s, serial, itself=True), domain)
+        schedules = _schedules(p, names := _names_near(p, comm, tensors, deadline_s, serial, itself=True), comm)
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {
-        name: executor(schedules[name], domain, p, measure.shared_name(p, named(p, name)), what)
+        name: executor(schedules[name], comm, p, measure.shared_name(p, named(p, name)), what)
         for name in schedules
         if name in (names[0], captured)
     }
@@ -147,14 +147,14 @@ def choose(
 _said: set[str] = set()
 
 
-def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str | None:
+def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> str | None:
     """Return the pick of FiCCO's heuristic; None if it picks nothing that can run, with one warning per operator and reason.
     Collective.
 
     Ranks may know different machine files, so all take the first rank's pick.
     """
-    mine = plan.pick_here(p, this_machine.device_name(domain.device))
-    picked, why = domain.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
+    mine = plan.pick_here(p, this_machine.device_name(comm.device))
+    picked, why = comm.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
     text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
     if picked is None and text not in _said and not env.quiet():
         _said.add(text)
@@ -162,8 +162,8 @@ def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str |
     return picked
 
 
-def _schedules(p: Problem, names: Names, domain: Domain) -> dict[str, Schedule]:
-    return {name: _built(p, named(p, name), domain) for name in dict.fromkeys(names) if name != "serial"}
+def _schedules(p: Problem, names: Names, comm: Communicator) -> dict[str, Schedule]:
+    return {name: _built(p, named(p, name), comm) for name in dict.fromkeys(names) if name != "serial"}
 
 
 Names: TypeAlias = tuple[str, str]
@@ -171,20 +171,21 @@ Names: TypeAlias = tuple[str, str]
 
 
 def _names(
-    p: Problem, domain: Domain, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] | None
+    p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] |
+    None
 ) -> Names:  # fmt: skip
     """Return the names for this very problem. pinned: None or "autotune"."""
     if pinned is not None:
-        measure.measure_gemms(p, domain, tensors, deadline_s)
-    model = this_machine.machine_model(domain.device, p.world_size)
+        measure.measure_gemms(p, comm, tensors, deadline_s)
+    model = this_machine.machine_model(comm.device, p.world_size)
     if pinned is not None:
-        _tune(p, domain, tensors, model, deadline_s, serial)
+        _tune(p, comm, tensors, model, deadline_s, serial)
     # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
     mine = None
     if model is not None:
-        mine = tuple(planned(p, model, domain.device, mode, pinned).candidate.name for mode in _MODES)
-    names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
-    return names or _fastest(p, domain, tensors, deadline_s, serial)
+        mine = tuple(planned(p, model, comm.device, mode, pinned).candidate.name for mode in _MODES)
+    names: Names | None = comm.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+    return names or _fastest(p, comm, tensors, deadline_s, serial)
 
 
 class _Measured:
@@ -211,34 +212,34 @@ class _Near:
         self.timed: dict[Any, float] = {}
 
 
-_near: weakref.WeakKeyDictionary[Domain, _Near] = weakref.WeakKeyDictionary()
+_near: weakref.WeakKeyDictionary[Communicator, _Near] = weakref.WeakKeyDictionary()
 
 
 def _names_near(
-    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
+    p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
     """Return the names for sizes around this one; agree on them if that is new. itself: for just this size."""
-    near = _near.setdefault(domain, _Near())
-    measure.measure_ladder(p, domain, tensors, deadline_s, near.timed)
+    near = _near.setdefault(comm, _Near())
+    measure.measure_ladder(p, comm, tensors, deadline_s, near.timed)
     from_outside = bool(plan.candidates_from_outside(p))
     key = (p if itself else p.family[0], plan.octave(p), from_outside, itself)
     if key not in near.names:
         if len(near.names) >= _MOST_NEAR:  # uneven shapes are families of their own
             near.names.clear()
             near.measured.clear()
-        model, mine = this_machine.machine_model(domain.device, p.world_size), None
+        model, mine = this_machine.machine_model(comm.device, p.world_size), None
         if model is not None:
-            base = this_machine.calibrated_model(domain.device, p.world_size)
+            base = this_machine.calibrated_model(comm.device, p.world_size)
             mine = plan.names_near(p, model, _MODES, base, itself=itself)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
-        names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+        names: Names | None = comm.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             family, size = p.measured_family
             measured, here = near.measured[p if itself else family, from_outside], plan.octave_of(size)
             nearest = min(measured.names, key=lambda one: abs(one - here), default=None)
             if nearest is None or abs(nearest - here) > _ALIKE:
-                nearest, measured.names[here] = here, _fastest(p, domain, tensors, deadline_s, serial, measured)
+                nearest, measured.names[here] = here, _fastest(p, comm, tensors, deadline_s, serial, measured)
             names = measured.names[nearest]
         near.names[key] = names
     return near.names[key]
@@ -257,11 +258,11 @@ def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pin
     )
 
 
-def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
+def _built(p: Problem, candidate: Candidate, comm: Communicator) -> Schedule:
     schedule = candidate.build()
     if plan.from_outside(p, candidate):
         try:
-            verify_once(schedule, domain.device)
+            verify_once(schedule, comm.device)
         except ScheduleError as error:
             raise ScheduleError(f"builder {candidate.name}, for {p.title} of {p.text}: {error}") from error
     return schedule
@@ -277,7 +278,7 @@ def verify_once(schedule: Schedule, device: torch.device) -> None:
 
 def _tune(
     p: Problem,
-    domain: Domain,
+    comm: Communicator,
     tensors: Tensors,
     model: Model | None,
     deadline_s: float | None,
@@ -287,18 +288,18 @@ def _tune(
     names: list[str] | None = None
     if model is not None:
         # What is promising rests on GEMMs that were measured in this process: in the next one it may be others.
-        names = list(plan.known_times(p, this_machine.device_name(domain.device), "queued") or ())
+        names = list(plan.known_times(p, this_machine.device_name(comm.device), "queued") or ())
         if not names:
             choices = [decide(p, model, mode=mode) for mode in _MODES]
             names = list(dict.fromkeys(one.name for choice in choices for one in plan.promising(choice)))
-    names = domain.all_gather(names, what=f"candidates for {p}", deadline_s=deadline_s)[0]
+    names = comm.all_gather(names, what=f"candidates for {p}", deadline_s=deadline_s)[0]
     if names is not None:
-        schedules = {name: _built(p, named(p, name), domain) for name in names}
-        measure.measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
+        schedules = {name: _built(p, named(p, name), comm) for name in names}
+        measure.measured(p, schedules, comm, tensors, deadline_s, serial, "queued", 3)
 
 
 def _fastest(
-    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
+    p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None,
     family: _Measured | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """Return the fastest schedules for calls and for captured calls, by measurement on the first call's tensors or by cached
@@ -310,14 +311,14 @@ def _fastest(
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):
         if candidate.name in known if known else p.worth_running(candidate) or plan.from_outside(p, candidate):
-            domain.check()  # building them takes seconds on a loaded machine
+            comm.check()  # building them takes seconds on a loaded machine
             with contextlib.suppress(NotApplicableError):
-                schedules[candidate.name] = _built(p, candidate, domain)
-    times = measure.measured(p, schedules, domain, tensors, deadline_s, serial, "single", 1 if known else 2)
+                schedules[candidate.name] = _built(p, candidate, comm)
+    times = measure.measured(p, schedules, comm, tensors, deadline_s, serial, "single", 1 if known else 2)
     if family is not None and not known:
         family.contenders = frozenset(["serial", *sorted(times, key=times.__getitem__)[:CONTENDERS]])
 
-    device = domain.device.type
+    device = comm.device.type
 
     def best(names: list[str]) -> str:
         fastest = min(names, key=lambda name: times[name])
@@ -328,7 +329,7 @@ def _fastest(
 
     capturable = [name for name, schedule in schedules.items() if not schedule.reads_on_host]
     usual, others = best(list(times)), [name for name in times if name != "serial"]
-    if usual == "serial" and others and domain.rank == 0:  # times are the same on all ranks
+    if usual == "serial" and others and comm.rank == 0:  # times are the same on all ranks
         other, us = min(others, key=lambda name: times[name]), times["serial"]
         least = f"by {_CLEARLY[device]:.0%}" + (f" and {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else "")
         text = f"serial {us:.0f} us measured, the best other one {other} {times[other]:.0f} us: not faster"

@@ -30,22 +30,22 @@ from weft.plan import Measure, calibrated, self_calibration
 from weft.plan.self_calibration import ProbeSizes, SelfCalibration
 from weft.runtime.capture import is_captured
 from weft.sim import model_of
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.words import by_rank
 
 _CAPTURED = "a CUDA graph is being captured"
-_settled: weakref.WeakSet[Domain] = weakref.WeakSet()
+_settled: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def _gpu_measure(domain: Domain, sizes: ProbeSizes) -> Iterator[Measure]:
+def _gpu_measure(comm: Communicator, sizes: ProbeSizes) -> Iterator[Measure]:
     from weft.runtime.cuda.measure import QUICK, GpuMeasure  # needs Triton, which a CPU machine may lack
 
-    with torch.cuda.device(domain.device), contextlib.closing(GpuMeasure(domain, QUICK, sizes.gemms)) as measure:
+    with torch.cuda.device(comm.device), contextlib.closing(GpuMeasure(comm, QUICK, sizes.gemms)) as measure:
         yield measure
 
 
-MEASURES: dict[str, Callable[[Domain, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
+MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
 """By type of device: makes the measurements. Raises `RefusedError` or `OutOfSharedMemoryError` on every rank, if a rank cannot."""
 
 
@@ -63,19 +63,19 @@ class _Stand(NamedTuple):
 
 
 @torch.inference_mode(False)
-def self_calibrate(domain: Domain, name: str, deadline_s: float | None = None) -> bool:
+def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = None) -> bool:
     """Return True if this rank plans by other numbers from now on. Collective, at a group's first choice. name: this GPU's."""
-    if domain in _settled or domain.world_size == 1 or domain.device.type not in MEASURES:
+    if comm in _settled or comm.world_size == 1 or comm.device.type not in MEASURES:
         return False
     with symm.set_up_within(deadline_s):
-        stands = domain.all_gather(_stand(domain, name), what="what is known of this machine")
+        stands = comm.all_gather(_stand(comm, name), what="what is known of this machine")
         if all(stand.unable != _CAPTURED for stand in stands):
-            _settled.add(domain)
+            _settled.add(comm)
         first, why = stands[0], _why_not(stands)
         found = first.known
         if first.sizes is not None and not why:
-            found, why = _measured(domain, first.sizes)
-    if domain.rank == 0 and why and found is None and (first.sizes is not None or _kinds(stands) > 1):
+            found, why = _measured(comm, first.sizes)
+    if comm.rank == 0 and why and found is None and (first.sizes is not None or _kinds(stands) > 1):
         warn_once(f"{name} is not measured, and planned for by the numbers that are known: {why}")
     if found is None:
         return False
@@ -97,55 +97,55 @@ def _kinds(stands: Sequence[_Stand]) -> int:
     return len({stand.name for stand in stands})
 
 
-def _measured(domain: Domain, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
+def _measured(comm: Communicator, sizes: ProbeSizes) -> tuple[SelfCalibration | None, str]:
     """Return the first rank's numbers, which it saves; or None, and the reason. Collective."""
     try:
-        with MEASURES[domain.device.type](domain, sizes) as measure:
+        with MEASURES[comm.device.type](comm, sizes) as measure:
             mine = self_calibration.measure(measure, sizes)
     except (RefusedError, OutOfSharedMemoryError) as error:  # on every rank
         return None, str(error)
     except WeftError:  # of a group that has failed
         raise
     except BaseException as error:  # this rank's alone: the others would wait for its part
-        domain.poison(f"self-calibration: {error!r}")
+        comm.poison(f"self-calibration: {error!r}")
         raise
-    found: SelfCalibration = domain.all_gather(mine if domain.rank == 0 else None, what="the first rank's numbers")[0]
+    found: SelfCalibration = comm.all_gather(mine if comm.rank == 0 else None, what="the first rank's numbers")[0]
     machine = machine_of(found.machine)
-    if domain.rank == 0 and machine is not None:
+    if comm.rank == 0 and machine is not None:
         self_calibration.save(found)
         if dropped := found.apply(model_of(machine, found.world_size)).dropped:
             warn_once(f"self-calibration of {found.machine}: {'; '.join(dropped)}. `weft plan calibrate` measures more")
     return found, ""
 
 
-def _stand(domain: Domain, name: str) -> _Stand:
-    gpu, unable = _gpu(domain), ""
-    if is_captured(domain.device):
+def _stand(comm: Communicator, name: str) -> _Stand:
+    gpu, unable = _gpu(comm), ""
+    if is_captured(comm.device):
         unable = _CAPTURED
     elif not env.self_calibration():
         unable = "WEFT_SELF_CALIBRATION=0"
     elif " MIG " in name:
         unable = "a part of a GPU (MIG) reaches no other"
-    elif not all(domain.mapped):
+    elif not all(comm.mapped):
         unable = "memory of other ranks cannot be mapped"
     nothing = _Stand(name, gpu, None, None, unable)
     machine = machine_of(name)
-    if domain.rank or machine is None or not machine.about or not env.self_calibration():
+    if comm.rank or machine is None or not machine.about or not env.self_calibration():
         return nothing
-    if calibrated(machine, domain.world_size).source == "calibration":
+    if calibrated(machine, comm.world_size).source == "calibration":
         return nothing
     try:
-        known = self_calibration.find(name, domain.world_size)
+        known = self_calibration.find(name, comm.world_size)
     except ValueError as error:
         known = None
         warn_once(f"a self-calibration is not used: {error}")
     if known is not None:
         return nothing._replace(known=known)
-    return nothing._replace(sizes=self_calibration.sizes_for(model_of(machine, domain.world_size)))
+    return nothing._replace(sizes=self_calibration.sizes_for(model_of(machine, comm.world_size)))
 
 
-def _gpu(domain: Domain) -> str:
+def _gpu(comm: Communicator) -> str:
     """Return an identifier of this rank's device among those of the host."""
-    if domain.device.type != "cuda":
-        return str(domain.rank)
-    return str(torch.cuda.get_device_properties(domain.device).uuid)
+    if comm.device.type != "cuda":
+        return str(comm.rank)
+    return str(torch.cuda.get_device_properties(comm.device).uuid)

@@ -20,7 +20,7 @@ from weft.builders import Problem
 from weft.builders.problem import PROBLEMS
 from weft.operator.select import Chosen
 from weft.runtime.unfused.turn import Turn
-from weft.symm import Domain
+from weft.symm import Communicator
 
 C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]
@@ -215,7 +215,7 @@ class Operator(ABC, Generic[C]):
     # --- kernels of the operator's own ---
 
     def own_executors(
-        self, p: Any, call: C, domain: Domain, tensors: Tensors, deadline_s: float | None
+        self, p: Any, call: C, comm: Communicator, tensors: Tensors, deadline_s: float | None
     ) -> Chosen:  # fmt: skip
         """Return the executors of calls with this call's `key`, if kernels of the operator's own run it. Collective.
 

@@ -12,12 +12,12 @@ from weft.operator.self_calibrate import self_calibrate
 from weft.plan import gemms
 from weft.plan.machine import machine_name
 from weft.sim import Model
-from weft.symm import Domain
+from weft.symm import Communicator
 
 
-def know_machine(domain: Domain, deadline_s: float | None) -> None:
+def know_machine(comm: Communicator, deadline_s: float | None) -> None:
     """Have ranks plan by the same self-calibration, if their GPUs need one: measure it, or take the first rank's. Collective."""
-    if self_calibrate(domain, device_name(domain.device), deadline_s):
+    if self_calibrate(comm, device_name(comm.device), deadline_s):
         model_by_name.cache_clear()
 
 

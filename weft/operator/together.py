@@ -74,24 +74,24 @@ class together:
         if not calls.running.acquire(blocking=False):
             self._refuse_second_thread(calls)
         self._calls = calls
-        if calls.unanswered and (domain := symm.open_domain(self._group, "cuda")) is not None:
-            domain.await_answers()
+        if calls.unanswered and (comm := symm.open_communicator(self._group, "cuda")) is not None:
+            comm.await_answers()
         if refused := calls.begin():
             raise RefusedError(refused)
         self._said = said_on(self._group)
-        if _are_compared() and (domain := symm.open_domain(self._group, "cuda")) is not None:
-            domain.tell_call(calls.begun, f"{self._operator}, called at {caller()}")
+        if _are_compared() and (comm := symm.open_communicator(self._group, "cuda")) is not None:
+            comm.tell_call(calls.begun, f"{self._operator}, called at {caller()}")
 
     def _refuse_second_thread(self, calls: GroupCalls) -> NoReturn:
         text = (
             f"{self._operator} called by thread {threading.current_thread().name!r} while another thread is in a call of this "
             "group: calls of one group are for one thread at a time; give each thread a group of its own"
         )
-        calls.misused = text  # for a domain that the other thread is setting up
+        calls.misused = text  # for a communicator that the other thread is setting up
         for kind in ("cpu", "cuda"):
-            if (domain := symm.open_domain(self._group, kind)) is not None:
-                domain.poison(text)
-                domain.check()
+            if (comm := symm.open_communicator(self._group, kind)) is not None:
+                comm.poison(text)
+                comm.check()
         raise PoisonedGroupError(f"{text}. This group has ended")
 
     def __exit__(
@@ -107,9 +107,9 @@ class together:
         assert self._calls is not None
         group = self._group
         if error is None or isinstance(error, _StopRecomputationError):
-            if (refused := self._calls.end()) and (domain := symm.open_domain(group, "cuda")) is not None:
-                domain.poison(refused)
-                domain.check()
+            if (refused := self._calls.end()) and (comm := symm.open_communicator(group, "cuda")) is not None:
+                comm.poison(refused)
+                comm.check()
             return
         if isinstance(error, WeftError) or group.size() == 1 or getattr(error, _TOLD, False):
             return
@@ -127,8 +127,8 @@ class together:
         if said and isinstance(error, NotApplicableError):  # to what ranks have agreed on: all raise it
             return
         refused = agreement_on(device).refuse(error, text, group, device, deadline_s, said)
-        if not refused and (domain := symm.open_domain(group, device.type)) is not None:
-            domain.poison(text)
+        if not refused and (comm := symm.open_communicator(group, device.type)) is not None:
+            comm.poison(text)
 
 
 def failed(
@@ -154,8 +154,8 @@ def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *
     if last:
         with contextlib.suppress(AttributeError, TypeError):
             setattr(error, _TOLD, True)
-        if (domain := symm.open_domain(group, _device_of(like, group).type)) is not None:
-            domain.poison(f"{what}: {error!r}")
+        if (comm := symm.open_communicator(group, _device_of(like, group).type)) is not None:
+            comm.poison(f"{what}: {error!r}")
         return
     call = together(what, group, like, None)
     call.__enter__()

@@ -35,7 +35,7 @@ from weft.plan.choose import CLEARLY_US, decide, warn_once
 from weft.runtime.embedding import executor_of, executors_on
 from weft.runtime.executor import Executor
 from weft.runtime.layouts import layout_of
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.symm.groups import rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, kind
@@ -291,12 +291,12 @@ class _EmbeddingAllToAll(Operator[_Call]):
         return 0, []  # torch counts no operations of embeddings either
 
     def own_executors(
-        self, p: EmbeddingAllToAll, call: _Call, domain: Domain, tensors: dict[str, Any], deadline_s: float | None
+        self, p: EmbeddingAllToAll, call: _Call, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
     ) -> Chosen:
         found = _plan(call)
         if found.options.transport == "auto":
-            found = found.sent_by(_transport(found, p, domain, tensors, deadline_s))
-        executor, name = executor_of(found, domain), found.options.transport
+            found = found.sent_by(_transport(found, p, comm, tensors, deadline_s))
+        executor, name = executor_of(found, comm), found.options.transport
         return Chosen(executor, executor, (name, name))
 
 
@@ -309,25 +309,25 @@ def _octave(most: int) -> int:
 OPERATOR = registered(_EmbeddingAllToAll())
 
 
-def calls_with(p: EmbeddingPlan, domain: Domain) -> list[CompiledOperator]:
-    """Return what is prepared for calls with this plan on `domain`."""
+def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
+    """Return what is prepared for calls with this plan on `communicator`."""
     plans = [p]
-    if p.options.transport == "auto" and (domain.device.type == "cpu" or domain.world_size == 1):
+    if p.options.transport == "auto" and (comm.device.type == "cpu" or comm.world_size == 1):
         plans.append(p.sent_by("direct"))  # see `checked`
-    return [one for one in prepared_calls(OPERATOR, domain.group) if one.domain is domain and one.key[0][0] in plans]
+    return [one for one in prepared_calls(OPERATOR, comm.group) if one.comm is comm and one.key[0][0] in plans]
 
 
 def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
     """Return the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` documents. Collective."""
-    domain = symm.domain(group, device, deadline_s=deadline_s)
-    prepared = calls_with(p, domain)
+    comm = symm.communicator(group, device, deadline_s=deadline_s)
+    prepared = calls_with(p, comm)
     executors = {executor for one in prepared for executor in _executors(one)}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for executor in executors:
         executor.check()
     mine = p.fingerprint, sum(executor.lent for executor in executors)
-    closing = domain.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
+    closing = comm.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
     if len({fingerprint for fingerprint, _ in closing}) > 1:
         raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
     if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
@@ -356,27 +356,27 @@ def _is_tuned() -> bool:
 
 
 def _transport(
-    found: EmbeddingPlan, p: EmbeddingAllToAll, domain: Domain, tensors: dict[str, Any], deadline_s: float | None
+    found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
 ) -> Transport:
     """Return the transport for batches of the half octave of `p`. Collective."""
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
-    this_machine.know_machine(domain, patience_s)
-    planned = _planned(found, p, domain) if domain.rank == 0 and not tuned else None
-    said = domain.all_gather((tuned, planned), what=f"choosing a transport of {OPERATOR.name}", deadline_s=patience_s)
+    this_machine.know_machine(comm, patience_s)
+    planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
+    said = comm.all_gather((tuned, planned), what=f"choosing a transport of {OPERATOR.name}", deadline_s=patience_s)
     if len({theirs for theirs, _ in said}) > 1:
         text = f"ranks called {OPERATOR.name} not all under weft.plan.use: make the same calls on every rank"
-        domain.end(text)
+        comm.end(text)
         raise DisagreementError(text)
-    transport: Transport = _fastest(found, p, domain, tensors, patience_s) if tuned else said[0][1]
+    transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[0][1]
     return transport
 
 
-def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, domain: Domain) -> Transport:
+def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
     """Return the choice by this machine's model, if there is one; by cached times, if there are some of each transport."""
-    model, names = this_machine.machine_model(domain.device, domain.world_size), found.candidates
+    model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:
         return "direct"
-    times = remembered(p, this_machine.device_name(domain.device), "queued")
+    times = remembered(p, this_machine.device_name(comm.device), "queued")
     measured = {name: times[name] for name in names} if times.keys() >= names.keys() else None
     choice = decide(p, model, mode="queued", measured=measured, among=frozenset(names))
     direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
@@ -389,24 +389,24 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, domain: Domain) -> Tran
 
 
 def _fastest(
-    found: EmbeddingPlan, p: EmbeddingAllToAll, domain: Domain, tensors: dict[str, Any], deadline_s: float
+    found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
 ) -> Transport:
     """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Executors that lose, and
     were made for it, are closed."""
-    mode: plan.Mode = "queued" if domain.device.type == "cuda" else "single"
-    names, made = found.candidates, executors_on(domain)
+    mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
+    names, made = found.candidates, executors_on(comm)
     before = {other for other, executor in made.items() if not executor.gone}
 
     def run(candidate: Candidate) -> float:
-        executor = executor_of(found.sent_by(names[candidate.name]), domain)
-        return measure.time_us(lambda: executor.run(tensors, deadline_s=deadline_s), domain, mode, deadline_s)
+        executor = executor_of(found.sent_by(names[candidate.name]), comm)
+        return measure.time_us(lambda: executor.run(tensors, deadline_s=deadline_s), comm, mode, deadline_s)
 
     def slowest(mine: list[float]) -> list[float]:
-        times = domain.all_gather(mine, what=f"times of {OPERATOR.name}", deadline_s=deadline_s)
+        times = comm.all_gather(mine, what=f"times of {OPERATOR.name}", deadline_s=deadline_s)
         return [max(of_one) for of_one in zip(*times, strict=True)]
 
     known = [named(p, name) for name in names]
-    times = plan.autotune(p, known, run, slowest, machine=this_machine.device_name(domain.device), mode=mode)
+    times = plan.autotune(p, known, run, slowest, machine=this_machine.device_name(comm.device), mode=mode)
     taken = names[min(names, key=lambda name: times[name])]
     for transport in names.values():
         other = found.sent_by(transport)

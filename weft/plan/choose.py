@@ -128,7 +128,7 @@ def decide(
     if mode == "graph" and chosen.reads_on_host:
         reason += "; no graph can capture it, nor any other: the host reads sizes"
     serial = next((row for row in rows if row.candidate.name == "serial"), None)
-    reason += _held_up(rows, chosen, serial) if mode == "queued" and not measured else ""
+    reason += _occupancy_deadlock(rows, chosen, serial) if mode == "queued" and not measured else ""
     rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, serial, mode, bool(measured))) for row in rows]
     rows.sort(key=lambda row: (row.us is None, row.us or 0.0))
     assert chosen.predicted_us is not None
@@ -213,7 +213,7 @@ def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
     return f"all others {', or '.join(held)}" if held else "nothing else can do this"
 
 
-def _held_up(rows: list[Row], chosen: Row, serial: Row | None) -> str:
+def _occupancy_deadlock(rows: list[Row], chosen: Row, serial: Row | None) -> str:
     """Return a note on the fastest candidate that was rejected for its host time, if it is faster than the choice; else ""."""
     if serial is None or chosen.us is None:
         return ""

@@ -34,7 +34,7 @@ from weft.schedule import (
     Wait,
 )
 from weft.schedule.expr import Values
-from weft.schedule.steps import iterations, put_in, variables_of
+from weft.schedule.steps import iterations, substitute, variables_of
 from weft.sim import Inefficiencies, Model, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
@@ -78,7 +78,7 @@ class Row:
     """True if no CUDA graph can capture it, since the host reads sizes from the device during the run."""
     stops_host: bool = False
     """True if the host waits for these sizes before it issues the rest, so that the queue runs empty."""
-    late: int = 0
+    dynamic: int = 0
     """Number of copies, tiles and collectives with dynamic sizes."""
     rough: bool = False
     """True if it reduces in 16 bits or fewer, and so errs more than one GEMM. It is then taken only if pinned. False if the
@@ -105,8 +105,8 @@ class Row:
         if self.model is None:
             return 0.0
         calls = self.gemms + 1.5 * self.collectives + (0.1 * self.steps if self.lanes > 1 else 0.0)
-        if self.late:
-            return self.model.host_dynamic_us + self.late * self.model.host_late_us
+        if self.dynamic:
+            return self.model.host_dynamic_us + self.dynamic * self.model.host_late_us
         return calls * self.model.host_call_us
 
     @cached_property
@@ -158,10 +158,10 @@ def _reading_host_us(schedule: Schedule, model: Model) -> float:
 
     The host waits in every run, so that it is never far enough ahead of the device to hide this time.
     """
-    return _late(schedule) * model.host_late_us + len(list(schedule.walk())) * model.host_step_us
+    return _dynamic(schedule) * model.host_late_us + len(list(schedule.walk())) * model.host_step_us
 
 
-def _late(schedule: Schedule) -> int:
+def _dynamic(schedule: Schedule) -> int:
     """Return the number of copies, tiles and collectives with dynamic sizes."""
     held = {contents.buffer for contents in schedule.contents}
     if not held:
@@ -176,7 +176,7 @@ def _signals_of_tiles(schedule: Schedule) -> int:
     sets = [(step.extent, count) for step in tiles if (count := sum(isinstance(one, Set) for one in step.body))]
     if not sets:
         return 0
-    return max(sum(put_in(extent, v) * count for extent, count in sets) for v in values_of_ranks(schedule))
+    return max(sum(substitute(extent, v) * count for extent, count in sets) for v in values_of_ranks(schedule))
 
 
 def least_us(problem: Problem, model: Model) -> float:
@@ -285,7 +285,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
             times for on, step, _, times in each if on == "copy" and isinstance(step, Copy) and step.by == "kernel"
         ),
         reads_on_host=schedule.reads_on_host,
-        late=_late(schedule),
+        dynamic=_dynamic(schedule),
         stops_host=schedule.stops_host,
         rough=any(
             isinstance(inner, Compute)
@@ -336,7 +336,7 @@ class _Counts:
                     continue
                 times[id(priced)] += 1
             elif isinstance(step, Tiles):
-                if not put_in(step.extent, values):
+                if not substitute(step.extent, values):
                     continue
                 self.grouped += any(map(_multiplies, step.body))
             self.steps += 1
@@ -354,7 +354,7 @@ class _Counts:
     def _in_numbers(self, step: Step, values: Values) -> _Priced | None:
         operands = tuple(self._operand(region, values) for region in regions_of(step))
         if isinstance(step, Collective):
-            sent = enumerate(put_in(step.sent, values))
+            sent = enumerate(substitute(step.sent, values))
             operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
         else:
             if any(0 in (operands[number].rows, operands[number].cols) for number in step.decisive):
@@ -367,7 +367,7 @@ class _Counts:
         if (known := self._operands.get(key)) is not None:
             return known
         buffer = self._buffers[region.buffer]
-        rows, cols, at = (put_in(n, values) for n in (region.rows, region.cols, region.at))
+        rows, cols, at = (substitute(n, values) for n in (region.rows, region.cols, region.at))
         found = Operand(rows, cols, buffer.dtype, at % self._world, cols == buffer.cols)
         if values is self._values:
             self._operands[key] = found

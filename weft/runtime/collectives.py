@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from weft.errors import DeadlineError, WeftError
-from weft.symm import Domain
+from weft.symm import Communicator
 
 # From torch 2.13 on `all_gather_into_tensor` and `reduce_scatter_tensor` are deprecated in favour of these names.
 all_gather_by_torch: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -98,13 +98,13 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 and x.dtype.is_floating_point else x
 
 
-def finish(work: dist.Work, domain: Domain, what: str, deadline_s: float, *held: object) -> None:
+def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *held: object) -> None:
     """Wait for `work`, a collective on CPU that all ranks have begun. what: its name. held: the tensors that it reads and writes.
 
     Raise `DeadlineError` after `deadline_s`, or the group's error if the group fails meanwhile. After an error the group is
     unusable.
     """
-    until, group = time.monotonic() + deadline_s, domain.group
+    until, group = time.monotonic() + deadline_s, comm.group
     try:
         while True:
             try:
@@ -115,17 +115,17 @@ def finish(work: dist.Work, domain: Domain, what: str, deadline_s: float, *held:
                     if work.is_success():  # after this wait ended: the process may have been stopped in between
                         return
                     time.sleep(_LOOK_S)  # gloo may notice before our watchdog that a peer is gone
-                    domain.check()
-                    raise WeftError(f"rank {domain.rank}: {what} failed in torch.distributed: {error}") from error
-            domain.check()
+                    comm.check()
+                    raise WeftError(f"rank {comm.rank}: {what} failed in torch.distributed: {error}") from error
+            comm.check()
             if time.monotonic() >= until:
                 raise DeadlineError(
-                    f"rank {domain.rank} waited {deadline_s:g} s for {what}: wanted all {domain.world_size} ranks, but some are "
+                    f"rank {comm.rank} waited {deadline_s:g} s for {what}: wanted all {comm.world_size} ranks, but some are "
                     "missing"
                 )
     except BaseException as error:
         # No effect if the group has failed before.
-        domain.poison(str(error) if isinstance(error, WeftError) else f"{what}: {error!r}")
+        comm.poison(str(error) if isinstance(error, WeftError) else f"{what}: {error!r}")
         leave(group, work, held)
         raise
 

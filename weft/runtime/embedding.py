@@ -7,37 +7,37 @@ from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import drop_closed
-from weft.symm import Domain
+from weft.symm import Communicator
 
-_executors: dict[Domain, dict[EmbeddingPlan, Executor]] = {}
+_executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}
 
 
-def executors_on(domain: Domain) -> dict[EmbeddingPlan, Executor]:
-    """Return the executors that were made on `domain`, by plan. Some may be closed."""
-    executors = _executors.get(domain)
+def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
+    """Return the executors that were made on `communicator`, by plan. Some may be closed."""
+    executors = _executors.get(comm)
     if executors is None:
         drop_closed(_executors)
-        executors = _executors[domain] = {}
+        executors = _executors[comm] = {}
     return executors
 
 
-def executor_of(plan: EmbeddingPlan, domain: Domain) -> Executor:
-    """Return the executor of `plan`, whose transport is fixed, on `domain`. Collective if there is none, or a closed one.
+def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:
+    """Return the executor of `plan`, whose transport is fixed, on `communicator`. Collective if there is none, or a closed one.
 
     Ranks have compared their plans.
     """
-    executors = executors_on(domain)
+    executors = executors_on(comm)
     executor = executors.get(plan)
     if executor is None or executor.gone:
-        executor = executors[plan] = _made(plan, domain)
+        executor = executors[plan] = _made(plan, comm)
     return executor
 
 
-def _made(plan: EmbeddingPlan, domain: Domain) -> Executor:
+def _made(plan: EmbeddingPlan, comm: Communicator) -> Executor:
     if plan.options.transport == "serial":
-        return EmbeddingAllToAllUnfused(plan, domain)
-    if domain.device.type == "cuda":
+        return EmbeddingAllToAllUnfused(plan, comm)
+    if comm.device.type == "cuda":
         from weft.runtime.cuda.embedding import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
 
-        return EmbeddingAllToAllCuda(plan, domain)
-    return EmbeddingAllToAllCpu(plan, domain)
+        return EmbeddingAllToAllCuda(plan, comm)
+    return EmbeddingAllToAllCpu(plan, comm)

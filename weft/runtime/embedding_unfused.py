@@ -30,23 +30,23 @@ from weft.runtime.cpu import embedding as cpu
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.unfused.turn import Marks, Turn, Turns
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.timeline import Timeline
 from weft.words import counted
 
 
 class EmbeddingAllToAllUnfused(Executor):
-    """The executor of one plan with transport "serial" on a domain. It keeps no memory."""
+    """The executor of one plan with transport "serial" on a communicator. It keeps no memory."""
 
-    def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
-        self.plan, self.domain, self.schedule = plan, domain, plan.schedule
-        sharding, rank = plan.sharding, domain.rank
-        self._columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(domain.world_size)]
+    def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
+        self.plan, self.comm, self.schedule = plan, comm, plan.schedule
+        sharding, rank = plan.sharding, comm.rank
+        self._columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(comm.world_size)]
         self._runs = column_runs(sharding)
         self._alone, self._widest = plan.alone(rank), max(slot.dim for slot in sharding.slots)
-        self._topic, self._turns = cpu.topic_of(domain, plan), None
-        if domain.device.type == "cpu":
-            self._turns = Turns(f"embedding_all_to_all of {counted(len(sharding.tables), 'table')}", domain)
+        self._topic, self._turns = cpu.topic_of(comm, plan), None
+        if comm.device.type == "cpu":
+            self._turns = Turns(f"embedding_all_to_all of {counted(len(sharding.tables), 'table')}", comm)
 
     def run(
         self,
@@ -61,16 +61,16 @@ class EmbeddingAllToAllUnfused(Executor):
         tensors: as for the executors that overlap.
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
-        domain, rank = self.domain, self.domain.rank
+        comm, rank = self.comm, self.comm.rank
         deadline_s = deadline_s or env.deadline_s()
-        domain.check()
+        comm.check()
         try:
             check_contents(jagged, self.plan.sharding, rank, checked, self.plan.options)
         except ValueError as error:
-            refuse(domain, str(error), deadline_s=deadline_s)
+            refuse(comm, str(error), deadline_s=deadline_s)
         if self._turns is not None:
-            cpu.meet(domain, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
-        turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, domain.device))
+            cpu.meet(comm, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
+        turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, comm.device))
         pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.sharding.dtype)
         alone = self._alone
         warn = pool_alone(alone, weights, jagged, checked, pooled, rank, self._widest) if alone else None
@@ -81,14 +81,14 @@ class EmbeddingAllToAllUnfused(Executor):
         return {"out": output}
 
     def _exchanged(self, pooled: torch.Tensor, batch_sizes: tuple[int, ...], turn: Turn) -> torch.Tensor:
-        rank, own = self.domain.rank, batch_sizes[self.domain.rank]
-        if self.domain.world_size == 1:
+        rank, own = self.comm.rank, batch_sizes[self.comm.rank]
+        if self.comm.world_size == 1:
             return pooled
         arriving = [own * columns for columns in self._columns]
         leaving = [size * self._columns[rank] for size in batch_sizes]
         received = pooled.new_empty(sum(arriving))
         exchange = received, pooled.view(-1), arriving, leaving
-        turn.run("all_to_all of pooled vectors", all_to_all_single, *exchange, group=self.domain.group)
+        turn.run("all_to_all of pooled vectors", all_to_all_single, *exchange, group=self.comm.group)
         turn.done("all_to_all", received, (sum(leaving) - leaving[rank]) * pooled.itemsize)
         shaped = zip(received.split(arriving), self._columns, strict=True)
         of_ranks = [part.view(own, columns) for part, columns in shaped]
@@ -102,8 +102,8 @@ class EmbeddingAllToAllUnfused(Executor):
         """Do nothing: no memory is kept."""
 
     def check(self) -> None:
-        """Raise errors of the domain since the last call."""
-        self.domain.check()
+        """Raise errors of the communicator since the last call."""
+        self.comm.check()
 
 
 def pool_alone(

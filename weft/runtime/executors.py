@@ -10,14 +10,16 @@ import torch
 from weft.builders import Problem
 from weft.runtime.executor import Executor
 from weft.schedule import Schedule
-from weft.symm import Domain
+from weft.symm import Communicator
 
 Tensors: TypeAlias = dict[str, Any]
 """The tensors of a call, by buffer; for an output whose rows only the run knows, a function from their number to a tensor."""
 
 
 @torch.inference_mode(False)
-def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "", what: str = "") -> Executor:
+def executor(
+    schedule: Schedule, comm: Communicator, p: Problem | None = None, name: str = "", what: str = ""
+) -> Executor:
     """Make an executor for `schedule`, a candidate for `p`, whose operator its messages name. Collective.
 
     name: on GPUs, executors of one family with the same name share memory, and ranks compare only the first schedule of a family
@@ -26,16 +28,16 @@ def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name:
     """
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")
-    if domain.device.type == "cuda":
+    if comm.device.type == "cuda":
         from weft.runtime.cuda.memory import shared  # needs Triton, which a CPU machine may lack
         from weft.runtime.cuda.schedule import CudaSchedule
 
         family = p if p is None else p.family[0]
         if p is None or family is p or not name:
-            return CudaSchedule(schedule, domain)
-        found = shared((family, name), schedule, domain)
-        return CudaSchedule(schedule, domain) if found is None else CudaSchedule(schedule, domain, *found)
+            return CudaSchedule(schedule, comm)
+        found = shared((family, name), schedule, comm)
+        return CudaSchedule(schedule, comm) if found is None else CudaSchedule(schedule, comm, *found)
     from weft.runtime.cpu.schedule import CpuSchedule
 
     kind = None if p is None or not name else (p.measured_family[0], name)
-    return CpuSchedule(schedule, domain, what or ("" if p is None else p.text), kind)
+    return CpuSchedule(schedule, comm, what or ("" if p is None else p.text), kind)

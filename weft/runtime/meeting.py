@@ -26,7 +26,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
-from weft.symm import Domain, Exchange
+from weft.symm import Communicator, Exchange
 from weft.symm.calls import calls_of
 from weft.symm.layers import Noted, differ, difference
 from weft.words import by_rank
@@ -65,21 +65,21 @@ class Topic:
 
 
 class Meeting:
-    """The meeting of all calls of `domain`, which is on CPU. The constructor is collective. One thread at a time may call."""
+    """The meeting of all calls of `communicator`, which is on CPU. The constructor is collective. One thread at a time may call."""
 
-    def __init__(self, domain: Domain) -> None:
-        self.domain = domain
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
         self.calls = 0  # calls that this rank has published
         self.schedules = 0  # schedules made to run on this group
         self.lock = threading.Lock()  # held by a call until the work that it has begun is in order, or done
         self._publishing = threading.Lock()
-        self._exchange = Exchange(domain, _BYTES)
-        self._layers = calls_of(domain.group).layers
-        domain._holders.add(self)
+        self._exchange = Exchange(comm, _BYTES)
+        self._layers = calls_of(comm.group).layers
+        comm._holders.add(self)
 
     def close(self) -> None:
-        """Forget the meeting of this domain, which ends."""
-        _meetings.pop(self.domain, None)
+        """Forget the meeting of this communicator, which ends."""
+        _meetings.pop(self.comm, None)
 
     def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
         """Return when every rank is about to do the same. Return each rank's `extra`, 16 bytes, by rank."""
@@ -106,7 +106,7 @@ class Meeting:
 
     def _publish(self, payload: bytes, what: str, deadline_s: float | None) -> list[bytes]:
         with self._publishing:
-            self.domain.check()
+            self.comm.check()
             self.calls += 1
             name = f"{what} (call {self.calls})"
             try:
@@ -126,11 +126,11 @@ class Meeting:
 
     def _end_layers(self, noted: Noted) -> NoReturn:
         """Gather the options and disagree. Every rank does, because all have read the same fingerprints."""
-        self.disagree(difference(self.domain.all_gather(noted.texts, what="options of layers")))
+        self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
         """End the group and raise `DisagreementError`. For errors that all ranks find alike."""
-        self.domain.end(text)
+        self.comm.end(text)
         raise DisagreementError(
             f"{text}. Call the same, in the same order, on every rank{hint and '; '}{hint}. The ranks are out of step: this group "
             "has ended, make a new one"
@@ -145,18 +145,18 @@ def _refusals(payloads: list[bytes]) -> str:
     )
 
 
-def shown(domain: Domain, details: str) -> Callable[[], str]:
+def shown(comm: Communicator, details: str) -> Callable[[], str]:
     """Return a topic's `difference`, which shows the details of each rank.
 
     Of details in several lines "name: value", it shows the first line that differs.
     """
-    return lambda: _difference(domain, details)
+    return lambda: _difference(comm, details)
 
 
-def _difference(domain: Domain, details: str) -> str:
-    mine, theirs = details.encode(), [b""] * domain.world_size
-    for begin in range(0, max(domain.all_gather(len(mine), what="lengths of details of a call")), _PIECE_BYTES):
-        pieces = domain.all_gather(mine[begin : begin + _PIECE_BYTES], what="details of a call")
+def _difference(comm: Communicator, details: str) -> str:
+    mine, theirs = details.encode(), [b""] * comm.world_size
+    for begin in range(0, max(comm.all_gather(len(mine), what="lengths of details of a call")), _PIECE_BYTES):
+        pieces = comm.all_gather(mine[begin : begin + _PIECE_BYTES], what="details of a call")
         theirs = [before + piece for before, piece in zip(theirs, pieces, strict=True)]
     texts = [text.decode() for text in theirs]
     if not any("\n" in text for text in texts):
@@ -170,36 +170,37 @@ def _difference(domain: Domain, details: str) -> str:
     return ""
 
 
-def refuse(domain: Domain, text: str, *, deadline_s: float | None) -> NoReturn:
+def refuse(comm: Communicator, text: str, *, deadline_s: float | None) -> NoReturn:
     """Take part in a call whose input is bad here. Raise `RefusedError` with `text`, on CPU on every rank."""
-    if domain.device.type == "cpu":
-        raise RefusedError(meeting_of(domain).refuse(text, deadline_s=deadline_s))
-    domain.check()
-    domain.poison(text)
-    raise RefusedError(f"rank {domain.rank}: {text}")
+    if comm.device.type == "cpu":
+        raise RefusedError(meeting_of(comm).refuse(text, deadline_s=deadline_s))
+    comm.check()
+    comm.poison(text)
+    raise RefusedError(f"rank {comm.rank}: {text}")
 
 
-_meetings: dict[Domain, Meeting] = {}
+_meetings: dict[Communicator, Meeting] = {}
 
 
-def meeting_of(domain: Domain) -> Meeting:
-    """Return the meeting of a domain. Collective at the first call for a domain."""
-    meeting = _meetings.get(domain)
+def meeting_of(comm: Communicator) -> Meeting:
+    """Return the meeting of a communicator. Collective at the first call for a communicator."""
+    meeting = _meetings.get(comm)
     if meeting is None:
         drop_closed(_meetings)
-        meeting = _meetings[domain] = Meeting(domain)
+        meeting = _meetings[comm] = Meeting(comm)
     return meeting
 
 
 def said_on(group: dist.ProcessGroup) -> int:
     """Return how many calls this rank has published to its peers on CPU."""
-    for domain, meeting in _meetings.items():
-        if domain.is_of(group):
+    for comm, meeting in _meetings.items():
+        if comm.is_of(group):
             return meeting.calls
     return 0
 
 
-def drop_closed(of_domain: dict[Domain, T]) -> None:
-    """Drop the entries of closed domains. An entry may hold its domain, so entries are dropped when the next is made."""
-    for domain in [domain for domain in of_domain if domain.closed]:
-        del of_domain[domain]
+def drop_closed(of_comm: dict[Communicator, T]) -> None:
+    """Drop the entries of closed communicators. An entry may hold its communicator, so entries are dropped when the next is
+    made."""
+    for comm in [comm for comm in of_comm if comm.closed]:
+        del of_comm[comm]

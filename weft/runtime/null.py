@@ -18,7 +18,7 @@ from weft.words import counted
 
 
 class Ranked(Protocol):
-    """The part of a domain (`weft.symm`) that this executor needs."""
+    """The part of a communicator (`weft.symm`) that this executor needs."""
 
     rank: int
     world_size: int
@@ -30,16 +30,17 @@ class Shaped(Protocol):
 
 
 class NullSchedule(Executor):
-    """`schedule` on this rank of `domain`, without effect. The constructor raises `ScheduleError` if the schedule would hang."""
+    """`schedule` on this rank of `communicator`, without effect. The constructor raises `ScheduleError` if the schedule would
+    hang."""
 
-    def __init__(self, schedule: Schedule, domain: Ranked) -> None:
-        if schedule.world_size != domain.world_size:
+    def __init__(self, schedule: Schedule, comm: Ranked) -> None:
+        if schedule.world_size != comm.world_size:
             raise ValueError(
-                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has {domain.world_size}"
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has {comm.world_size}"
             )
         self.schedule = schedule
-        self._spans = [span for span in simulate(schedule, NULL).timeline if span.rank == domain.rank]
-        buffers = schedule.buffers_of_rank(domain.rank)
+        self._spans = [span for span in simulate(schedule, NULL).timeline if span.rank == comm.rank]
+        buffers = schedule.buffers_of_rank(comm.rank)
         self._shapes = {b.name: (b.rows, b.cols) for b in buffers if b.role in ("input", "output")}
         self._runs = 0
 

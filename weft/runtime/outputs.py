@@ -23,7 +23,7 @@ import torch
 
 from weft.errors import WeftError
 from weft.runtime.executor import Executor
-from weft.symm import Domain, set_up_within
+from weft.symm import Communicator, set_up_within
 from weft.symm.memory import lent
 
 _GRANULE = 1 << 16
@@ -44,10 +44,10 @@ class _Lease:
 class OutputPool:
     """`count` output buffers per rank; all ranks call `reserve` with the same sizes."""
 
-    def __init__(self, domain: Domain, count: int) -> None:
+    def __init__(self, comm: Communicator, count: int) -> None:
         if not 1 <= count <= 255:
             raise ValueError(f"outputs={count} must be between 1 and 255: how many result buffers each rank keeps")
-        self._domain = domain
+        self._comm = comm
         self.count = count
         self.copied = 0
         self.slot_bytes = 0
@@ -71,7 +71,7 @@ class OutputPool:
         # this raises and everything stays as it was.
         with set_up_within(deadline_s):
             quiesce()
-            region = self._domain.allocate(wanted * self.count)
+            region = self._comm.allocate(wanted * self.count)
         if self._captured:
             self._of_graphs.append(self._region)
         self._region, self.slot_bytes, self._captured = region, wanted, False
@@ -97,7 +97,7 @@ class OutputPool:
 
     def base_addresses(self) -> list[int]:
         """Return the address of buffer 0 of each rank, as this rank sees it."""
-        return [self._region.address(rank) for rank in range(self._domain.world_size)]
+        return [self._region.address(rank) for rank in range(self._comm.world_size)]
 
     def acquire(self) -> int:
         """Return a free buffer for the next result. Raise `WeftError` if there is none."""
@@ -116,7 +116,7 @@ class OutputPool:
 
         The slot is free again when the tensor and all its views are gone, unless a graph has captured the call.
         """
-        region, rank, free = self._region, self._domain.rank, self._free
+        region, rank, free = self._region, self._comm.rank, self._free
         is_last = not free
         if captured:
             self._captured = True
@@ -124,11 +124,11 @@ class OutputPool:
                 self._shared.add(slot)
             else:
                 free = self._dropped
-        # The lease holds the memory and not the region, which is closed with the domain. It also binds the current list of free
-        # slots: after growth the old slots go back to a list that nobody reads.
+        # The lease holds the memory and not the region, which is closed with the communicator. It also binds the current list of
+        # free slots: after growth the old slots go back to a list that nobody reads.
         lease = _Lease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
-        tensor = lent(address, list(shape), dtype, self._domain.device, lease)
+        tensor = lent(address, list(shape), dtype, self._comm.device, lease)
         del lease
         if slot in self._shared or (is_last and self.count > 1):
             self.copied += 1

@@ -11,8 +11,8 @@ from weft.schedule import Schedule, Step, Tiles, value
 from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.steps.loops import counted
 from weft.schedule.text import describe, fingerprint
-from weft.symm import Domain
-from weft.symm.mesh import NO_TRANSPORT
+from weft.symm import Communicator
+from weft.symm.bootstrap import NO_TRANSPORT
 
 TORCH_DTYPE = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, "fp8": torch.float8_e4m3fn,
@@ -45,34 +45,34 @@ def layout_of(schedule: Schedule) -> Layout:
     return Layout(buffers, end, counters, count)
 
 
-def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
+def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
     """Check that all ranks run the same schedule, before anything is allocated. Collective.
 
     Raise, on every rank, `DisagreementError` if the schedules differ, or `ScheduleError` if a step needs memory of a rank that is
     not mapped where the step runs.
     """
     mine = (schedule.name, fingerprint(schedule))
-    found = domain.all_gather((mine, _not_mapped(schedule, domain)), what="schedules to run")
+    found = comm.all_gather((mine, _not_mapped(schedule, comm)), what="schedules to run")
     for rank, (theirs, _) in enumerate(found):
         if theirs != mine:
             raise DisagreementError(
-                f"rank {domain.rank} runs schedule {mine[0]} ({mine[1][:8]}), but rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
+                f"rank {comm.rank} runs schedule {mine[0]} ({mine[1][:8]}), but rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
                 f"pass the same shapes, dtypes and schedule on every rank"
             )
     if faults := [fault for _, fault in found if fault]:
         raise ScheduleError(f"schedule {schedule.name}, {faults[0]}")
 
 
-def _not_mapped(schedule: Schedule, domain: Domain) -> str:
+def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
     """Return a description of the first step of this rank that needs memory which is not mapped here; "" if there is none."""
-    if all(domain.mapped):
+    if all(comm.mapped):
         return ""
-    for lane in schedule.of_rank(domain.rank):
+    for lane in schedule.of_rank(comm.rank):
         for step in lane.steps:
             for rank in sorted(_touched(step)):
-                if not domain.mapped[rank]:
-                    why = f"memory of rank {rank} is not mapped on rank {domain.rank}, and {NO_TRANSPORT}"
-                    return f"lane {lane.name}: {describe(step, domain.rank)}: {why}"
+                if not comm.mapped[rank]:
+                    why = f"memory of rank {rank} is not mapped on rank {comm.rank}, and {NO_TRANSPORT}"
+                    return f"lane {lane.name}: {describe(step, comm.rank)}: {why}"
     return ""
 
 

@@ -91,11 +91,11 @@ class Expr:
         """Return (number, totals) of a sum of numbers and totals; raise `ValueError` for any other expression."""
         return _totals(self._node)
 
-    def partly(self, values: Values) -> Index:
+    def partially_evaluated(self, values: Values) -> Index:
         """Substitute some of the variables; return a plain number if none is left."""
         given = tuple((name, values[name]) for name in self.variables() if name in values)
         may_be_kept = all(isinstance(one, int | tuple) for _, one in given)
-        return _put_in_once(self, given) if may_be_kept else _put_in(self, given)
+        return _substitute_once(self, given) if may_be_kept else _substitute(self, given)
 
     def __int__(self) -> int:
         return self.evaluate({})
@@ -151,17 +151,17 @@ def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
     return code, frozenset(code.co_names) - {"sum"}
 
 
-def _put_in(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
+def _substitute(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
     if not given:
         return expression if expression.variables() else int(expression)
-    node = _partly(expression._node, dict(given))
+    node = _partially_evaluated(expression._node, dict(given))
     if isinstance(node, ast.Constant):
         return int(cast(int, node.value))
     rest = Expr(node)
     return rest if rest.variables() else int(rest)
 
 
-_put_in_once = lru_cache(maxsize=1 << 13)(_put_in)  # as of `_joined`
+_substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # as of `_joined`
 
 
 class Held:
@@ -377,7 +377,7 @@ def _period(node: ast.AST, name: str) -> int:
     return period
 
 
-def _partly(node: ast.expr, values: Values) -> ast.expr:
+def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
     """Substitute numbers for names, and fold the parts that have no name left."""
     match node:
         case ast.Name(id=name) if name in values:
@@ -388,17 +388,17 @@ def _partly(node: ast.expr, values: Values) -> ast.expr:
                 else _tuple(found.contents.tolist() if isinstance(found, Held) else found)
             )
         case ast.BinOp(left=left, op=sign, right=right):
-            a, b = _partly(left, values), _partly(right, values)
+            a, b = _partially_evaluated(left, values), _partially_evaluated(right, values)
             whole: ast.expr = ast.BinOp(a, sign, b)
             known = isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
         case ast.Subscript(value=ast.Tuple(elts=entries) as table, slice=index):
-            at = _partly(index, values)
+            at = _partially_evaluated(index, values)
             whole = ast.Subscript(table, at, ast.Load())
             known = isinstance(at, ast.Constant) and all(isinstance(entry, ast.Constant) for entry in entries)
         case ast.Call(
             func=function, args=[ast.Subscript(value=held, slice=ast.Slice(lower=lower, upper=upper, step=step))]
         ):
-            held, a, b = (_partly(part, values) for part in (held, _bound(lower), _bound(upper)))
+            held, a, b = (_partially_evaluated(part, values) for part in (held, _bound(lower), _bound(upper)))
             whole = ast.Call(function, [ast.Subscript(held, ast.Slice(a, b, step), ast.Load())], [])
             known = isinstance(held, ast.Tuple) and isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
         case _:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from weft.schedule.expr import Expr, Index, Values
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import For, Step, Tiles, put_in, variables_of, walk
+from weft.schedule.steps import For, Step, Tiles, substitute, variables_of, walk
 
 MOST = 1 << 40
 MOST_RANKS = 1 << 12
@@ -81,7 +81,7 @@ def _check_steps(count: int, where: str) -> None:
 
 def _number(index: Index, values: Values, where: str) -> int:
     try:
-        number = put_in(index, values)
+        number = substitute(index, values)
     except ValueError:
         return 0
     return check_number(number, where)

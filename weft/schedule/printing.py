@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.schedule.expr import RANK, Index, Values
-from weft.schedule.steps import ITEM_BYTES, Buffer, For, Norm, Region, Set, Step, Tiles, at_text, put_in
+from weft.schedule.steps import ITEM_BYTES, Buffer, For, Norm, Region, Set, Step, Tiles, at_text, substitute
 
 WIDTH = 132
 _TOGETHER = "\N{NO-BREAK SPACE}"  # marks where a line must not be broken; replaced by a space at the end
@@ -24,7 +24,7 @@ def buffer_lines(buffers: Sequence[Buffer], values: Sequence[Values]) -> list[st
     rows = [("buffers", "rows", "columns", "dtype", "role", "size")]
     for buffer in buffers:
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]
-        of_ranks = sorted(put_in(buffer.rows, of_rank) for of_rank in values)
+        of_ranks = sorted(substitute(buffer.rows, of_rank) for of_rank in values)
         ends = sorted({of_ranks[0], of_ranks[-1]})
         formula = str(buffer.rows)
         n_rows = formula if len(formula) <= 24 else " to ".join(map(str, ends))

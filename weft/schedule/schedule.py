@@ -51,7 +51,7 @@ from weft.schedule.steps import (
     Tiles,
     Wait,
     map_steps,
-    put_in,
+    substitute,
     unrolled,
     walk,
 )
@@ -119,7 +119,7 @@ class Schedule:
 
     def _written_out(self, rank: int, expected: bool) -> tuple[Lane, ...]:
         values = self.values(rank) if expected else {"rank": rank}
-        lanes = ((lane, unrolled(lane.steps, values, partly=not expected)) for lane in self.lanes)
+        lanes = ((lane, unrolled(lane.steps, values, partially_evaluated=not expected)) for lane in self.lanes)
         return tuple(Lane(lane.name, lane.resource, tuple(s for s in steps if not s.is_empty)) for lane, steps in lanes)
 
     def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
@@ -127,7 +127,8 @@ class Schedule:
         expected = expected or not self.contents
         values = self.values(rank) if expected else {"rank": rank}
         return tuple(
-            Buffer(b.name, put_in(b.rows, values, partly=not expected), b.cols, b.dtype, b.role) for b in self.buffers
+            Buffer(b.name, substitute(b.rows, values, partially_evaluated=not expected), b.cols, b.dtype, b.role)
+            for b in self.buffers
         )
 
     def table(self, rank: int | None = None) -> str:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from weft.builders import Problem, candidates
 from weft.builders.operands import peer
 from weft.schedule import RANK, Collective, Copy, Draft, Schedule, Set, Step, Tiles, Wait, lookup
-from weft.schedule.steps import put_in
+from weft.schedule.steps import substitute
 from weft.sim.engine import simulate
 from weft.sim.lower import LoweredSchedule, Work, lower
 from weft.sim.model import Model
@@ -102,7 +102,7 @@ def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
     for i, one in enumerate(collectives):
         source = serial.buffer(one.src.buffer)
         sent: list[list[int]] = [
-            [put_in(one.sent[to] if one.sent else one.src.rows, values[rank]) for to in range(world)]
+            [substitute(one.sent[to] if one.sent else one.src.rows, values[rank]) for to in range(world)]
             for rank in range(world)
         ]
         room = max(map(max, sent))

@@ -129,7 +129,7 @@ def _awaited_by_streams(schedule: Schedule) -> set[str]:
     return found & sets
 
 
-def _late_copies(schedule: Schedule) -> tuple[set[int], int]:
+def _dynamic_copies(schedule: Schedule) -> tuple[set[int], int]:
     """Return the ids of copies by kernel beside GEMMs whose sizes only the run knows, and on how many lanes they are."""
     held = {contents.buffer for contents in schedule.contents}
     found, lanes = set[int](), 0
@@ -154,9 +154,9 @@ class _Lowering:
         self._places: dict[ResourcePlace, int] = {}
         self._counters: dict[tuple, int] = {}
         self._by_streams = _awaited_by_streams(schedule)
-        self._late_copies, late_lanes = _late_copies(schedule)
-        units = min(model.kernel_copy_units, max(1, LATE_COPY_UNITS // max(1, late_lanes)))
-        self._model_of_late_copies = replace(model, kernel_copy_units=units) if late_lanes else model
+        self._dynamic_copies, dynamic_lanes = _dynamic_copies(schedule)
+        units = min(model.kernel_copy_units, max(1, LATE_COPY_UNITS // max(1, dynamic_lanes)))
+        self._model_of_dynamic_copies = replace(model, kernel_copy_units=units) if dynamic_lanes else model
         self._for_engines = {  # signals
             step.signal
             for lane in schedule.lanes
@@ -274,7 +274,7 @@ class _Lowering:
         rank: int,
     ) -> Work:
         operands = self._operands(step, numbers)
-        model = self._model_of_late_copies if id(step) in self._late_copies else self.model
+        model = self._model_of_dynamic_copies if id(step) in self._dynamic_copies else self.model
         key = (type(step), step.settings, operands, seen_from := self._seen_from(rank), model is self.model)
         if key not in self._costs:
             self._costs[key] = cost(model, self.world, step, operands, seen_from), {}

@@ -1,13 +1,13 @@
 """Symmetric memory: buffers and signals that every rank of a group can address, on CPU processes and on GPUs."""
 
 from weft.symm.buffer import Signal, SymmetricBuffer
-from weft.symm.domain import Domain, domain, open_domain, set_up_within
+from weft.symm.communicator import Communicator, communicator, open_communicator, set_up_within
 from weft.symm.exchange import Exchange
 from weft.symm.failures import on_failure
 from weft.symm.groups import require_member
 from weft.symm.memory import Region
 
 __all__ = [
-    "Domain", "Exchange", "Region", "Signal", "SymmetricBuffer", "domain", "on_failure", "open_domain", "require_member",
-    "set_up_within",
+    "Communicator", "Exchange", "Region", "Signal", "SymmetricBuffer", "communicator", "on_failure", "open_communicator",
+    "require_member", "set_up_within",
 ]  # fmt: skip

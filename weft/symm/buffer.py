@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _core
-from weft.symm.domain import Domain, domain
+from weft.symm.communicator import Communicator, communicator
 
 
 class SymmetricBuffer:
@@ -21,7 +21,7 @@ class SymmetricBuffer:
     tensors taken before stay valid. The system gets the memory back when the last rank drops it.
 
     Raises `DisagreementError` if ranks ask for different shapes or dtypes, or `OutOfSharedMemoryError` if there is no room, on
-    every rank; and the errors of `weft.symm.domain.domain`.
+    every rank; and the errors of `weft.symm.communicator.communicator`.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class SymmetricBuffer:
         self.dtype = dtype
         if any(n < 0 for n in self.shape):
             raise ValueError(f"shape={tuple(shape)} must not have negative sizes")
-        self.domain: Domain = domain(group, device)
-        self._region = self.domain.allocate(self.shape.numel() * dtype.itemsize, what=repr(self))
+        self.comm: Communicator = communicator(group, device)
+        self._region = self.comm.allocate(self.shape.numel() * dtype.itemsize, what=repr(self))
 
     @property
     def local(self) -> torch.Tensor:
-        return self.peer(self.domain.rank)
+        return self.peer(self.comm.rank)
 
     def peer(self, rank: int) -> torch.Tensor:
         return self._region.tensor(rank, self.shape, self.dtype)
@@ -71,26 +71,26 @@ class Signal:
         if count < 1:
             raise ValueError(f"count={count} must be at least 1")
         self.count = count
-        self.domain: Domain = domain(group, device)
-        if self.domain.device.type != "cpu":
+        self.comm: Communicator = communicator(group, device)
+        if self.comm.device.type != "cpu":
             raise ValueError(
                 f"device={device}: signals between CPU processes live on 'cpu'; GPU code raises its own on streams"
             )
-        self._region = self.domain.allocate(count * _core.COUNTER_BYTES, what=f"Signal(count={count})")
+        self._region = self.comm.allocate(count * _core.COUNTER_BYTES, what=f"Signal(count={count})")
 
     def set(self, value: int, *, peer: int, index: int = 0) -> None:
         """Set counter `index` of rank `peer` to `value` and wake its waiters."""
-        self.domain.check()
+        self.comm.check()
         _core.signal_set(self._address(peer, index), value)
 
     def add(self, amount: int, *, peer: int, index: int = 0) -> None:
         """Add `amount` to counter `index` of rank `peer`, atomically, and wake its waiters."""
-        self.domain.check()
+        self.comm.check()
         _core.signal_add(self._address(peer, index), amount)
 
     def read(self, index: int = 0) -> int:
         """Return the current value of this rank's counter `index`."""
-        return _core.signal_read(self._address(self.domain.rank, index))
+        return _core.signal_read(self._address(self.comm.rank, index))
 
     def wait(self, value: int, *, index: int = 0, peer: int | None = None, deadline_s: float | None = None) -> int:
         """Wait until this rank's counter `index` is at least `value`. Return its value then.
@@ -99,8 +99,8 @@ class Signal:
         signal, wanted and found values after `deadline_s` seconds (default `WEFT_DEADLINE_S`), and `PeerLostError` or
         `PoisonedGroupError` if the group fails meanwhile. After any of these errors the group is unusable.
         """
-        address = self._address(self.domain.rank, index)
-        return self.domain.wait(address, value, name=f"signal {index}", peer=peer, deadline_s=deadline_s)
+        address = self._address(self.comm.rank, index)
+        return self.comm.wait(address, value, name=f"signal {index}", peer=peer, deadline_s=deadline_s)
 
     def close(self) -> None:
         self._region.close()

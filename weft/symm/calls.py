@@ -44,7 +44,7 @@ class GroupCalls(_core.CallCounts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.misused = ""  # the misuse, found before a domain could notify the peers
+        self.misused = ""  # the misuse, found before a communicator could notify the peers
         self.made = MadeCalls()
         self.layers = Layers(self)
         """Their options, for the next call to take along."""

@@ -1,7 +1,7 @@
 """The control plane of a group: news that a rank has failed or left, and small messages during set-up.
 
-A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.mesh`), so that news arrives while this rank computes or
-waits:
+A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.bootstrap`), so that news arrives while this rank
+computes or waits:
 
 - *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
 - *goodbye*: the peer left in order, and why. This is no failure, until a rank waits for something only that peer could do;
@@ -32,14 +32,14 @@ from typing import Any
 
 from weft import _core, forks
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
-from weft.symm import mesh
+from weft.symm import bootstrap
 from weft.symm.calls import CallLog, GroupCalls
 from weft.symm.failures import logged
 from weft.words import and_list
 
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
-_PART_BYTES = mesh.MAX_PACKET - 1
+_PART_BYTES = bootstrap.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may delay a message about a call
 _LAST_LOOK_S = 0.2  # after a deadline, how long the watchdog may read what has arrived
 CALLBACK_S = (
@@ -58,7 +58,7 @@ class Control:
     """
 
     def __init__(
-        self, rank: int, world_size: int, peers: list[mesh.Peer], calls: GroupCalls, failed: Callable[[WeftError], None],
+        self, rank: int, world_size: int, peers: list[bootstrap.Peer], calls: GroupCalls, failed: Callable[[WeftError], None],
         afterwards: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         self.rank, self.world_size = rank, world_size
@@ -133,7 +133,7 @@ class Control:
         """Return the error to raise after the failed word is set. Only the first report of a dead peer is a `PeerLostError`."""
         with self._lock:
             if self.failure is None:
-                return ValueError(f"this domain (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
+                return ValueError(f"this communicator (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
             kind, text = self.failure
             first, self._reported = not self._reported, True
         return PeerLostError(text + context, self._lost) if first and kind is PeerLostError else unusable(text, context)
@@ -204,7 +204,7 @@ class Control:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, file: int | None, what: str, deadline_s: float) -> list[tuple[Any, int | None]]:
-        """Return every rank's `obj` and file descriptor, by rank; see `Domain.all_gather`."""
+        """Return every rank's `obj` and file descriptor, by rank; see `Communicator.all_gather`."""
         self.check()
         until = time.monotonic() + deadline_s
         taken: list[tuple[Any, int | None]] = [(obj, file)] * self.world_size
@@ -368,7 +368,7 @@ class Control:
         while True:
             try:
                 flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-                data, files, _, _ = socket.recv_fds(sock, mesh.MAX_PACKET, 1, flags)
+                data, files, _, _ = socket.recv_fds(sock, bootstrap.MAX_PACKET, 1, flags)
             except BlockingIOError:
                 return True
             except ConnectionResetError:  # it left without reading all of ours; its last messages come next

@@ -1,4 +1,4 @@
-"""Symmetric memory between CPU processes: anonymous files (memfd), passed over the domain's sockets and mapped by all ranks.
+"""Symmetric memory between CPU processes: anonymous files (memfd), passed over the communicator's sockets and mapped by all ranks.
 
 The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all ranks have
 mapped it. So the kernel gets the pages back when the last rank is gone, however the ranks end. Pages are reserved up front and
@@ -25,7 +25,7 @@ _KEEP_FREE = 0.05  # share of free memory: a machine without any is no better of
 
 
 class CpuRegion:
-    """Memory of every rank of a domain, mapped here. See `weft.symm.memory.Region`."""
+    """Memory of every rank of a communicator, mapped here. See `weft.symm.memory.Region`."""
 
     def __init__(self, nbytes: int, mappings: list[_core.Mapping]):
         self.nbytes = nbytes
@@ -63,26 +63,26 @@ class CpuRegion:
         return self._mappings[rank]
 
 
-def allocate(domain: SharingRanks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve memory and exchange it; see `Domain.allocate`. After each of three rounds all ranks know the same."""
+def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
+    """Reserve memory and exchange it; see `Communicator.allocate`. After each of three rounds all ranks know the same."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Check that there is room for all ranks before any rank takes memory: reserving more than there is wakes the kernel's
     # out-of-memory killer instead of failing.
-    rooms = domain.all_gather(_room(), what=what)
+    rooms = comm.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])
-    total = size * domain.world_size
+    total = size * comm.world_size
     if total > (1 - _KEEP_FREE) * free:
         raise OutOfSharedMemoryError(
-            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(domain.world_size, 'rank')} x {size / 2**20:.1f}), free "
+            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(comm.world_size, 'rank')} x {size / 2**20:.1f}), free "
             f"{free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} stay untouched: use smaller batches or fewer ranks"
         )
     # 2. Each rank makes its own memory and sends it to its peers.
     descriptor, error = _reserve(size)
     files: list[int | None] = []
     try:
-        made = domain.all_gather_files(error, descriptor, what=what)
-        files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
+        made = comm.all_gather_files(error, descriptor, what=what)
+        files = [file for rank, (_, file) in enumerate(made) if rank != comm.rank]
         _agree(what, size, free, [text for text, _ in made])
         # 3. Each rank maps the memory of all ranks.
         mappings: list[_core.Mapping] = []
@@ -93,7 +93,7 @@ def allocate(domain: SharingRanks, nbytes: int, what: str) -> CpuRegion:
                 mappings.append(_core.Mapping(file, size))
         except OSError as trouble:
             error = f"mapping failed: {trouble}"
-        _agree(what, size, free, domain.all_gather(error, what=what))
+        _agree(what, size, free, comm.all_gather(error, what=what))
     finally:
         for file in [descriptor, *files]:
             if file is not None:

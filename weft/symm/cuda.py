@@ -1,9 +1,9 @@
 """Symmetric memory on GPUs: slabs of device memory that every rank maps, from which regions are cut.
 
 A slab is one allocation of each rank (`weft.symm.cuda_driver`), mapped by every rank of the group over NVLink or PCIe peer
-access. It lives as long as its domain and the tensors over it. Regions are cut from slabs and may be given back to them. All
+access. It lives as long as its communicator and the tensors over it. Regions are cut from slabs and may be given back to them. All
 ranks cut alike: `allocate` is collective, takes the same size everywhere, and places the region where every rank has room. Every
-wait is one of the domain's, with its deadline.
+wait is one of the communicator's, with its deadline.
 
 A group of one rank needs no peer: its slab is ordinary memory.
 """
@@ -28,7 +28,7 @@ _SLAB_BYTES = 8 << 20  # the smallest slab: signals and small buffers share one
 
 
 class CudaRegion:
-    """`nbytes` on every rank of the domain's group, zero at first. `address(rank)` is valid on this rank's device."""
+    """`nbytes` on every rank of the communicator's group, zero at first. `address(rank)` is valid on this rank's device."""
 
     def __init__(self, slab: _Slab, offset: int, nbytes: int) -> None:
         self._slab: _Slab | None = slab
@@ -73,23 +73,23 @@ class CudaRegion:
 class _Slab:
     """One allocation: `buffers[rank]` is the rank's memory as uint8 [nbytes], `addresses[rank]` its address on this device."""
 
-    def __init__(self, domain: SharingRanks, nbytes: int) -> None:
+    def __init__(self, comm: SharingRanks, nbytes: int) -> None:
         self.nbytes = nbytes
         self.free: list[Interval] = [(0, nbytes)]
         self.zero_from = 0  # bytes from here on have not been handed out yet
-        if domain.world_size == 1:
-            device = domain.device
+        if comm.world_size == 1:
+            device = comm.device
             self.buffers = [lasting(device, lambda: torch.zeros(nbytes, dtype=torch.uint8, device=device))]
         else:
-            self.buffers = _shared(domain, nbytes)
+            self.buffers = _shared(comm, nbytes)
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
-        _synchronize(domain.device)
+        _synchronize(comm.device)
 
 
-def _shared(domain: SharingRanks, nbytes: int) -> list[torch.Tensor]:
+def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
     """Return each rank's memory, uint8 [nbytes], this rank's cleared before its peers get it. After each of two rounds all ranks
     know the same."""
-    device, what = domain.device, f"{nbytes} bytes of symmetric memory on GPUs"
+    device, what = comm.device, f"{nbytes} bytes of symmetric memory on GPUs"
     memory, descriptor, error = None, None, ""
     try:
         memory, descriptor = _made(nbytes, device)
@@ -100,8 +100,8 @@ def _shared(domain: SharingRanks, nbytes: int) -> list[torch.Tensor]:
         error = f"{trouble}; {free} of {total} bytes free on {device}"
     files: list[int | None] = []
     try:
-        made = domain.all_gather_files(error, descriptor, what=what)
-        files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
+        made = comm.all_gather_files(error, descriptor, what=what)
+        files = [file for rank, (_, file) in enumerate(made) if rank != comm.rank]
         _agree(what, [text for text, _ in made])
         everybody: list[Mapping] = []
         try:
@@ -109,10 +109,10 @@ def _shared(domain: SharingRanks, nbytes: int) -> list[torch.Tensor]:
                 if file is None:
                     raise OSError(errno.EMFILE, f"no descriptor came from rank {rank}, {os.strerror(errno.EMFILE)}")
                 assert memory is not None
-                everybody.append(memory if rank == domain.rank else take(file, nbytes, device))
+                everybody.append(memory if rank == comm.rank else take(file, nbytes, device))
         except (DriverError, OSError) as trouble:
             error = f"mapping failed: {trouble}"
-        _agree(what, domain.all_gather(error, what=f"{what}, mapped"))
+        _agree(what, comm.all_gather(error, what=f"{what}, mapped"))
     finally:
         for one in [descriptor, *files]:
             if one is not None:
@@ -138,11 +138,11 @@ def _agree(what: str, errors: list[str]) -> None:
 _slabs: weakref.WeakKeyDictionary[SharingRanks, list[_Slab]] = weakref.WeakKeyDictionary()
 
 
-def allocate(domain: SharingRanks, nbytes: int, what: str) -> CudaRegion:
+def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
     """Allocate the same `nbytes` on every rank. Collective. Synchronises the device for a new slab, and for memory that is
     reused."""
-    slabs = _slabs.setdefault(domain, [])
-    asked = domain.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
+    slabs = _slabs.setdefault(comm, [])
+    asked = comm.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
     sizes = [size for size, _ in asked]
     if len(set(sizes)) > 1:
         raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
@@ -157,18 +157,18 @@ def allocate(domain: SharingRanks, nbytes: int, what: str) -> CudaRegion:
         for number in reversed(idle):
             del slabs[number]
         size = max(wanted, _SLAB_BYTES)
-        slab, offset = _Slab(domain, size if domain.world_size == 1 else rounded(size, domain.device)), 0
+        slab, offset = _Slab(comm, size if comm.world_size == 1 else rounded(size, comm.device)), 0
         slabs.append(slab)
     else:
         slab, offset = slabs[place[0]], place[1]
     slab.free = without(slab.free, (offset, offset + wanted))
     if offset < slab.zero_from:
         # The memory may have been used before. Wait for the work enqueued on all ranks, then clear it, and wait for that too.
-        _synchronize(domain.device)
-        domain.all_gather(None, what=f"{what}, again")
-        slab.buffers[domain.rank][offset : offset + wanted].zero_()
-        _synchronize(domain.device)
-        domain.all_gather(None, what=f"{what}, cleared")
+        _synchronize(comm.device)
+        comm.all_gather(None, what=f"{what}, again")
+        slab.buffers[comm.rank][offset : offset + wanted].zero_()
+        _synchronize(comm.device)
+        comm.all_gather(None, what=f"{what}, cleared")
     slab.zero_from = max(slab.zero_from, offset + wanted)
     return CudaRegion(slab, offset, nbytes)
 
@@ -215,6 +215,6 @@ def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) ->
     return min(found)[1:] if found else None
 
 
-def slab_bytes(domain: SharingRanks) -> int:
+def slab_bytes(comm: SharingRanks) -> int:
     """Return the bytes of device memory that the slabs of this rank hold."""
-    return sum(slab.nbytes for slab in _slabs.get(domain, []))
+    return sum(slab.nbytes for slab in _slabs.get(comm, []))

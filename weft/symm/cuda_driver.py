@@ -1,8 +1,8 @@
 """Device memory that other processes can map, from CUDA's driver: made, sent as a file descriptor, mapped, cleared.
 
 torch's symmetric memory does the same, but waits for peers inside, without a deadline and holding the interpreter's lock. A peer
-that dies or stops meanwhile blocks every thread of the process. Nothing here waits. Descriptors travel over a domain's sockets
-(`weft.symm.cuda`), which have deadlines and notice a death.
+that dies or stops meanwhile blocks every thread of the process. Nothing here waits. Descriptors travel over a communicator's
+sockets (`weft.symm.cuda`), which have deadlines and notice a death.
 
 The driver library comes with the GPU's driver, and is loaded at the first use.
 """

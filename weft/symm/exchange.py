@@ -11,66 +11,68 @@ from __future__ import annotations
 import torch
 
 from weft import _core
-from weft.symm.domain import Domain
+from weft.symm.communicator import Communicator
 
 _LENGTH_BYTES = 8
 
 
 class Exchange:
-    """An all-gather of up to `nbytes` bytes per rank. The constructor is collective; `domain` must be on CPU.
+    """An all-gather of up to `nbytes` bytes per rank. The constructor is collective; `communicator` must be on CPU.
 
     Every rank makes the same calls; one thread at a time.
     """
 
-    def __init__(self, domain: Domain, nbytes: int = 2048):
+    def __init__(self, comm: Communicator, nbytes: int = 2048):
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
-        if domain.device.type != "cpu":
-            raise ValueError(f"an Exchange needs a domain on CPU, not on {domain.device}: domain(group, 'cpu')")
-        self.domain = domain
+        if comm.device.type != "cpu":
+            raise ValueError(
+                f"an Exchange needs a communicator on CPU, not on {comm.device}: communicator(group, 'cpu')"
+            )
+        self.comm = comm
         self.nbytes = nbytes
         self._epoch = 0
         # Per rank: a counter on a cache line of its own, then two slots of length and payload.
         stride = -(-(_LENGTH_BYTES + nbytes) // 64) * 64
         self._offsets = (64, 64 + stride)
-        self._region = domain.allocate(64 + 2 * stride, what=f"Exchange(nbytes={nbytes})")
+        self._region = comm.allocate(64 + 2 * stride, what=f"Exchange(nbytes={nbytes})")
         self._views = [
             self._region.tensor(rank, (self._region.nbytes,), torch.uint8).numpy().data
-            for rank in range(domain.world_size)
+            for rank in range(comm.world_size)
         ]
-        self._counters = [self._region.address(rank) for rank in range(domain.world_size)]
-        domain._holders.add(self)  # the views keep the memory mapped
+        self._counters = [self._region.address(rank) for rank in range(comm.world_size)]
+        comm._holders.add(self)  # the views keep the memory mapped
 
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
         """Return every rank's payload of this round, by rank.
 
         Raises `ValueError` if the payload is longer than `nbytes` (nothing is published then: this rank may call again with a
-        shorter payload), and the errors of `Domain.wait`, in which `name` says what the ranks were agreeing on.
+        shorter payload), and the errors of `Communicator.wait`, in which `name` says what the ranks were agreeing on.
         """
         if len(payload) > self.nbytes:
             raise ValueError(
                 f"a payload of {len(payload)} bytes does not fit: this exchange carries up to {self.nbytes}"
             )
-        domain = self.domain
-        domain.check()
+        comm = self.comm
+        comm.check()
         if not self._views:
             raise ValueError("this exchange is closed")
         epoch = self._epoch = self._epoch + 1
         at = self._offsets[epoch % 2]
         start = at + _LENGTH_BYTES
-        own = self._views[domain.rank]
+        own = self._views[comm.rank]
         own[at:start] = len(payload).to_bytes(_LENGTH_BYTES, "little")
         own[start : start + len(payload)] = payload
-        _core.signal_set(self._counters[domain.rank], epoch)
+        _core.signal_set(self._counters[comm.rank], epoch)
         result = []
         try:
             for rank, (view, counter) in enumerate(zip(self._views, self._counters, strict=True)):
                 if _core.signal_read(counter) < epoch:  # a read is much cheaper than a wait
-                    domain.wait(counter, epoch, name=name, peer=rank, deadline_s=deadline_s)
+                    comm.wait(counter, epoch, name=name, peer=rank, deadline_s=deadline_s)
                 end = start + int.from_bytes(view[at:start], "little")
                 result.append(bytes(view[start:end]))
         except KeyboardInterrupt:
-            domain.poison(f"interrupted in {name}")  # its slots may no longer alternate
+            comm.poison(f"interrupted in {name}")  # its slots may no longer alternate
             raise
         return result
 

@@ -1,7 +1,7 @@
 """Failures of process groups, and the callbacks that want to hear of them.
 
-Failures belong to groups and not to domains: a group that has failed on a type of device stays failed when its domains are
-closed.
+Failures belong to groups and not to communicators: a group that has failed on a type of device stays failed when its
+communicators are closed.
 """
 
 from __future__ import annotations

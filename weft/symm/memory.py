@@ -1,6 +1,6 @@
 """The interface of symmetric memory on any type of device, and what allocators need of the ranks that share it.
 
-`weft.symm.cpu` and `weft.symm.cuda` allocate it for a domain, which is above them.
+`weft.symm.cpu` and `weft.symm.cuda` allocate it for a communicator, which is above them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Region(Protocol):
 
 
 class SharingRanks(Protocol):
-    """The ranks that share memory, as seen from this rank: the part of a `Domain` that allocators use."""
+    """The ranks that share memory, as seen from this rank: the part of a `Communicator` that allocators use."""
 
     rank: int
     world_size: int

@@ -30,7 +30,7 @@ from weft.bench.core.tables import Record
 from weft.errors import WeftError
 from weft.hw import available_memory_bytes
 from weft.launch import run_ranks
-from weft.symm import domain
+from weft.symm import communicator
 
 O = TypeVar("O")  # noqa: E741
 
@@ -122,7 +122,7 @@ def release(ranks: Ranks) -> None:
     """Free the last configuration's memory on all ranks, before the next configuration measures the free memory."""
     gc.collect()
     ranks.meet()
-    domain(
+    communicator(
         ranks.group, ranks.device
     ).close()  # frees symmetric memory of every variant; the next configuration allocates its own
     if ranks.device.type == "cuda":

@@ -26,7 +26,7 @@ from weft.embedding.tables import column_runs
 from weft.ops.embedding_all_to_all import calls_with, embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.runtime.embedding import executor_of
-from weft.symm import domain
+from weft.symm import communicator
 from weft.timeline import Timeline
 
 BASELINE = "embedding_bag"
@@ -244,7 +244,7 @@ class FusedArm:
             self.inputs = [as_jagged(features) for features in work.inputs]
             self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
             self.launching: Any = executor_of(
-                plan_of(config.sharding, self.options), domain(work.ranks.group, work.ranks.device)
+                plan_of(config.sharding, self.options), communicator(work.ranks.group, work.ranks.device)
             )
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
@@ -263,7 +263,7 @@ class FusedArm:
         """The transport that the calls have selected."""
         work = self.work
         plan = plan_of(work.config.sharding, self.options)
-        known = calls_with(plan, domain(work.ranks.group, work.ranks.device))
+        known = calls_with(plan, communicator(work.ranks.group, work.ranks.device))
         if not known:
             raise RuntimeError(f"no call of {work.name} was made with transport={self.options.transport!r}")
         return known[-1].taken[0]

@@ -25,7 +25,7 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, WeftError
 from weft.runtime.meeting import Topic, meeting_of, refuse, shown
 from weft.runtime.outputs import LendingExecutor, OutputPool
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.timeline import Timeline
 from weft.words import counted
 
@@ -96,39 +96,39 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
         warn(f"{counted(bad, 'index', 'indices')} out of range, read as zero rows; the first: {first}")
 
 
-def topic_of(domain: Domain, plan: EmbeddingPlan) -> Topic:
+def topic_of(comm: Communicator, plan: EmbeddingPlan) -> Topic:
     """Return the topic of calls with this plan."""
-    return Topic("embedding_all_to_all", plan.said, difference=shown(domain, plan.said))
+    return Topic("embedding_all_to_all", plan.said, difference=shown(comm, plan.said))
 
 
 def meet(
-    domain: Domain, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
+    comm: Communicator, topic: Topic, slot: int, batch_sizes: tuple[int, ...], *, deadline_s: float | None
 ) -> list[int]:
     """Return every rank's output slot for this call. Raise on every rank if one refuses or calls something else."""
-    meeting = meeting_of(domain)
+    meeting = meeting_of(comm)
     extras = meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(slot, hash(batch_sizes)))
     said = [_EXTRA.unpack(extra) for extra in extras]
     for rank, (_, theirs) in enumerate(said):
         if theirs != said[0][1]:
             meeting.disagree(
-                f"ranks 0 and {rank} called embedding_all_to_all with different batch_sizes (here, on rank {domain.rank}, "
+                f"ranks 0 and {rank} called embedding_all_to_all with different batch_sizes (here, on rank {comm.rank}, "
                 f"{batch_sizes}): pass the same global batch and batch_sizes on every rank"
             )
     return [slot for slot, _ in said]
 
 
 class EmbeddingAllToAllCpu(LendingExecutor):
-    """The executor of one plan on a domain of CPU processes."""
+    """The executor of one plan on a communicator of CPU processes."""
 
-    def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
-        self.plan, self.domain, self.schedule = plan, domain, plan.schedule
-        self.outputs = OutputPool(domain, plan.options.outputs)
+    def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
+        self.plan, self.comm, self.schedule = plan, comm, plan.schedule
+        self.outputs = OutputPool(comm, plan.options.outputs)
         self.copies = 0  # contiguous copies that left as slices, in all calls
         self.flags_raised = 0
         self._epoch = 0
-        self._topic = topic_of(domain, plan)
-        self._done = domain.allocate(_core.COUNTER_BYTES * domain.world_size)
-        self._flags = domain.allocate(8)
+        self._topic = topic_of(comm, plan)
+        self._done = comm.allocate(_core.COUNTER_BYTES * comm.world_size)
+        self._flags = comm.allocate(8)
         self._flag_count = 1
         self._tables: dict[Any, np.ndarray] = {}
 
@@ -145,23 +145,23 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         tensors: "tables", a list; "bags", a pair (`JaggedInput`, `CheckedInput`).
         """
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
-        plan, domain, rank = self.plan, self.domain, self.domain.rank
+        plan, comm, rank = self.plan, self.comm, self.comm.rank
         deadline_s = deadline_s or env.deadline_s()
         sharding = plan.sharding
-        domain.check()
+        comm.check()
         try:
             check_contents(jagged, sharding, rank, checked, plan.options)
             slot = self.outputs.acquire() if self.outputs.slot_bytes else 0
         except Exception as error:
-            refuse(domain, str(error), deadline_s=deadline_s)
+            refuse(comm, str(error), deadline_s=deadline_s)
         try:
-            slots = meet(domain, self._topic, slot, checked.batch_sizes, deadline_s=deadline_s)
+            slots = meet(comm, self._topic, slot, checked.batch_sizes, deadline_s=deadline_s)
             largest = max(checked.batch_sizes, default=0)
             slot_bytes = largest * sharding.total_dim * sharding.dtype.itemsize
             if self.outputs.reserve(slot_bytes, lambda: None, deadline_s):
                 # All ranks grow at the same call. No slot of the new buffers is lent yet.
                 slot = self.outputs.acquire()
-                slots = [slot] * domain.world_size
+                slots = [slot] * comm.world_size
             bases = self.outputs.base_addresses()
             outputs = [base + s * self.outputs.slot_bytes for base, s in zip(bases, slots, strict=True)]
             flags = self._flag_blocks(checked.batch_sizes, deadline_s) if plan.options.transport == "put" else []
@@ -178,7 +178,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         except BaseException as error:
             self.outputs.give_back(slot)
             if not isinstance(error, WeftError):  # all ranks raise a WeftError; peers do not learn of other errors
-                domain.poison(f"embedding_all_to_all failed in the middle of a call: {error!r}")
+                comm.poison(f"embedding_all_to_all failed in the middle of a call: {error!r}")
             raise
         shape = (checked.batch_sizes[rank], sharding.total_dim)
         output = self.outputs.lend(slot, shape, sharding.dtype)
@@ -195,8 +195,8 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         self._flags.give_back()
 
     def check(self) -> None:
-        """Raise the domain's error, if it has failed."""
-        self.domain.check()
+        """Raise the communicator's error, if it has failed."""
+        self.comm.check()
 
     def _table(self, weights: list[torch.Tensor], checked: CheckedInput) -> np.ndarray:
         key_of_slot = checked.key_of_slot
@@ -205,7 +205,7 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         if table is None:
             if len(self._tables) >= 4:
                 self._tables.clear()
-            self._tables[key] = table = slot_table(self.plan.sharding, self.domain.rank, weights, key_of_slot)
+            self._tables[key] = table = slot_table(self.plan.sharding, self.comm.rank, weights, key_of_slot)
         return table
 
     def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
@@ -217,53 +217,51 @@ class EmbeddingAllToAllCpu(LendingExecutor):
         wanted = max(batch_sizes, default=0) * sum(per_sample)
         if wanted > self._flag_count:
             count = max(wanted, 2 * self._flag_count)
-            self._flags = self.domain.allocate(8 * count, deadline_s=deadline_s)
+            self._flags = self.comm.allocate(8 * count, deadline_s=deadline_s)
             self._flag_count = count  # only now: if the allocation fails, the group goes on with the old flags
-        before = sum(per_sample[: self.domain.rank])
+        before = sum(per_sample[: self.comm.rank])
         return [self._flags.address(rank) + 8 * size * before for rank, size in enumerate(batch_sizes)]
 
     def _wait_for_peers(self, batch_sizes: tuple[int, ...], deadline_s: float) -> None:
-        domain = self.domain
+        comm = self.comm
         if self.plan.options.transport == "direct":
-            for peer in range(domain.world_size):
-                if peer != domain.rank:
-                    _core.signal_set(self._done.address(peer) + _core.COUNTER_BYTES * domain.rank, self._epoch)
-            for peer in range(domain.world_size):
-                if peer != domain.rank:
-                    address = self._done.address(domain.rank) + _core.COUNTER_BYTES * peer
-                    domain.wait(
-                        address, self._epoch, name="embedding_all_to_all done", peer=peer, deadline_s=deadline_s
-                    )
+            for peer in range(comm.world_size):
+                if peer != comm.rank:
+                    _core.signal_set(self._done.address(peer) + _core.COUNTER_BYTES * comm.rank, self._epoch)
+            for peer in range(comm.world_size):
+                if peer != comm.rank:
+                    address = self._done.address(comm.rank) + _core.COUNTER_BYTES * peer
+                    comm.wait(address, self._epoch, name="embedding_all_to_all done", peer=peer, deadline_s=deadline_s)
             return
-        count = batch_sizes[domain.rank] * sum(self.plan.slices_per_sample)
-        flags, until = self._flags.address(domain.rank), time.monotonic() + deadline_s
+        count = batch_sizes[comm.rank] * sum(self.plan.slices_per_sample)
+        flags, until = self._flags.address(comm.rank), time.monotonic() + deadline_s
         while True:
             # Read the clock before the flags: a process that was stopped past its deadline may still find them raised.
             remaining = until - time.monotonic()
             patience_s = max(0.0, min(_LOOK_S, remaining))
-            status, index, found = _core.wait_flags(flags, count, self._epoch, patience_s, domain.failed_address)
+            status, index, found = _core.wait_flags(flags, count, self._epoch, patience_s, comm.failed_address)
             if status == 0:
                 return
-            domain.check()
+            comm.check()
             if remaining <= 0:
                 text = (
-                    f"rank {domain.rank} waited {deadline_s:g} s for embedding_all_to_all slice flag {index} from rank "
+                    f"rank {comm.rank} waited {deadline_s:g} s for embedding_all_to_all slice flag {index} from rank "
                     f"{self._source(index, batch_sizes)}: wanted {self._epoch}, found {found}"
                 )
-                domain.poison(text)
+                comm.poison(text)
                 raise DeadlineError(text)
 
     def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
         """Return the rank that raises this rank's flag number `flag` (see `_flag_blocks`)."""
-        ends = batch_sizes[self.domain.rank] * np.cumsum(self.plan.slices_per_sample)
+        ends = batch_sizes[self.comm.rank] * np.cumsum(self.plan.slices_per_sample)
         return int(np.searchsorted(ends, flag, side="right"))
 
     def _room_for_events(self, checked: CheckedInput) -> np.ndarray:
-        slices = max(1, self.plan.slices_per_sample[self.domain.rank])
+        slices = max(1, self.plan.slices_per_sample[self.comm.rank])
         return np.zeros((4 * checked.global_batch * slices + 1024, 5), dtype=np.int64)
 
     def _fill(self, timeline: Timeline, events: np.ndarray, waiting_since: int) -> None:
-        rank = self.domain.rank
+        rank = self.comm.rank
         for kind, thread, start, end, sent in events.tolist():
             lane, name = _LANES[kind]
             timeline.add(rank, lane if thread == 0 else f"{lane} ({thread})", name, start / 1e3, end / 1e3, sent)

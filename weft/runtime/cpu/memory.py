@@ -1,7 +1,7 @@
 """Resources that all executors of a group on CPU ranks share: shared memory, counters, scratch memory, and threads for lanes.
 
 A group makes one call at a time. So its schedules use the same memory, which is as large as the largest of them needs. Mappings
-and threads do not grow with the number of shapes. They stay until the domain closes.
+and threads do not grow with the number of shapes. They stay until the communicator closes.
 
 Order of runs. Ranks meet before each run (`weft.runtime.meeting`). A rank meets the others only after all of its lanes have ended
 the last run:
@@ -36,7 +36,7 @@ from weft import _core
 from weft.runtime.cpu.run import Run
 from weft.runtime.meeting import drop_closed
 from weft.runtime.schedule_memory import ALIGNMENT, Layout
-from weft.symm import Domain
+from weft.symm import Communicator
 
 _SLACK = 1.25  # least growth factor: growth is rare, and at most a quarter is wasted
 _COUNTERS = 256  # initial number
@@ -73,16 +73,16 @@ class MemoryUser(Protocol):
 
 
 class Memory:
-    """The resources that executors on `domain`, a CPU domain, share."""
+    """The resources that executors on `communicator`, a CPU communicator, share."""
 
-    def __init__(self, domain: Domain) -> None:
-        self.domain = domain
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
         self.mapped: Mapped | None = None
         self.workers: list[Worker] = []
         self.kinds: set[Hashable] = set()
         """Kinds of schedules that differ only in sizes. Ranks have compared and checked the first schedule of each kind."""
         self._bound: dict[MemoryUser, None] = {}  # least recently run first
-        domain._holders.add(self)
+        comm._holders.add(self)
 
     def reserve(self, layout: Layout, scratch_bytes: int, n_workers: int, what: str) -> Mapped:
         """Make room for one more executor. Collective if shared memory has to grow. May raise `OutOfSharedMemoryError`."""
@@ -94,7 +94,7 @@ class Memory:
             now = replace(now, version=now.version + 1, scratch=scratch)
         self.mapped = now
         while len(self.workers) < n_workers:
-            worker = Worker(f"weft rank {self.domain.rank}, lane {len(self.workers) + 1}")
+            worker = Worker(f"weft rank {self.comm.rank}, lane {len(self.workers) + 1}")
             worker.start()
             self.workers.append(worker)
         return now
@@ -103,7 +103,7 @@ class Memory:
         known = (0, _COUNTERS, 0) if now is None else (now.nbytes, len(now.sets), now.version)
         nbytes, n_counters = _grown(known[0], layout.buffer_bytes), _grown(known[1], layout.n_counters)
         buffers_at = -(-_core.COUNTER_BYTES * n_counters // ALIGNMENT) * ALIGNMENT
-        region, ranks = self.domain.allocate(buffers_at + nbytes, what=what), range(self.domain.world_size)
+        region, ranks = self.comm.allocate(buffers_at + nbytes, what=what), range(self.comm.world_size)
         owners, addresses = tuple(map(region.owner, ranks)), tuple(map(region.address, ranks))
         scratch = torch.empty(0, dtype=torch.uint8) if now is None else now.scratch
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
@@ -119,8 +119,8 @@ class Memory:
         program.map(mapped)
 
     def close(self) -> None:
-        """Release everything when the domain ends. A run in progress keeps its memory mapped."""
-        _memories.pop(self.domain, None)
+        """Release everything when the communicator ends. A run in progress keeps its memory mapped."""
+        _memories.pop(self.comm, None)
         self.mapped = None
         self._bound.clear()
         workers, self.workers = self.workers, []
@@ -132,14 +132,14 @@ def _grown(known: int, needed: int) -> int:
     return known if needed <= known else max(needed, int(_SLACK * known))
 
 
-_memories: dict[Domain, Memory] = {}
+_memories: dict[Communicator, Memory] = {}
 
 
-def memory_of(domain: Domain) -> Memory:
-    memory = _memories.get(domain)
+def memory_of(comm: Communicator) -> Memory:
+    memory = _memories.get(comm)
     if memory is None:
         drop_closed(_memories)
-        memory = _memories[domain] = Memory(domain)
+        memory = _memories[comm] = Memory(comm)
     return memory
 
 
@@ -172,7 +172,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs. The caller may be this thread, if garbage collection closes the domain in it."""
+        """End the thread after its queued jobs. The caller may be this thread, if garbage collection closes the communicator in
+        it."""
         with self._ending:
             self._ended = True
             self._jobs.put(None)

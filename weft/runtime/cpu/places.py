@@ -67,7 +67,7 @@ class Places:
     def __init__(
         self, schedule: Schedule, run: Run, buffers: tuple[Buffer, ...], setters: dict[tuple[str, int], list[int]], shared: set[str]
     ) -> None:  # fmt: skip
-        self.run, self.rank, self._setters, self._shared = run, run.domain.rank, setters, shared
+        self.run, self.rank, self._setters, self._shared = run, run.comm.rank, setters, shared
         self.known: dict[tuple[str, int], Place] = {}
         self.layout = layout_of(schedule)
         self.scratch_bytes = 0

@@ -25,7 +25,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import MATMULS, Buffer, Collective, Compute, Copy, Read, Schedule, Step, Tiles, value
 from weft.schedule.expr import Held
 from weft.schedule.spans import span_name
-from weft.schedule.steps import put_in, variables_of
+from weft.schedule.steps import substitute, variables_of
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Bound:
     name: str
     sent_bytes: int
     rows: tuple[int, ...]
-    late: bool
+    dynamic: bool
     call: Callable[[], object]
 
 
@@ -47,7 +47,7 @@ class Program:
     """The lanes of this rank, ready to run once they are mapped and bound."""
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
-        self.run, self._rank = run, run.domain.rank
+        self.run, self._rank = run, run.comm.rank
         self.places = Places(schedule, run, checked.buffers, checked.setters, checked.shared)
         self.sets = self.places.sets()
         self._version = 0  # of the memory to which steps are bound
@@ -62,14 +62,14 @@ class Program:
             known: dict[str, Held] = {}  # contents that the lane has read, by buffer
             for step in lane.steps:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
-                late = isinstance(step, Tiles | Read) or (open_ and bool(variables_of(step)))
-                sent = 0 if late else self._sent_bytes(step)
-                bound = Bound(step, span_name(step, self._rank), sent, rows_of_ranks, late, _not_bound)
+                dynamic = isinstance(step, Tiles | Read) or (open_ and bool(variables_of(step)))
+                sent = 0 if dynamic else self._sent_bytes(step)
+                bound = Bound(step, span_name(step, self._rank), sent, rows_of_ranks, dynamic, _not_bound)
                 mine = given.keys() & {a.region.buffer for inner in step.inner or (step,) for a in inner.accesses()}
                 for name in mine:
                     users[name].append(bound)
-                if late:
-                    bound.call = partial(self._run_late, bound, known)
+                if dynamic:
+                    bound.call = partial(self._run_dynamic, bound, known)
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
         self._given = [_CallerTensor(buffer, users[name]) for name, buffer in given.items()]
@@ -95,7 +95,7 @@ class Program:
             given.key = None
         for _, steps in self.lanes:
             for bound in steps:
-                if not bound.late and bound not in mine:
+                if not bound.dynamic and bound not in mine:
                     bound.call = self._call(bound)
         self._version = mapped.version
 
@@ -105,7 +105,7 @@ class Program:
         self.places.known.clear()
         for _, steps in self.lanes:
             for bound in steps:
-                if not bound.late:
+                if not bound.dynamic:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
@@ -126,13 +126,13 @@ class Program:
             self.places.put(given.name, given.place(key))
             stale.update(dict.fromkeys(given.steps))
         for bound in stale:
-            if not bound.late:
+            if not bound.dynamic:
                 bound.call = self._call(bound)
         for given, key in moved:
             given.key = key
         return ""
 
-    def _run_late(self, bound: Bound, known: dict[str, Held]) -> None:
+    def _run_dynamic(self, bound: Bound, known: dict[str, Held]) -> None:
         """Run a step with the sizes of this run."""
         step = bound.step
         if isinstance(step, Read):
@@ -141,7 +141,7 @@ class Program:
             return
         try:
             if isinstance(step, Tiles):
-                run_tiles(put_in(step.kernel, known), step, self.places, known)
+                run_tiles(substitute(step.kernel, known), step, self.places, known)
             else:
                 run_numbered(step, self.places, known, bound.rows)
         except ValueError as error:
@@ -155,7 +155,7 @@ class Program:
                 continue
             with self._making:
                 if given.name not in self._made:
-                    tensor = make(put_in(given.rows, known))
+                    tensor = make(substitute(given.rows, known))
                     self.places.put(given.name, given.place(given.look(tensor)))
                     self._made[given.name] = tensor
 
@@ -171,7 +171,7 @@ class Program:
         """Return the bytes that this step moves between ranks: sent by this rank, or fetched from a peer."""
         regions = [access.region for access in step.accesses()]
         if step.meets:
-            crossing = regions[:1] * (self.run.domain.world_size - 1)
+            crossing = regions[:1] * (self.run.comm.world_size - 1)
         elif isinstance(step, Copy):
             crossing = [] if {step.src.at, step.dst.at} == {self._rank} else [step.src]
         else:

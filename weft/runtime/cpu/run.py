@@ -21,7 +21,7 @@ from weft.runtime.collectives import (
     sendable,
 )
 from weft.runtime.meeting import Topic, meeting_of
-from weft.symm import Domain
+from weft.symm import Communicator
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _OWN_LANE_S = 5.0
@@ -30,9 +30,9 @@ _OWN_LANE_S = 5.0
 class Run:
     """The counters to wait for, the deadline, and the errors of this rank's lanes. One object serves every run of a schedule."""
 
-    def __init__(self, name: str, what: str, domain: Domain) -> None:
+    def __init__(self, name: str, what: str, comm: Communicator) -> None:
         """Prepare runs of the schedule `name`. what: its purpose, in messages."""
-        self.name, self.domain, self.meeting = name, domain, meeting_of(domain)
+        self.name, self.comm, self.meeting = name, comm, meeting_of(comm)
         self.meeting.schedules += 1  # ranks make schedules in one order, so the number distinguishes equal names
         self._topic = Topic(
             f"schedule {name!r} of {what or f'number {self.meeting.schedules}'}", str(self.meeting.schedules)
@@ -56,7 +56,7 @@ class Run:
         except WeftError:  # all ranks raise it, or it has ended the group
             raise
         except BaseException as error:  # Ctrl-C: peers assume that this rank takes part
-            self.domain.poison(f"schedule {self.name}: {error!r}")
+            self.comm.poison(f"schedule {self.name}: {error!r}")
             raise
 
     def refuse(self, text: str, deadline_s: float) -> NoReturn:
@@ -64,7 +64,7 @@ class Run:
 
     def fail(self, error: BaseException, where: str) -> None:
         self.errors.append(error)
-        self.domain.poison(f"schedule {self.name}, {where}: {error!r}")  # no effect if the group has already failed
+        self.comm.poison(f"schedule {self.name}, {where}: {error!r}")  # no effect if the group has already failed
 
     def end(self) -> None:
         """Raise the error of this rank's lanes, if there is one."""
@@ -83,8 +83,8 @@ class Run:
         if _core.signal_read(address) >= wanted:
             return
         # A wait for another lane of this rank lasts longer, so that the other lane reports first what is missing.
-        deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.domain.rank else 0.0)
-        self.domain.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
+        deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.comm.rank else 0.0)
+        self.comm.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
         """Gather src [rows[rank], cols] of all ranks into dst [sum(rows), cols], by gloo. One thread at a time.
@@ -93,18 +93,18 @@ class Run:
         """
         if not dst.numel():
             return
-        ranks, group = range(self.domain.world_size), self.domain.group
+        ranks, group = range(self.comm.world_size), self.comm.group
         src, dst = sendable(src), sendable(dst)
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         if len(set(rows)) == 1:
             works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
         else:  # gloo's all-gather does not support unequal rows
             parts = whole.split(rows)
-            parts[self.domain.rank].copy_(src)
+            parts[self.comm.rank].copy_(src)
             sources = [rank for rank in ranks if rows[rank]]
             works = [dist.broadcast(parts[rank], group_src=rank, group=group, async_op=True) for rank in sources]
         for work in works:
-            finish(work, self.domain, f"all_gather of {self.name}", self._deadline_s, works, src, whole, self.tensors)
+            finish(work, self.comm, f"all_gather of {self.name}", self._deadline_s, works, src, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -112,8 +112,8 @@ class Run:
         """Send sent[r] rows of src to each rank r, and receive received[r] rows from it in dst, by gloo. One thread at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
-        work = all_to_all_single(whole, source, received, sent, group=self.domain.group, async_op=True)
-        finish(work, self.domain, f"exchange of {self.name}", self._deadline_s, source, whole, self.tensors)
+        work = all_to_all_single(whole, source, received, sent, group=self.comm.group, async_op=True)
+        finish(work, self.comm, f"exchange of {self.name}", self._deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -121,8 +121,8 @@ class Run:
         """Sum all ranks' src into dst, by gloo. One thread at a time."""
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         whole.copy_(src)
-        work = all_reduce_single(whole, group=self.domain.group, async_op=True)
-        finish(work, self.domain, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
+        work = all_reduce_single(whole, group=self.comm.group, async_op=True)
+        finish(work, self.comm, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -132,11 +132,11 @@ class Run:
         source = src.contiguous()
         if len(set(rows)) == 1:
             whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
-            work = reduce_scatter_single(whole, source, group=self.domain.group, async_op=True)
+            work = reduce_scatter_single(whole, source, group=self.comm.group, async_op=True)
         else:  # gloo's reduce-scatter does not support unequal rows
             source = source.clone() if source is src else source
-            work = all_reduce_single(source, group=self.domain.group, async_op=True)
-            whole = source.split(rows)[self.domain.rank]
-        finish(work, self.domain, f"reduce_scatter of {self.name}", self._deadline_s, source, whole, self.tensors)
+            work = all_reduce_single(source, group=self.comm.group, async_op=True)
+            whole = source.split(rows)[self.comm.rank]
+        finish(work, self.comm, f"reduce_scatter of {self.name}", self._deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)

@@ -28,12 +28,12 @@ from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import agree_on_schedule
 from weft.schedule import Schedule, Set
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.timeline import Span, Timeline
 
 
 class CpuSchedule(Executor):
-    """The executor of `schedule` on this rank of `domain`. It ends with `close()` or with the domain.
+    """The executor of `schedule` on this rank of `communicator`. It ends with `close()` or with the communicator.
 
     The constructor is collective: ranks compare schedules, and the group's memory may grow. It raises on every rank:
     `DisagreementError` if the schedules differ, `ScheduleError` if one does not fit its memory or these ranks, or
@@ -43,16 +43,18 @@ class CpuSchedule(Executor):
     sizes, and are known to be correct for all sizes. Ranks compare and check only the first of a kind.
     """
 
-    def __init__(self, schedule: Schedule, domain: Domain, what: str = "", kind: Hashable = None) -> None:
-        if domain.device.type != "cpu":
-            raise ValueError(f"a CpuSchedule needs a domain on CPU, not on {domain.device}: domain(group, 'cpu')")
-        self.schedule, self.domain, self._memory = schedule, domain, memory_of(domain)
+    def __init__(self, schedule: Schedule, comm: Communicator, what: str = "", kind: Hashable = None) -> None:
+        if comm.device.type != "cpu":
+            raise ValueError(
+                f"a CpuSchedule needs a communicator on CPU, not on {comm.device}: communicator(group, 'cpu')"
+            )
+        self.schedule, self.comm, self._memory = schedule, comm, memory_of(comm)
         if kind is not None and kind in self._memory.kinds:
-            checked = Checked(schedule, domain.rank, domain.world_size, known=True)
+            checked = Checked(schedule, comm.rank, comm.world_size, known=True)
         else:
-            checked = _agreed(schedule, domain)
+            checked = _agreed(schedule, comm)
             self._memory.kinds.add(kind)
-        self._program: Program | None = Program(schedule, checked, Run(schedule.name, what, domain))
+        self._program: Program | None = Program(schedule, checked, Run(schedule.name, what, comm))
         places, n_workers = self._program.places, len(self._program.lanes) - 1
         what = f"buffers of schedule {schedule.name}"
         self._program.map(self._memory.reserve(places.layout, places.scratch_bytes, n_workers, what))
@@ -83,11 +85,11 @@ class CpuSchedule(Executor):
         # References to the end: a concurrent close does not unmap memory that lanes use.
         program, mapped, workers = self._program, self._memory.mapped, self._memory.workers
         if program is None or mapped is None:
-            self.domain.check()
+            self.comm.check()
             raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
         run = program.run
         with run.meeting.lock:
-            self.domain.check()
+            self.comm.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
             # Views outlive the call, and calls outside of inference mode may use them.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
@@ -116,7 +118,7 @@ class CpuSchedule(Executor):
             return program.made()
 
     def check(self) -> None:
-        self.domain.check()
+        self.comm.check()
 
     def close(self) -> None:
         """Drop the program. Memory and threads belong to the group. Idempotent, not collective."""
@@ -131,15 +133,15 @@ class CpuSchedule(Executor):
         return True
 
 
-def _agreed(schedule: Schedule, domain: Domain) -> Checked:
+def _agreed(schedule: Schedule, comm: Communicator) -> Checked:
     """Compare and check `schedule` on all ranks. Collective."""
-    agree_on_schedule(schedule, domain)
+    agree_on_schedule(schedule, comm)
     checked, error = None, ""
     try:
-        checked = Checked(schedule, domain.rank, domain.world_size)
+        checked = Checked(schedule, comm.rank, comm.world_size)
     except ValueError as trouble:
         error = str(trouble)
-    errors = [text for text in domain.all_gather(error, what=f"checks of schedule {schedule.name}") if text]
+    errors = [text for text in comm.all_gather(error, what=f"checks of schedule {schedule.name}") if text]
     if checked is None or errors:
         raise ScheduleError(errors[0])
     return checked
@@ -158,6 +160,6 @@ def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> 
                 start = time.monotonic_ns()
                 bound.call()
                 end = start if isinstance(bound.step, Set) else time.monotonic_ns()
-                spans.append(Span(run.domain.rank, lane, bound.name, start / 1e3, end / 1e3, bound.sent_bytes))
+                spans.append(Span(run.comm.rank, lane, bound.name, start / 1e3, end / 1e3, bound.sent_bytes))
     except BaseException as error:
         run.fail(error, f"lane {lane}")

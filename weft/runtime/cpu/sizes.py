@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.schedule import Compute, Copy, Expr, Index, Region, Set, Step, Tiles
 from weft.schedule.expr import Values
-from weft.schedule.steps import put_in
+from weft.schedule.steps import substitute
 
 Place = tuple[str, int]
 """(buffer, rank)"""
@@ -21,7 +21,7 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
     size_of: returns (rows, columns) of a buffer of a rank. `ValueError` for a region outside its buffer.
     """
     if not isinstance(step, Tiles | Copy | Compute):
-        yield put_in(step, values)
+        yield substitute(step, values)
         return
     tiles = np.arange(_extent(step, values))
     within: Mapping[str, Any] = {**values, step.index: tiles} if isinstance(step, Tiles) else values

@@ -6,7 +6,7 @@
 | `compile` | turns a rank's steps into the items that `issue` enqueues on streams in every run |
 | `context`, `memory` | what the compiler works with; the memory and streams that executors share |
 | `regions` | the addresses of regions and signal words |
-| `groups`, `tokens` | signals between ranks, as flags |
+| `groups`, `flags` | signals between ranks, as flags |
 | `calls` | calls of torch, cuBLAS and NCCL |
 | `sizes` | dynamic sizes, which only the run knows |
 | `tile_kernels` | weft's GEMM kernels |

@@ -83,9 +83,9 @@ def _computing(step: Compute, out: RegionView, inputs: list[RegionView]) -> Oper
 
 
 def collective_call(step: Collective, regions: Regions, context: Context) -> Operation:
-    src, dst, group = regions.view(step.src), regions.view(step.dst), context.domain.group
+    src, dst, group = regions.view(step.src), regions.view(step.dst), context.comm.group
     nth = _collectives(context.schedule, context.rank).index(step)
-    peers = [_collectives(context.schedule, r)[nth] for r in range(context.domain.world_size)]
+    peers = [_collectives(context.schedule, r)[nth] for r in range(context.comm.world_size)]
     sizes = [int((s.src if step.op == "all_gather" else s.dst).rows) for s in peers]
     if step.op == "all_reduce":
         if step.src == step.dst:

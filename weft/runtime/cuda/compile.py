@@ -1,7 +1,7 @@
 """The compiler from a rank's steps to what the host issues: native operations, torch and NCCL calls, and small kernels, in one
 order.
 
-Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.tokens`), so that a CUDA graph
+Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.flags`), so that a CUDA graph
 can capture them. Copies by kernel include the signals around them.
 
 Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no operation: a run
@@ -27,14 +27,14 @@ from weft.runtime.cuda.add_up import Address, AddUp, SumNorm
 from weft.runtime.cuda.agree import Agreeing
 from weft.runtime.cuda.calls import collective_call, compute_call
 from weft.runtime.cuda.context import Context, Tensors
+from weft.runtime.cuda.flags import AWAITED, FLAG, Flag, Key, words_for
 from weft.runtime.cuda.groups import Group, Grouping
 from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.move import MAX_PROGRAMS, CopyLaunch, CopyShape
 from weft.runtime.cuda.regions import Regions
-from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_late
+from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
 from weft.runtime.cuda.tile_kernels import Gemms, Tracked
-from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
@@ -70,17 +70,17 @@ class Compiler:
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
         self._computes = [resources[name] == "compute" for name in context.lanes]
-        self._late_lanes = len({lane for lane, step in context.order
-                                if resources[lane] == "copy" and isinstance(step, Copy) and is_late(step)})  # fmt: skip
-        self._tokens = context.tokens[context.rank]
-        self._words_of = [words_for(tokens) for tokens in context.tokens]
+        self._dynamic_lanes = len({lane for lane, step in context.order
+                                if resources[lane] == "copy" and isinstance(step, Copy) and is_dynamic(step)})  # fmt: skip
+        self._tokens = context.flags[context.rank]
+        self._words_of = [words_for(flags) for flags in context.flags]
         grouping = Grouping(context.rank, context.lanes, context.order, self._tokens, regions.fixed_pitch)
         self.crosses, self._groups = grouping.crosses, grouping.groups()
         # By lane: the places of steps whose signals the lane's stream writes, and the flags that it waits for. Launches clear
         # their flags themselves. Compute lanes clear theirs right after the wait: their sets run on the monitor, too late for the
         # lane's own next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
-        self._of_stream: dict[str, list[Token]] = {name: [] for name in context.lanes}
+        self._of_stream: dict[str, list[Flag]] = {name: [] for name in context.lanes}
         for group in self._groups:
             if not (group.moves or self._computes[group.lane]):
                 self._carriers[context.lanes[group.lane]] |= set(range(group.first, group.last + 1))
@@ -137,13 +137,13 @@ class Compiler:
         name = self.context.lanes[group.lane]
         steps = [step for lane, step in self.context.order if lane == name]
 
-        def soon(token: Token) -> bool:
-            behind = steps[group.last + 1 : token.carrier] if token.carrier in self._carriers[name] else []
-            return token.previous and all(isinstance(step, Copy) for step in behind)
+        def soon(flag: Flag) -> bool:
+            behind = steps[group.last + 1 : flag.carrier] if flag.carrier in self._carriers[name] else []
+            return flag.previous and all(isinstance(step, Copy) for step in behind)
 
         # All waits of a group come before its clears: a wait for this run would leave the flag in place.
         mine = self._tokens_in(group)
-        return all(token.previous for token in mine) and any(soon(token) for token in mine)
+        return all(flag.previous for flag in mine) and any(soon(flag) for flag in mine)
 
     # --- emitting ---
 
@@ -158,7 +158,7 @@ class Compiler:
             emit(group.steps[0], self, group)
         if stamps is not None:
             rank = self.context.rank
-            crossing = [c for c in copies if {c.src.at, c.dst.at} != {rank} and not is_late(c)]
+            crossing = [c for c in copies if {c.src.at, c.dst.at} != {rank} and not is_dynamic(c)]
             sent = sum(int(c.dst.rows) * self.regions.row_bytes(c.dst) for c in crossing)
             text = "; ".join(span_name(s, rank) for s in group.steps)
             self.items.spans.append((self.context.lanes[group.lane], text, sent))
@@ -180,15 +180,15 @@ class Compiler:
         if group is self._telling:
             parts.append((False, self._begun, 0, 1))
         if mine:
-            taken = [token for token in mine if token.carrier not in self._carriers[name]]
-            parts += [(True, self._words + self.context.rank, 8 * token.word, AWAITED) for token in mine]
+            taken = [flag for flag in mine if flag.carrier not in self._carriers[name]]
+            parts += [(True, self._words + self.context.rank, 8 * flag.word, AWAITED) for flag in mine]
         else:
             places = range(group.first, group.last + 1)
             taken = [t for t in self._of_stream[name] if t.carrier in places]
-        parts += [self._note(token.word, 0) for token in taken]
+        parts += [self._note(flag.word, 0) for flag in taken]
         for step in group.steps:
             if isinstance(step, Set):
-                parts += [(False, self._words + int(step.at), 8 * word, TOKEN) for word in self._words_set_by(step)]
+                parts += [(False, self._words + int(step.at), 8 * word, FLAG) for word in self._words_set_by(step)]
         if not parts:
             return  # nobody waits for this signal
         if self._computes[group.lane] and not mine:
@@ -215,10 +215,10 @@ class Compiler:
         """Return the addresses of the words whose flags a set of this counter raises."""
         return [self.context.words.address(at) + 8 * word for word in self._words_of[at].get((signal, index), [])]
 
-    def _tokens_in(self, group: Group) -> list[Token]:
+    def _tokens_in(self, group: Group) -> list[Flag]:
         name = self.context.lanes[group.lane]
         found = [self._tokens.get((name, at)) for at in range(group.first, group.last + 1)]
-        return [token for token in found if token is not None]
+        return [flag for flag in found if flag is not None]
 
     def _launch(self, group: Group, copies: list[Copy]) -> None:
         """Issue a group as one kernel: signals, waits, copies, signals, waits."""
@@ -247,8 +247,8 @@ class Compiler:
             "begins": begins, "passes": passes, "ends": ends, "early": context.buffers[copies[0].src.buffer].role == "input",
             "adds": context.buffers[copies[0].dst.buffer].dtype if copies[0].accumulate else "",
         }  # fmt: skip
-        if is_late(copies[0]):
-            self._launch_late(group.lane, copies[0], signals)
+        if is_dynamic(copies[0]):
+            self._launch_dynamic(group.lane, copies[0], signals)
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = self.regions.row_bytes(copies[0].src)
@@ -267,7 +267,7 @@ class Compiler:
 
         self.items.launch(group.lane, launch)
 
-    def _launch_late(self, lane: int, copy: Copy, signals: dict[str, Any]) -> None:
+    def _launch_dynamic(self, lane: int, copy: Copy, signals: dict[str, Any]) -> None:
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
         of_src, of_dst = (self.context.buffers[region.buffer] for region in (copy.src, copy.dst))
         most = of_dst.rows if isinstance(of_dst.rows, int) else _MANY
@@ -276,7 +276,7 @@ class Compiler:
             shape=CopyShape(most, self.regions.row_bytes(copy.src), pitch, to_pitch),
             sizes=self.sizes[id(copy)],
             # Few programs beside GEMMs. On a compute lane no GEMM runs at the same time: as many as help.
-            programs=MAX_PROGRAMS if self._computes[lane] else max(1, LATE_PROGRAMS // self._late_lanes),
+            programs=MAX_PROGRAMS if self._computes[lane] else max(1, LATE_PROGRAMS // self._dynamic_lanes),
             **signals,
         )
 
@@ -284,7 +284,7 @@ class Compiler:
             rows = [b.rows if isinstance(b.rows, int) else tensors[b.name].shape[0] for b in (of_src, of_dst)]
             move.launch(bases[src] + at, bases[dst] + to, *rows)
 
-        self.items.late(lane, launch)
+        self.items.dynamic(lane, launch)
 
 
 def _whole(region: Region) -> Region:
@@ -311,8 +311,10 @@ def emit_tiles(kernel: TileKernel, step: Tiles, compiler: Compiler, lane: int) -
 @emit.register
 def _copy(step: Copy, compiler: Compiler, group: Group) -> None:
     place, lane = compiler.regions.place, group.lane
-    if is_late(step):
-        compiler.items.late(lane, LateCopy(compiler.context, step, place(_whole(step.src)), place(_whole(step.dst))))
+    if is_dynamic(step):
+        compiler.items.dynamic(
+            lane, DynamicCopy(compiler.context, step, place(_whole(step.src)), place(_whole(step.dst)))
+        )
         return
     (dst, to, to_pitch), (src, at, pitch) = place(step.dst), place(step.src)
     width = compiler.regions.row_bytes(step.src)
@@ -360,7 +362,7 @@ def _agree(step: Agree, compiler: Compiler, group: Group) -> None:
         call.launch(bases[base] + offset, tensors[buffer.name].shape[0])
 
     compiler.items.kept.append(call)
-    compiler.items.late(group.lane, launch)
+    compiler.items.dynamic(group.lane, launch)
 
 
 @emit.register(Set)
@@ -382,13 +384,13 @@ def _read(step: Read, compiler: Compiler, group: Group) -> None:
     if buffer not in context.own:
         raise ScheduleError(f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first")
     if step.by == "host":
-        compiler.items.late(lane, HostRead(context, buffer))
+        compiler.items.dynamic(lane, HostRead(context, buffer))
     if step.by == "meanwhile":
         compiler.ahead[lane] = ReadAhead(context, buffer)
-        compiler.items.late(lane, compiler.ahead[lane].begin)
+        compiler.items.dynamic(lane, compiler.ahead[lane].begin)
     name = context.lanes[lane]
     copies = [s for lane_of, s in context.order if lane_of == name and isinstance(s, Copy) and s.by == "kernel"]
-    copies = [copy for copy in copies if is_late(copy) and id(copy) not in compiler.sizes]
+    copies = [copy for copy in copies if is_dynamic(copy) and id(copy) not in compiler.sizes]
     if not copies:
         return
     totals = Totals(context.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)])
@@ -411,21 +413,21 @@ def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compil
     # Copies by kernel on other lanes run beside every GEMM, except the last of those that wait for the copied rows. All others
     # leave multiprocessors free for them.
     name = context.lanes[lane]
-    sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in context.order if at != name)
+    sending = any(isinstance(s, Copy) and s.by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and isinstance(s, Tiles)][-1]
     beside = sending and (step is not last or isinstance(kernel, ReturningMatmul))
     spare = LATE_PROGRAMS // 2 if beside else 0
     call = Gemms(context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare)
     compiler.items.prepares.append(call.prepare)
-    compiler.items.late(lane, call)
+    compiler.items.dynamic(lane, call)
     if ahead := compiler.ahead.get(lane):
         ahead.gemms.append(call)
         if step is last:
-            compiler.items.late(lane, ahead.settle)
+            compiler.items.dynamic(lane, ahead.settle)
 
 
 @emit_tiles.register
 def _tracked_matmul(kernel: TrackedMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
     call = Tracked(compiler.context, compiler.regions, kernel, step, compiler.addresses_set)
     compiler.items.prepares.append(call.prepare)
-    compiler.items.late(lane, call)
+    compiler.items.dynamic(lane, call)

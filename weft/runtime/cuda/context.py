@@ -13,11 +13,11 @@ from typing import TypeAlias
 import torch
 
 from weft.errors import DeadlineError, DisagreementError, ScheduleError
-from weft.runtime.cuda.tokens import StepPlace, Token, tokens_of
+from weft.runtime.cuda.flags import Flag, StepPlace, flags_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
 from weft.schedule import Buffer, Schedule, Set, Step, Wait, value
 from weft.schedule.verify.issue_order import issue_order
-from weft.symm import Domain, Region
+from weft.symm import Communicator, Region
 from weft.symm.lasting import lasting
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -37,7 +37,7 @@ class RankSchedule:
     given: list[Buffer]
     order: list[tuple[str, Step]]
     layout: Layout
-    tokens: tuple[dict[StepPlace, Token], ...]
+    flags: tuple[dict[StepPlace, Flag], ...]
     lanes: list[str]
 
     @property
@@ -47,7 +47,7 @@ class RankSchedule:
         While a run stands at waits, the word is 1 + the number of waits known to have passed; otherwise it is 0. It is used
         unless some lane begins with waits for the previous run alone: their flags are 0 while a run goes on.
         """
-        return max(len(tokens) for tokens in self.tokens)
+        return max(len(flags) for flags in self.flags)
 
 
 def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
@@ -58,13 +58,13 @@ def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = Non
     buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank, expected=False)}
     given = [b for b in buffers.values() if b.role in ("input", "output")]
     layout, order = layout_of(schedule), None if like is None else _same_order(schedule, rank, like.order)
-    tokens = like.tokens if like is not None and order is not None else tokens_of(schedule)
+    flags = like.flags if like is not None and order is not None else flags_of(schedule)
     order = order or issue_order(schedule)[rank]
     first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
     if first is None:
         raise ScheduleError(f"schedule {schedule.name} needs a compute lane, which becomes the caller's stream")
     lanes = [first, *(lane.name for lane in schedule.lanes if lane.name != first)]
-    return RankSchedule(schedule, rank, buffers, given, order, layout, tokens, lanes)
+    return RankSchedule(schedule, rank, buffers, given, order, layout, flags, lanes)
 
 
 def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
@@ -107,7 +107,7 @@ class Context(RankSchedule):
     number of rows than this rank expected.
     """
 
-    domain: Domain
+    comm: Communicator
     device: torch.device
     region: Region
     words: Region
@@ -128,7 +128,7 @@ class Context(RankSchedule):
         if run.failure is not None:
             failure, run.failure = run.failure, None
             raise failure
-        self.domain.check()
+        self.comm.check()
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
         """Raise `ScheduleError` if a copy of this run would leave its buffer. Poison the group: peers wait for the rest of this
@@ -139,7 +139,7 @@ class Context(RankSchedule):
             text = (
                 f"rank {self.rank}: by the sizes of this run, rows {first}:+{count} are outside {buffer} of {rows} rows"
             )
-            self.domain.poison(text)
+            self.comm.poison(text)
             raise ScheduleError(text)
 
 

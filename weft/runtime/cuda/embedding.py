@@ -1,8 +1,8 @@
 """embedding_all_to_all on GPUs: one rank's side of every call, enqueued on the current stream.
 
 The host never waits. Results are valid in stream order. The device notes errors (a missed deadline, ranks that disagree, bad
-indices) in pinned memory, and the next call or `check()` raises them. When the domain fails (a peer died, a rank gave up), the
-watchdog writes POISON over this rank's signals with the copy engine, so that kernels that wait for them return.
+indices) in pinned memory, and the next call or `check()` raises them. When the communicator fails (a peer died, a rank gave up),
+the watchdog writes POISON over this rank's signals with the copy engine, so that kernels that wait for them return.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, RankAddresses, T
 from weft.runtime.cuda.watch import watch
 from weft.runtime.meeting import refuse
 from weft.runtime.outputs import LendingExecutor, OutputPool
-from weft.symm import Domain, Region, set_up_within
+from weft.symm import Communicator, Region, set_up_within
 from weft.symm.lasting import lasting
 from weft.timeline import Timeline
 from weft.words import counted
@@ -35,15 +35,15 @@ _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", d
 
 
 class EmbeddingAllToAllCuda(LendingExecutor):
-    """The executor of one plan on a domain of GPUs. The constructor is collective."""
+    """The executor of one plan on a communicator of GPUs. The constructor is collective."""
 
-    def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
-        self.plan, self.domain, self.schedule = plan, domain, plan.schedule
-        self.kernel = EmbeddingKernel(plan, domain.rank, domain.device)
-        self.outputs = OutputPool(domain, plan.options.outputs)
-        world = domain.world_size
-        self._signals = domain.allocate(8 * 3 * world)
-        self._flags = domain.allocate(8)
+    def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
+        self.plan, self.comm, self.schedule = plan, comm, plan.schedule
+        self.kernel = EmbeddingKernel(plan, comm.rank, comm.device)
+        self.outputs = OutputPool(comm, plan.options.outputs)
+        world = comm.world_size
+        self._signals = comm.allocate(8 * 3 * world)
+        self._flags = comm.allocate(8)
         self._flag_count = 1
         self._flags_of_graphs: list[tuple[Region, int]] = []  # flags that replays of captured graphs set, and how many
         self._captured = False
@@ -55,14 +55,14 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._usual_deadline_s = env.deadline_s()
         # Allocate now everything that the watchdog needs: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
-        self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)
-        self._take_back = domain.on_failure(self._release_waiters)
+        self._poison_stream = torch.cuda.Stream(comm.device, priority=-1)
+        self._take_back = comm.on_failure(self._release_waiters)
         self._failure: WeftError | None = None
         self._noting = threading.Lock()
         self._look = _Look(self)
-        domain._holders.add(self._look)
+        comm._holders.add(self._look)
         watch.add(self._look)
-        domain.before_check(self.look)  # the watching thread may be late
+        comm.before_check(self.look)  # the watching thread may be late
 
     def run(
         self,
@@ -82,20 +82,20 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         weights, (jagged, checked) = tensors["tables"], tensors["bags"]
         self.check()
         if self.plan.options.refuses_bad_ids:
-            bad = first_bad_index(jagged, self.plan.sharding, self.domain.rank, checked)  # waits for the device
+            bad = first_bad_index(jagged, self.plan.sharding, self.comm.rank, checked)  # waits for the device
             if bad is not None:
-                refuse(self.domain, bad, deadline_s=deadline_s)
-        plan, domain = self.plan, self.domain
+                refuse(self.comm, bad, deadline_s=deadline_s)
+        plan, comm = self.plan, self.comm
         largest = max(checked.batch_sizes, default=0)
         patience_s = deadline_s or self._usual_deadline_s  # a peer may still compile a kernel first
         captured = torch.cuda.is_current_stream_capturing()
         grown = self.outputs.reserve(largest * self._row_bytes, self._quiesce, patience_s)
         if largest * self._flags_per_sample > self._flag_count:
-            refuse_capture(self.domain.device)
+            refuse_capture(self.comm.device)
             flag_count = max(largest * self._flags_per_sample, 2 * self._flag_count)
             with set_up_within(patience_s):
                 self._quiesce()
-                fewer, self._flags = self._flags, domain.allocate(8 * flag_count)
+                fewer, self._flags = self._flags, comm.allocate(8 * flag_count)
             if self._captured:
                 self._flags_of_graphs.append((fewer, self._flag_count))
             else:
@@ -108,9 +108,7 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         slot = self.outputs.acquire()
         lines = None
         if timeline is not None:
-            lines = torch.zeros(
-                max(1, self.kernel.n_units(jagged, checked)), 3, dtype=torch.int64, device=domain.device
-            )
+            lines = torch.zeros(max(1, self.kernel.n_units(jagged, checked)), 3, dtype=torch.int64, device=comm.device)
         try:
             self.kernel.launch(
                 weights, jagged, checked, self._memory, slot, patience_s,
@@ -120,21 +118,21 @@ class EmbeddingAllToAllCuda(LendingExecutor):
             self.outputs.give_back(slot)
             raise
         self._last_input = (jagged, checked)
-        shape = (checked.batch_sizes[domain.rank], plan.sharding.total_dim)
+        shape = (checked.batch_sizes[comm.rank], plan.sharding.total_dim)
         output = self.outputs.lend(slot, shape, plan.sharding.dtype, captured)
         if timeline is not None and lines is not None:
             self._read_timeline(timeline, lines)
         return {"out": output}
 
     def check(self) -> None:
-        """Raise errors that earlier calls recorded and failures of the domain; warn of bad indices. Do not wait."""
+        """Raise errors that earlier calls recorded and failures of the communicator; warn of bad indices. Do not wait."""
         record = self._record
-        _warn_of_bad_input(self.kernel, record, self._last_input, self.domain.rank)
+        _warn_of_bad_input(self.kernel, record, self._last_input, self.comm.rank)
         self.look()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        self.domain.check()
+        self.comm.check()
 
     def look(self) -> None:
         """Fail the group if the device has recorded that a call failed. The watching thread and calls of all operators do this."""
@@ -145,25 +143,25 @@ class EmbeddingAllToAllCuda(LendingExecutor):
     def _note_failure(self, record: Any) -> None:
         status = record[device_code.R_STATUS]
         record[device_code.R_STATUS] = 0
-        if status == 0 or self.domain.failed:  # a failure elsewhere ended our waits, or came before our deadline
+        if status == 0 or self.comm.failed:  # a failure elsewhere ended our waits, or came before our deadline
             return
         epoch, peer, wanted, found = record[device_code.R_EPOCH : device_code.R_FOUND + 1]
         if status == device_code.DISAGREE:
             text = (
-                f"rank {self.domain.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
+                f"rank {self.comm.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
                 f"the same global batch and batch_sizes on every rank"
             )
             self._failure = DisagreementError(text)
-            self.domain.poison(text)
+            self.comm.poison(text)
             return
         text = (
-            f"rank {self.domain.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in call {epoch} of "
+            f"rank {self.comm.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in call {epoch} of "
             f"embedding_all_to_all missed its deadline: wanted {wanted}, found {found}. Has that rank made the same call?"
         )
         if status == device_code.WAIT_FLAG:
             text = text.replace(f" of rank {peer} ", f" number {peer} ")
         self._failure = DeadlineError(text)
-        self.domain.poison(text)
+        self.comm.poison(text)
 
     def close(self) -> None:
         """Return the memory. First wait for the devices of all ranks; no captured graph may be replayed afterwards. Idempotent."""
@@ -179,35 +177,35 @@ class EmbeddingAllToAllCuda(LendingExecutor):
         self._memory = None
 
     def _map(self) -> RankAddresses:
-        world, device = self.domain.world_size, self.domain.device
+        world, device = self.comm.world_size, self.comm.device
 
         def on_device(addresses: list[int]) -> torch.Tensor:
             return lasting(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
 
-        refuse_capture(self.domain.device)
+        refuse_capture(self.comm.device)
         regions = self._signals, self._flags
         at = [self.outputs.base_addresses(), *([region.address(rank) for rank in range(world)] for region in regions)]
         return RankAddresses(Tables.of(*map(on_device, at)), self.outputs.slot_bytes)
 
     def _quiesce(self) -> None:
         """Wait until all enqueued work is done, here and on every peer. Must precede the replacement of memory."""
-        refuse_capture(self.domain.device)
-        torch.cuda.synchronize(self.domain.device)
-        self.domain.all_gather(None)
+        refuse_capture(self.comm.device)
+        torch.cuda.synchronize(self.comm.device)
+        self.comm.all_gather(None)
 
     def _release_waiters(self) -> None:
         """End every wait of this rank's kernels. Runs on the watchdog thread."""
-        with torch.cuda.device(self.domain.device), torch.cuda.stream(self._poison_stream):
-            words = [(self._signals, 3 * self.domain.world_size), (self._flags, self._flag_count)]
+        with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
+            words = [(self._signals, 3 * self.comm.world_size), (self._flags, self._flag_count)]
             for region, count in (*words, *self._flags_of_graphs):
-                view = region.tensor(self.domain.rank, (count,), torch.int64)
+                view = region.tensor(self.comm.rank, (count,), torch.int64)
                 for begin in range(0, count, self._poison.numel()):
                     part = view[begin : begin + self._poison.numel()]
                     part.copy_(self._poison[: part.numel()], non_blocking=True)
 
     def _read_timeline(self, timeline: Timeline, lines: torch.Tensor) -> None:
-        rank = self.domain.rank
-        torch.cuda.synchronize(self.domain.device)
+        rank = self.comm.rank
+        torch.cuda.synchronize(self.comm.device)
         for start_ns, end_ns, sent in lines.tolist():
             if end_ns:
                 lane, name = ("remote", "pool and store to peer") if sent else ("local", "pool")

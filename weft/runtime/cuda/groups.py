@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from weft.runtime.cuda.sizes import is_late
-from weft.runtime.cuda.tokens import StepPlace, Token
+from weft.runtime.cuda.flags import Flag, StepPlace
+from weft.runtime.cuda.sizes import is_dynamic
 from weft.schedule import Copy, Region, Set, Step, Wait
 
 
@@ -49,11 +49,11 @@ class Grouping:
         rank: int,
         lanes: list[str],
         order: list[tuple[str, Step]],
-        tokens: dict[StepPlace, Token],
+        flags: dict[StepPlace, Flag],
         pitch_of: Callable[[Region], int | None],
     ) -> None:
         self._rank, self._lanes, self._order, self._pitch_of = rank, lanes, order, pitch_of
-        self._crossing = {token.key for token in tokens.values()}
+        self._crossing = {flag.key for flag in flags.values()}
         self._at: dict[tuple[int, int], int] = {}  # the place of each lane's steps in the order
         done = Counter[str]()
         for place, (name, _) in enumerate(order):
@@ -101,14 +101,14 @@ class Grouping:
         """
         end = self._while(steps, at + 1, Set)
         pitch = self._pitch_of(first.dst)
-        if pitch is None or is_late(first):
+        if pitch is None or is_dynamic(first):
             return end
         while end < len(steps):
             more = steps[end]
             if (
                 not (isinstance(more, Copy) and more.by == "kernel" and more.src == first.src)
                 or more.accumulate != first.accumulate
-                or is_late(more)
+                or is_dynamic(more)
                 or self._pitch_of(more.dst) != pitch
             ):
                 break

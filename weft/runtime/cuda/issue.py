@@ -59,7 +59,7 @@ class StreamItems:
         """Add a launch. launch: a function of addresses and a stream's handle."""
         self._add(_LAUNCH, launch, lane)
 
-    def late(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
+    def dynamic(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
         self._add(_LATE, what, lane)
 
     def stamp(self, lane: int, index: int) -> None:

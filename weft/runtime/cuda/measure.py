@@ -21,13 +21,13 @@ import torch
 from weft import _core
 from weft.builders import AllGatherMatmul, candidates
 from weft.errors import RefusedError
-from weft.kernels.signals import TOKEN
+from weft.kernels.signals import FLAG
 from weft.runtime.collectives import all_gather_single
 from weft.runtime.cuda.move import MAX_PROGRAMS, CopyLaunch, CopyShape, prepare
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.sim.model import MatmulShape
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.words import by_rank
 
 _SLEEP_CYCLES = 1_000_000
@@ -53,12 +53,12 @@ class GpuMeasure:
     """The measurements of `weft.plan.calibration.Measure` on GPUs. Collective: every rank makes one, and the same calls in the
     same order."""
 
-    def __init__(self, domain: Domain, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
+    def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
         """gemms: shapes whose operands are allocated and whose kernels are loaded before anything is timed.
 
         Raises `RefusedError`, on every rank, if a rank cannot set up: for lack of memory, or if it cannot run such GEMMs.
         """
-        self.domain, self.world_size, device = domain, domain.world_size, domain.device
+        self.comm, self.world_size, device = comm, comm.world_size, comm.device
         self.machine = torch.cuda.get_device_name(device)
         units = torch.cuda.get_device_properties(device).multi_processor_count
         self.copy_units = min(MAX_PROGRAMS, units)
@@ -66,18 +66,18 @@ class GpuMeasure:
         # A generator of its own: the user's random numbers stay what they are.
         self._random = torch.Generator(device).manual_seed(0)
         self._host_us = 50.0  # of the calls that were timed last, each
-        self._peer = (domain.rank + 1) % domain.world_size
+        self._peer = (comm.rank + 1) % comm.world_size
         self._made: dict[MatmulShape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         why = ""
         try:
             self._set_up_alone(gemms)
         except Exception as error:  # only this rank's, and the others would wait for it
             why = f"{type(error).__name__}: {error}"
-        whys = domain.all_gather(why, what="setting up a calibration")
+        whys = comm.all_gather(why, what="setting up a calibration")
         if any(whys):
             raise RefusedError(by_rank((rank, text) for rank, text in enumerate(whys) if text))
-        self._region = domain.allocate(effort.buffer_bytes, what="calibration")
-        self._words = domain.allocate(64, what="signals of the calibration")
+        self._region = comm.allocate(effort.buffer_bytes, what="calibration")
+        self._words = comm.allocate(64, what="signals of the calibration")
         self._meet()
         self._began = time.monotonic()
 
@@ -95,7 +95,7 @@ class GpuMeasure:
         return torch.randn(_LARGEST_OPERAND // 4, device=self._device, generator=self._random)
 
     def elapsed_s(self) -> float:
-        return max(self.domain.all_gather(time.monotonic() - self._began, what="time of the calibration"))
+        return max(self.comm.all_gather(time.monotonic() - self._began, what="time of the calibration"))
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
         a, b, out = self._made.get((m, n, k, dtype)) or self._operands(m, n, k, dtype)
@@ -110,7 +110,7 @@ class GpuMeasure:
         found = next(
             c for c in candidates(p, ("shard",)) if dict(c.parameters) == {"chunks": 1, "send": "in_turn", "by": "dma"}
         )
-        executor = CudaSchedule(found.build(), self.domain)
+        executor = CudaSchedule(found.build(), self.comm)
         tensors = {
             "x_shard": torch.zeros(p.rows[0], p.k),
             "w0": torch.zeros(p.k, p.n[0]),
@@ -145,7 +145,7 @@ class GpuMeasure:
         if whole is None:
             whole = torch.empty(shard * self.world_size, dtype=torch.uint8, device=self._device)
         mine = self._pool.view(torch.uint8)[:shard]
-        return self._queued(lambda: all_gather_single(whole, mine, group=self.domain.group))
+        return self._queued(lambda: all_gather_single(whole, mine, group=self.comm.group))
 
     def signal_us(self, remote: bool) -> float:
         turns = 64
@@ -169,13 +169,13 @@ class GpuMeasure:
             return max(0.0, self._queued(there_and_back) / 2 - self.launch_us())
         # Rank 0 puts a token into its neighbour's word, which puts one back, and so on: one turn is two signals.
         program = _core.StreamProgram(2, 1, 0)
-        put, take = (False, 1, 0, TOKEN), [(True, 0, 0, TOKEN), (False, 0, 0, 0)]
+        put, take = (False, 1, 0, FLAG), [(True, 0, 0, FLAG), (False, 0, 0, 0)]
         for _ in range(turns):
-            program.signal(0, [put, *take] if self.domain.rank % 2 == 0 else [*take, put])
-        partner = self.domain.rank ^ 1
+            program.signal(0, [put, *take] if self.comm.rank % 2 == 0 else [*take, put])
+        partner = self.comm.rank ^ 1
         if partner >= self.world_size:
-            partner = self.domain.rank
-        bases = [self._words.address(self.domain.rank), self._words.address(partner)]
+            partner = self.comm.rank
+        bases = [self._words.address(self.comm.rank), self._words.address(partner)]
         stream = torch.cuda.current_stream(self._device).cuda_stream
         return self._queued(lambda: program.run(0, len(program), bases, [stream]), calls=4) / (2 * turns)
 
@@ -221,7 +221,7 @@ class GpuMeasure:
             stamps[0].elapsed_time(stamps[1])
         ]
         rate = len(done) * count / (done[-1] * 1e3)
-        return self._slowest(during * 1e3 / calls), min(self.domain.all_gather(rate, what="rates beside a GEMM"))
+        return self._slowest(during * 1e3 / calls), min(self.comm.all_gather(rate, what="rates beside a GEMM"))
 
     def close(self) -> None:
         self._region.close()
@@ -269,7 +269,7 @@ class GpuMeasure:
 
     def _meet(self) -> None:
         torch.cuda.synchronize(self._device)
-        self.domain.all_gather(None, what="before a measurement")
+        self.comm.all_gather(None, what="before a measurement")
 
     def _slowest(self, us: float) -> float:
-        return max(self.domain.all_gather(us, what="a measured time"))
+        return max(self.comm.all_gather(us, what="a measured time"))

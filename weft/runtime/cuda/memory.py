@@ -29,14 +29,14 @@ import torch
 
 from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError
-from weft.kernels.signals import POISONED, TOKEN
+from weft.kernels.signals import FLAG, POISONED
 from weft.runtime.cuda.context import Context, LastRun, RankSchedule, own_buffers, rank_schedule
+from weft.runtime.cuda.flags import AWAITED, missing
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
-from weft.runtime.cuda.tokens import AWAITED, missing
 from weft.runtime.cuda.watch import watch
 from weft.runtime.schedule_memory import agree_on_schedule
 from weft.schedule import Schedule
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.symm.cuda_driver import fill
 
 _SPOIL_S = 2.0  # how long buffers are overwritten after a failure
@@ -45,9 +45,9 @@ _SPOIL_S = 2.0  # how long buffers are overwritten after a failure
 class ScheduleMemory:
     """Memory for executors of schedules like `mine`. The constructor is collective and may raise `OutOfSharedMemoryError`."""
 
-    def __init__(self, mine: RankSchedule, domain: Domain) -> None:
-        self.domain, self.rank, self.device = domain, domain.rank, domain.device
-        self.name, self.tokens, self.lanes = mine.schedule.name, mine.tokens, mine.lanes
+    def __init__(self, mine: RankSchedule, comm: Communicator) -> None:
+        self.comm, self.rank, self.device = comm, comm.rank, comm.device
+        self.name, self.flags, self.lanes = mine.schedule.name, mine.flags, mine.lanes
         self.nbytes, self._n_words = mine.layout.buffer_bytes, mine.standing_word
         self.deadline_s = env.deadline_s()
         self.run = LastRun()
@@ -57,10 +57,10 @@ class ScheduleMemory:
         self._stream: torch.cuda.Stream | None = None  # the stream on which it was issued
         self._handle = -1
         self._closed = False
-        self.region = domain.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
+        self.region = comm.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
         # Flags; the standing word; for changes of executors: another standing word, and a word for each peer.
-        n_all = self._n_words + 2 + domain.world_size
-        self.words = domain.allocate(8 * n_all, what=f"signals of schedule {self.name}")
+        n_all = self._n_words + 2 + comm.world_size
+        self.words = comm.allocate(8 * n_all, what=f"signals of schedule {self.name}")
         with torch.cuda.device(self.device):
             self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
             self.monitor = torch.cuda.Stream(self.device)
@@ -71,24 +71,24 @@ class ScheduleMemory:
         self._found = torch.zeros(self._word_view.shape, dtype=torch.int64, pin_memory=True)
         self.begun_word = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._begun = self.begun_word.numpy()
-        first = [token.word for token in self.tokens[self.rank].values() if token.previous]
-        self._fence = self._fenced() if first and domain.world_size > 2 else None
+        first = [flag.word for flag in self.flags[self.rank].values() if flag.previous]
+        self._fence = self._fenced() if first and comm.world_size > 2 else None
         if first:  # the first run's waits for the previous run
-            self._word_view[first] = TOKEN
+            self._word_view[first] = FLAG
         torch.cuda.synchronize(self.device)
-        domain.all_gather(None, what="first tokens of a schedule")  # peers set their flags only after this
-        self._take_back = domain.on_failure(self._release_waiters)
-        domain._holders.add(self)
+        comm.all_gather(None, what="first tokens of a schedule")  # peers set their flags only after this
+        self._take_back = comm.on_failure(self._release_waiters)
+        comm._holders.add(self)
         watch.add(self)
 
     def context(self, mine: RankSchedule) -> Context:
         own = own_buffers(mine, self.region, self.device)
-        return Context(**vars(mine), domain=self.domain, device=self.device, region=self.region, words=self.words, own=own,
+        return Context(**vars(mine), comm=self.comm, device=self.device, region=self.region, words=self.words, own=own,
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
         """True if `mine` differs from the schedules here in sizes only."""
-        return not self._closed and self.tokens == mine.tokens and self.lanes == mine.lanes
+        return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
         """Prepare a run of `executor` on the current stream: order it after the previous run, on whichever stream that was.
@@ -121,7 +121,7 @@ class ScheduleMemory:
         self._closed = True
         for executor in list(self.users):
             executor.let_go()
-        kinds = _shared.get(self.domain, {})  # may not keep the domain alive
+        kinds = _shared.get(self.comm, {})  # may not keep the communicator alive
         for kind in [kind for kind, (memory, _) in kinds.items() if memory is self]:
             del kinds[kind]
         watch.remove(self)
@@ -134,14 +134,13 @@ class ScheduleMemory:
 
     def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
         """Return a program that notifies peers that this rank's runs have ended, and waits until theirs have."""
-        world, rank, first = self.domain.world_size, self.rank, self._n_words + 2
+        world, rank, first = self.comm.world_size, self.rank, self._n_words + 2
         bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]
         program, others = _core.StreamProgram(world + 1, 1, 0), [r for r in range(world) if r != rank]
         standing = 8 * (self._n_words + 1)
         program.signal(
             0,
-            [(False, rank, standing, 1), (False, world, 0, 1)]
-            + [(False, r, 8 * (first + rank), TOKEN) for r in others],
+            [(False, rank, standing, 1), (False, world, 0, 1)] + [(False, r, 8 * (first + rank), FLAG) for r in others],
         )
         program.signal(0, [(True, rank, 8 * (first + r), AWAITED) for r in others])
         program.signal(0, [(False, rank, 8 * (first + r), 0) for r in others] + [(False, rank, standing, 0)])
@@ -169,7 +168,7 @@ class ScheduleMemory:
             "WEFT_CHECK_CALLS=1 finds the call"
         )
         self.run.failure = DisagreementError(text)
-        self.domain.poison(text)
+        self.comm.poison(text)
 
     def standing_still(self, seconds: float) -> None:
         """Name the peer and signal that the run still waits for, if any, and fail the group. Runs on the watching thread."""
@@ -184,9 +183,9 @@ class ScheduleMemory:
             found[self._n_words + 2 :],
         )
         if changing:
-            late = [r for r, word in enumerate(fences) if r != self.rank and not word]
-            waited, run = f"ranks {late} to end their runs", "the runs before"
-        elif waits := missing(self.tokens[self.rank], words, standing):
+            dynamic = [r for r, word in enumerate(fences) if r != self.rank and not word]
+            waited, run = f"ranks {dynamic} to end their runs", "the runs before"
+        elif waits := missing(self.flags[self.rank], words, standing):
             waited = " or ".join(
                 f"signal {t.key[0]}[{t.key[1]}] of rank {t.setter} on lane {lane!r}" for lane, t in waits
             )
@@ -198,7 +197,7 @@ class ScheduleMemory:
             "ranks made the same call?"
         )
         self.run.failure = DeadlineError(text)
-        self.domain.poison(text)
+        self.comm.poison(text)
 
     def _release_waiters(self) -> None:
         """Overwrite what GEMMs read from peers, then end every wait of this rank's streams. Runs on the watchdog thread.
@@ -229,38 +228,38 @@ SPARE_BYTES = 64 << 20
 
 It is enough for all sizes of a decoder, which are called first and captured later.
 """
-_outgrown: weakref.WeakKeyDictionary[Domain, list[weakref.ref[ScheduleMemory]]] = weakref.WeakKeyDictionary()
+_outgrown: weakref.WeakKeyDictionary[Communicator, list[weakref.ref[ScheduleMemory]]] = weakref.WeakKeyDictionary()
 
 
-def _spare(domain: Domain, outgrown: ScheduleMemory) -> None:
+def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
     """Keep `outgrown`, and close the oldest outgrown memories above the limit. Collective."""
-    known = _outgrown.setdefault(domain, [])
+    known = _outgrown.setdefault(comm, [])
     known.append(weakref.ref(outgrown))
     left = [memory for one in known if (memory := one()) is not None and not memory.closed and not memory.captured]
     known[:] = [weakref.ref(memory) for memory in left]
     if sum(memory.nbytes for memory in left) <= SPARE_BYTES:
         return
-    torch.cuda.synchronize(domain.device)
-    domain.all_gather(None, what="memory that was outgrown")  # no rank has runs in them any more
+    torch.cuda.synchronize(comm.device)
+    comm.all_gather(None, what="memory that was outgrown")  # no rank has runs in them any more
     while sum(memory.nbytes for memory in left) > SPARE_BYTES:
         left.pop(0).close()
 
 
-_shared: weakref.WeakKeyDictionary[Domain, dict[Hashable, tuple[ScheduleMemory, RankSchedule]]] = (
+_shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMemory, RankSchedule]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[ScheduleMemory, RankSchedule] | None:
+def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
     """Return the memory for `schedule` and the schedule as this rank runs it; None if `schedule` differs from its kind in more
     than sizes.
 
     Schedules of one `kind` share the memory. The call is collective if the memory must be made or made larger; only then do ranks
     compare schedules.
     """
-    kinds = _shared.setdefault(domain, {})
+    kinds = _shared.setdefault(comm, {})
     known = kinds.get(kind)
-    mine = rank_schedule(schedule, domain.rank, None if known is None else known[1])
+    mine = rank_schedule(schedule, comm.rank, None if known is None else known[1])
     if known is not None and not known[0].closed:
         memory = known[0]
         if not memory.serves(mine):
@@ -268,10 +267,10 @@ def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[Schedule
         if mine.layout.buffer_bytes <= memory.nbytes:
             return memory, mine
         memory.outgrown = True
-        _spare(domain, memory)
-    agree_on_schedule(schedule, domain)
-    require_runnable_on_gpus(schedule, domain.rank)
-    kinds[kind] = made = ScheduleMemory(mine, domain), mine
+        _spare(comm, memory)
+    agree_on_schedule(schedule, comm)
+    require_runnable_on_gpus(schedule, comm.rank)
+    kinds[kind] = made = ScheduleMemory(mine, comm), mine
     return made
 
 

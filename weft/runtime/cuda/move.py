@@ -38,7 +38,7 @@ class CopyShape:
 class CopyLaunch:
     """Signals, waits, a copy, signals, and waits again, as one launch. Each of them may be missing.
 
-    opens, waits, sets, answers: addresses of flags (`weft.runtime.cuda.tokens`). targets: addresses of further copies of the
+    opens, waits, sets, answers: addresses of flags (`weft.runtime.cuda.flags`). targets: addresses of further copies of the
     source. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, and ends.
     sizes: the address of (first row of the source, first row of the target, rows) in device memory; `shape.rows` is then the
     number of rows in the target. early: nothing that the launch waits for writes the source, so the kernel reads it before the

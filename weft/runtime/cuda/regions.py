@@ -29,7 +29,7 @@ class Regions:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        world = context.domain.world_size
+        world = context.comm.world_size
         given, own = len(context.given), [name for name, b in context.buffers.items() if b.role == "scratch"]
         self._base = {b.name: i for i, b in enumerate(context.given)} | {name: given + i for i, name in enumerate(own)}
         self._symmetric = given + len(own)
@@ -62,9 +62,7 @@ class Regions:
         item = ITEM_BYTES[buffer.dtype]
         places = (row * buffer.cols + col) * item
         if buffer.role == "symmetric":
-            begins = np.array(
-                [self.bases[self._symmetric + r] for r in range(self._context.domain.world_size)], np.int64
-            )
+            begins = np.array([self.bases[self._symmetric + r] for r in range(self._context.comm.world_size)], np.int64)
             return None, places + begins[at] + self._context.layout.buffers[name], buffer.cols * item
         base = self._base[name]
         if buffer.role == "scratch":

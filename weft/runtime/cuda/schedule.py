@@ -5,7 +5,7 @@ A schedule is compiled once (`weft.runtime.cuda.compile`). Copies, signals and j
 lane is the caller's current stream. The other lanes start when that stream reaches the call, and it continues when all have
 ended.
 
-Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.tokens`). Streams wait for them and write them, without a
+Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`). Streams wait for them and write them, without a
 compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Graphs and single calls may
 alternate, also between ranks.
 
@@ -35,12 +35,12 @@ from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule
 from weft.schedule import Schedule
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.timeline import Timeline
 
 
 class CudaSchedule(Executor):
-    """`schedule` on this rank of `domain`.
+    """`schedule` on this rank of `communicator`.
 
     The constructor is collective: ranks compare schedules and allocate memory. With `memory`, which executors share
     (`weft.runtime.cuda.memory`), it is not. mine: the schedule as this rank runs it.
@@ -50,23 +50,27 @@ class CudaSchedule(Executor):
     """
 
     def __init__(
-        self, schedule: Schedule, domain: Domain, memory: ScheduleMemory | None = None, mine: RankSchedule | None = None
+        self,
+        schedule: Schedule,
+        comm: Communicator,
+        memory: ScheduleMemory | None = None,
+        mine: RankSchedule | None = None,
     ) -> None:
         self._shared = memory is not None
         if memory is None:
-            agree_on_schedule(schedule, domain)
-            require_runnable_on_gpus(schedule, domain.rank)
-        mine = mine or rank_schedule(schedule, domain.rank)
-        self.memory = memory = memory or ScheduleMemory(mine, domain)
+            agree_on_schedule(schedule, comm)
+            require_runnable_on_gpus(schedule, comm.rank)
+        mine = mine or rank_schedule(schedule, comm.rank)
+        self.memory = memory = memory or ScheduleMemory(mine, comm)
         memory.users.add(self)
-        self.schedule, self.domain, self.rank, self.device = schedule, domain, domain.rank, domain.device
+        self.schedule, self.comm, self.rank, self.device = schedule, comm, comm.rank, comm.device
         self.context = memory.context(mine)
         self._usual_deadline_s = env.deadline_s()
         self._reads_on_host = schedule.reads_on_host
         self._captured = False
         self._warm: set[tuple[Any, ...]] = set()
         self._programs: dict[bool, StreamItems] = {}
-        domain._holders.add(self)
+        comm._holders.add(self)
 
     def run(
         self,
@@ -113,14 +117,14 @@ class CudaSchedule(Executor):
             program.issue(tensors, capturing)
         except BaseException as error:
             if not capturing:  # peers have a part of this run, and would take a second attempt for the next run
-                self.domain.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
+                self.comm.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
             raise
         if timeline is not None:
             torch.cuda.synchronize(self.device)
             context.check()
             program.read(timeline, self.rank)
-        elif not capturing and self.domain.failed:
-            self.domain.check()  # work enqueued after a failure gives no result
+        elif not capturing and self.comm.failed:
+            self.comm.check()  # work enqueued after a failure gives no result
         made, context.run.made = context.run.made, {}
         return made
 

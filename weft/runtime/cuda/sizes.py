@@ -22,13 +22,13 @@ from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.kernel_call import kernel_call, loaded
 from weft.schedule import Compute, Copy, Expr, Index, Tiles
 from weft.schedule.expr import Total
-from weft.schedule.steps import put_in, variables_of
+from weft.schedule.steps import substitute, variables_of
 from weft.symm.lasting import lasting
 
 _BLOCK = 128
 
 
-def is_late(step: Any) -> bool:
+def is_dynamic(step: Any) -> bool:
     """True if a step of a rank has sizes or places that only the run knows."""
     return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
 
@@ -94,7 +94,7 @@ class HostRead:
             for i, buffer in enumerate(context.given):
                 make = tensors[buffer.name]
                 if callable(make) and variables_of(buffer.rows) <= run.known.keys():
-                    tensors[buffer.name] = run.made[buffer.name] = made = make(put_in(buffer.rows, run.known))
+                    tensors[buffer.name] = run.made[buffer.name] = made = make(substitute(buffer.rows, run.known))
                     bases[i] = made.data_ptr()
 
 
@@ -112,7 +112,7 @@ class ReadAhead:
         self._come = torch.cuda.Event()
         expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == buffer)
         self._outputs = [(i, b.name, b.rows) for i, b in enumerate(context.given) if variables_of(b.rows) == {buffer}]
-        self._room = {name: _with_room(put_in(rows, {buffer: expected})) for _, name, rows in self._outputs}
+        self._room = {name: _with_room(substitute(rows, {buffer: expected})) for _, name, rows in self._outputs}
         self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # of this run
 
     def begin(self, tensors: Tensors, bases: list[int]) -> None:
@@ -127,7 +127,7 @@ class ReadAhead:
         self._come.synchronize()  # the watching thread ends a wait that never ends
         context.check()
         run.known[self.buffer] = tuple(self._copy.flatten().tolist())
-        came = {name: put_in(rows, run.known) for _, name, rows in self._outputs if name in self._makers}
+        came = {name: substitute(rows, run.known) for _, name, rows in self._outputs if name in self._makers}
         lacking = {name: rows for name, rows in came.items() if rows > tensors[name].shape[0]}
         if lacking:
             self._make(tensors, bases, lacking)
@@ -152,7 +152,7 @@ def _with_room(rows: int) -> int:
     return rows + rows // 8 + 16
 
 
-class LateCopy:
+class DynamicCopy:
     """A copy by a copy engine, of a size that the host has read."""
 
     def __init__(

@@ -41,7 +41,7 @@ class Gemms:
             counts, splits = context.own[s.counts][:, mine : mine + s.experts], context.own[s.counts][context.rank]
         weights, x = schedule.buffer(s.weights), schedule.buffer(self._x)
         self._whole_k = self._k == (0, x.cols)
-        self._world, item = context.domain.world_size, ITEM_BYTES[x.dtype]
+        self._world, item = context.comm.world_size, ITEM_BYTES[x.dtype]
         self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, self._k[1])
         self._gemms = grouped_matmul.GroupedMatmulLauncher(
             self._of_k(slots), counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config,

@@ -24,7 +24,7 @@ from weft.errors import WeftError
 from weft.runtime.collectives import finish, leave
 from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.opaque import opaque
-from weft.symm import Domain
+from weft.symm import Communicator
 from weft.timeline import Timeline
 
 T = TypeVar("T")
@@ -35,10 +35,10 @@ class Turns:
     the names that callers know of buffers, for messages."""
 
     def __init__(
-        self, what: str, domain: Domain, details: str = "", arguments: Mapping[str, str] | None = None
+        self, what: str, comm: Communicator, details: str = "", arguments: Mapping[str, str] | None = None
     ) -> None:
-        self.what, self.domain, self._details, self._arguments = what, domain, details, arguments or {}
-        self._meeting = meeting_of(domain)
+        self.what, self.comm, self._details, self._arguments = what, comm, details, arguments or {}
+        self._meeting = meeting_of(comm)
         self._topics: dict[str, Topic] = {}
 
     @opaque
@@ -51,7 +51,7 @@ class Turns:
         if topic is None:
             said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
             topic = self._topics[collective] = Topic(
-                f"{said} of {self.what}", self._details, difference=shown(self.domain, self._details)
+                f"{said} of {self.what}", self._details, difference=shown(self.comm, self._details)
             )
         try:
             self._meeting.meet(topic, deadline_s=deadline_s)
@@ -59,9 +59,9 @@ class Turns:
         except WeftError:  # all ranks raise it, or it has ended the group
             raise
         except BaseException as error:  # the peers have begun the collective
-            self.domain.poison(f"{topic.text}: {error!r}")
+            self.comm.poison(f"{topic.text}: {error!r}")
             raise
-        return Pending(work, self.domain, group, topic.text, deadline_s, arguments)
+        return Pending(work, self.comm, group, topic.text, deadline_s, arguments)
 
 
 class Turn:
@@ -130,22 +130,23 @@ def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_
     if device.type != "cpu" or group.size() == 1:
         return STRAIGHT
     with symm.set_up_within(deadline_s):
-        return Turn(Turns(what, symm.domain(group, device)), deadline_s)
+        return Turn(Turns(what, symm.communicator(group, device)), deadline_s)
 
 
 class Pending:
     """A collective on CPU that has begun. `wait` works like that of torch's `Work`."""
 
     def __init__(
-        self, work: dist.Work, domain: Domain, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any, ...]
+        self, work: dist.Work, comm: Communicator, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any,
+        ...]
     ) -> None:  # fmt: skip
-        self._work, self._domain, self._group, self._name, self._deadline_s = work, domain, group, name, deadline_s
+        self._work, self._comm, self._group, self._name, self._deadline_s = work, comm, group, name, deadline_s
         self._arguments, self._waited = arguments, False
 
     @opaque
     def wait(self) -> None:
         self._waited = True
-        finish(self._work, self._domain, self._name, self._deadline_s, self._arguments)
+        finish(self._work, self._comm, self._name, self._deadline_s, self._arguments)
 
     def __del__(self) -> None:
         """Keep the tensors of a collective that nobody waits for, because an error came first."""

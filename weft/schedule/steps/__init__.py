@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from weft.schedule.regions import ITEM_BYTES, Buffer, Contents, Norm, Region, Role, Signals, at_text
 from weft.schedule.steps.agreeing import Agree
-from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, put_in, totals_of, variables_of
+from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, substitute, totals_of, variables_of
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
 from weft.schedule.steps.copies import COPY_UNITS, LATE_COPY_UNITS, Copy, CopyBy
@@ -31,5 +31,5 @@ __all__ = [
     "COPY_UNITS", "ITEM_BYTES", "KINDS", "LATE_COPY_UNITS", "MATMULS", "OPS", "PLAIN_MATMULS", "SCALED_MATMULS", "Agree", "Awaited",
     "Buffer", "Collective", "CollectiveOp", "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm",
     "Op", "Read", "ReadBy", "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text",
-    "iterations", "map_steps", "put_in", "totals_of", "unrolled", "variables_of", "walk",
+    "iterations", "map_steps", "substitute", "totals_of", "unrolled", "variables_of", "walk",
 ]  # fmt: skip

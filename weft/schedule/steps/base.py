@@ -116,9 +116,9 @@ class Step:
         """Return a copy with `change` applied to each field."""
         return type(self)(*[change(getattr(self, name)) for name in _names_of(type(self))])
 
-    def put_in(self, values: Values, partly: bool) -> Step:
-        """Substitute values for the step's variables; with `partly`, leave variables without a value."""
-        return _fields_put_in(self, values, partly)
+    def substitute(self, values: Values, partially_evaluated: bool) -> Step:
+        """Substitute values for the step's variables; with `partially_evaluated`, leave variables without a value."""
+        return _fields_substituted(self, values, partially_evaluated)
 
     def faults(self, where: Declared) -> Iterator[str]:
         """Yield the errors of a step in numbers whose regions are all inside their buffers."""
@@ -134,30 +134,31 @@ class Step:
         return f"{self.kind:<7} {', '.join(parts)}"
 
 
-def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
-    """Substitute values for the variables of a step, region, kernel or index. With `partly`, leave variables without a value."""
+def substitute(item: Any, values: Values, *, partially_evaluated: bool = False) -> Any:
+    """Substitute values for the variables of a step, region, kernel or index. With `partially_evaluated`, leave variables without
+    a value."""
     if type(item) in (int, str):  # most are
         return item
     if isinstance(item, Expr):
-        return item.partly(values) if partly else item.evaluate(values)
+        return item.partially_evaluated(values) if partially_evaluated else item.evaluate(values)
     if isinstance(item, tuple):
-        return tuple(put_in(part, values, partly=partly) for part in item)
+        return tuple(substitute(part, values, partially_evaluated=partially_evaluated) for part in item)
     if isinstance(item, Step):
-        return item.put_in(values, partly)
-    return _fields_put_in(item, values, partly) if isinstance(item, _PLAIN) else item
+        return item.substitute(values, partially_evaluated)
+    return _fields_substituted(item, values, partially_evaluated) if isinstance(item, _PLAIN) else item
 
 
-def _fields_put_in(item: Any, values: Values, partly: bool) -> Any:
+def _fields_substituted(item: Any, values: Values, partially_evaluated: bool) -> Any:
     """Substitute values in the fields of `item`; return `item` itself if nothing changes."""
     kind = type(item)
     old = values_of(item)
-    # This repeats `put_in` for the common types, since a large schedule has a million values.
+    # This repeats `substitute` for the common types, since a large schedule has a million values.
     new = [
         one
         if (of := type(one)) is int or of is str or of is bool
         else one.evaluate(values)
-        if of is Expr and not partly
-        else put_in(one, values, partly=partly)
+        if of is Expr and not partially_evaluated
+        else substitute(one, values, partially_evaluated=partially_evaluated)
         for one in old
     ]
     return item if all(map(operator.is_, old, new)) else kind(*new)

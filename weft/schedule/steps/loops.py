@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.schedule.expr import Expr, Index, Values
 from weft.schedule.kernels import TileKernel
-from weft.schedule.steps.base import CounterId, Counters, Step, put_in
+from weft.schedule.steps.base import CounterId, Counters, Step, substitute
 from weft.schedule.steps.computing import Compute
 from weft.schedule.steps.copies import Copy
 from weft.schedule.steps.signals import Set
@@ -43,7 +43,7 @@ class For(_Repeated):
     extent: Index
     body: tuple[Step, ...]
 
-    def put_in(self, values: Values, partly: bool) -> Step:
+    def substitute(self, values: Values, partially_evaluated: bool) -> Step:
         return self  # `unrolled` replaces it by its iterations
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
@@ -94,13 +94,15 @@ class Tiles(_Repeated):
     def is_empty(self) -> bool:
         return self.extent == 0
 
-    def put_in(self, values: Values, partly: bool) -> Step:
-        kernel, extent = (put_in(one, values, partly=partly) for one in (self.kernel, self.extent))
-        return replace(self, kernel=kernel, extent=extent, body=put_in(self.body, values, partly=True))
+    def substitute(self, values: Values, partially_evaluated: bool) -> Step:
+        kernel, extent = (
+            substitute(one, values, partially_evaluated=partially_evaluated) for one in (self.kernel, self.extent)
+        )
+        return replace(self, kernel=kernel, extent=extent, body=substitute(self.body, values, partially_evaluated=True))
 
     def tile(self, number: int) -> tuple[Step, ...]:
         """Return the body of one tile, of tiles in numbers."""
-        body: tuple[Step, ...] = put_in(self.body, {self.index: number})
+        body: tuple[Step, ...] = substitute(self.body, {self.index: number})
         return body
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
@@ -156,12 +158,14 @@ def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Va
     """Yield each execution of each step, and the values of its variables: `values` itself outside of loops. Tiles are one step."""
     for step in steps:
         if isinstance(step, For):
-            for i in range(put_in(step.extent, values)):
+            for i in range(substitute(step.extent, values)):
                 yield from iterations(step.body, {**values, step.index: i})
         else:
             yield step, values
 
 
-def unrolled(steps: Iterable[Step], values: Values, *, partly: bool = False) -> tuple[Step, ...]:
-    """Return `steps` in numbers, with loops unrolled and tiles kept. With `partly`, leave other variables."""
-    return tuple(put_in(step, known, partly=partly) for step, known in iterations(steps, values))
+def unrolled(steps: Iterable[Step], values: Values, *, partially_evaluated: bool = False) -> tuple[Step, ...]:
+    """Return `steps` in numbers, with loops unrolled and tiles kept. With `partially_evaluated`, leave other variables."""
+    return tuple(
+        substitute(step, known, partially_evaluated=partially_evaluated) for step, known in iterations(steps, values)
+    )

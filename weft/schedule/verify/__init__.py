@@ -33,9 +33,9 @@ from weft.schedule.regions import Box, box_of
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Step
 from weft.schedule.verify.forked_tiles import forked, step_number
-from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Event, Lanes, Moves, explain, play
-from weft.schedule.verify.occupancy import held_up
+from weft.schedule.verify.occupancy import occupancy_deadlock
 from weft.schedule.verify.well_formed import (
     Buffers,
     declared,
@@ -76,7 +76,7 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
     _, stuck = play(ranks, moves=moves)
     if stuck:
         raise ScheduleError("\n  ".join([f"schedule {schedule.name} hangs:", *explain(ranks, stuck)[:SHOWN]]))
-    happened = Happened(ranks, RUNS, moves)
+    happened = HappensBefore(ranks, RUNS, moves)
     _check_polling(faults, happened, compute_units)
     _check_memory(faults, happened, buffers, sampled)
     faults.raise_any()
@@ -155,15 +155,15 @@ class _AccessArrays(NamedTuple):
     updates: np.ndarray
 
 
-def _check_polling(faults: _Faults, happened: Happened, compute_units: int) -> None:
-    for number, lanes in held_up(happened, compute_units).items():
+def _check_polling(faults: _Faults, happened: HappensBefore, compute_units: int) -> None:
+    for number, lanes in occupancy_deadlock(happened, compute_units).items():
         event = happened.events[number]
         names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
         text = f"it may never get a compute unit: lanes that poll ({names}) for steps that need one may hold all {compute_units}"
         faults.add("polling", f"{text}: use copy engines on these lanes, or let their copies wait for less", event)
 
 
-def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled: set[str]) -> None:
+def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
     """Find races, unwritten reads and holes. sampled: buffers that omitted tiles write too."""
     # The caller's tensors are new in every run: an instance is (rank, buffer, run); run is 0 for persistent buffers.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
@@ -205,7 +205,9 @@ def _accesses(step: Step) -> list[_StepAccess]:
     return [one for one in every if one.box[0] < one.box[1] and one.box[2] < one.box[3]]
 
 
-def _check_races(faults: _Faults, happened: Happened, where: str, found: _AccessArrays, common: np.ndarray) -> None:
+def _check_races(
+    faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
+) -> None:
     writes, updates = found.writes, found.updates
     conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # updates may come in any order
     i, j = np.triu(common & conflict, 1).nonzero()
@@ -219,7 +221,9 @@ def _check_races(faults: _Faults, happened: Happened, where: str, found: _Access
         faults.add("race", text, a, b)
 
 
-def _check_reads(faults: _Faults, happened: Happened, where: str, found: _AccessArrays, common: np.ndarray) -> None:
+def _check_reads(
+    faults: _Faults, happened: HappensBefore, where: str, found: _AccessArrays, common: np.ndarray
+) -> None:
     """Find reads of elements that no step has written in this run.
 
     Unordered steps have been reported already, so a write that may come before a read counts. Updates are not ordered, and

@@ -8,12 +8,13 @@ and besides
                             in for a slow rank's first
     collective              when all ranks have reached it
 
-Hence, for the set `past` of all steps that are before a step, itself among them (its ancestors):
+Hence, for the set `ancestors` of all steps that are before a step, itself among them (its ancestors):
 
-    past(step) = step + past(predecessor) + for a wait with n sets on its counter: all steps in n - T + 1 of the sets' pasts
+    ancestors(step) = step + ancestors(predecessor) + for a wait with n sets on its counter: all steps in n - T + 1 of the sets'
+                      ancestors
 
 (without one of those, fewer than T sets can happen). The solution is the greatest fixed point: it leaves out only the steps that
-some execution can do without. Start with all steps, and apply the equation until nothing changes. Pasts are bit sets; a Python
+some execution can do without. Start with all steps, and apply the equation until nothing changes. Sets are bits; a Python
 integer holds one.
 """
 
@@ -30,7 +31,7 @@ from weft.schedule.steps import Step
 from weft.schedule.verify.issue_order import Counted, Event, Lanes, Move, Moves, needed, play
 
 
-class Happened:
+class HappensBefore:
     """All steps of some runs, in a possible order, and their happens-before relation."""
 
     def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
@@ -48,20 +49,20 @@ class Happened:
         for number, move in enumerate(self._moves):
             for counter, times in move.sets:
                 self._sets[counter] += [number] * times
-        self._past = [(1 << len(self.events)) - 1] * len(self.events)
+        self._ancestors = [(1 << len(self.events)) - 1] * len(self.events)
         while self._narrow():
             pass
 
     def step(self, event: Event) -> Step:
         return self.ranks[event.rank][event.lane].steps[event.step]
 
-    def past(self, number: int) -> int:
+    def ancestors(self, number: int) -> int:
         """Return the bit set of all events that are certain to happen before event `number`, and of itself."""
-        return self._past[number]
+        return self._ancestors[number]
 
     def before(self, first: int, second: int) -> bool:
         """True if event number `first` is certain to happen before event number `second`."""
-        return first != second and bool(self._past[second] >> first & 1)
+        return first != second and bool(self._ancestors[second] >> first & 1)
 
     def each_before(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """Return `before` for many pairs of numbers at once."""
@@ -70,15 +71,15 @@ class Happened:
 
     @cached_property
     def _bits(self) -> np.ndarray:
-        """All pasts as an array [events, bytes]."""
+        """All ancestors as an array [events, bytes]."""
         width = -(-len(self.events) // 8)
-        whole = b"".join([past.to_bytes(width, "little") for past in self._past])
+        whole = b"".join([steps.to_bytes(width, "little") for steps in self._ancestors])
         return np.frombuffer(whole, np.uint8).reshape(len(self.events), width)
 
     def _narrow(self) -> bool:
         """Apply the equation to all events once; return True if anything changed."""
         changed = False
-        now = [[0] * len(lanes) for lanes in self.ranks]  # the past of each lane's latest step
+        now = [[0] * len(lanes) for lanes in self.ranks]  # the ancestors of each lane's latest step
         run = [1] * len(self.ranks)
         met: dict[tuple[int, int, int], int] = {}
 
@@ -91,7 +92,7 @@ class Happened:
             begin(event.rank, event.run)
             past = now[event.rank][event.lane] | 1 << number
             if move.counter:
-                past |= self._past_of_wait(event, move)
+                past |= self._ancestors_of_wait(event, move)
             elif move.nth is not None:
                 here = (event.run, event.lane, move.nth)
                 if here not in met:  # all ranks have reached it, and none has gone on
@@ -99,11 +100,11 @@ class Happened:
                         begin(rank, event.run)
                     met[here] = _union([lanes[event.lane] for lanes in now])
                 past |= met[here]
-            changed |= past != self._past[number]
-            self._past[number] = now[event.rank][event.lane] = past
+            changed |= past != self._ancestors[number]
+            self._ancestors[number] = now[event.rank][event.lane] = past
         return changed
 
-    def _past_of_wait(self, event: Event, move: Move) -> int:
+    def _ancestors_of_wait(self, event: Event, move: Move) -> int:
         assert move.counter
         assert move.wait
         sets = self._sets[move.counter]
@@ -111,14 +112,14 @@ class Happened:
         if count > len(sets):
             return 0  # it waits for nothing
         if count == len(sets):
-            return reduce(and_, [self._past[number] for number in sets])
+            return reduce(and_, [self._ancestors[number] for number in sets])
         if count == 1:
-            return _union([self._past[number] for number in sets])
+            return _union([self._ancestors[number] for number in sets])
         # in_some[k]: the steps that are in at least k of the pasts seen so far
         in_some = [(1 << len(self.events)) - 1] + [0] * count
         for number in sets:
             for k in range(count, 0, -1):
-                in_some[k] |= in_some[k - 1] & self._past[number]
+                in_some[k] |= in_some[k - 1] & self._ancestors[number]
         return in_some[count]
 
 

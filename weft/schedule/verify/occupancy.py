@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from weft.schedule.steps import COPY_UNITS, Copy, Set, Step
-from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Event, Lanes
 
 
@@ -42,7 +42,7 @@ class _Launch(NamedTuple):
     last: int
 
 
-def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
+def occupancy_deadlock(happened: HappensBefore, compute_units: int) -> dict[int, list[int]]:
     """Return, by number of event, the steps that may never get a compute unit, and the lanes of their rank that then hold all
     units."""
     polling = _launches(happened, compute_units)
@@ -55,7 +55,7 @@ def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
         for n in standing:
             event, units = happened.events[n], defaultdict[int, int](int)
             for one in polling.get((event.run, event.rank), ()):
-                may_be_open = not (one.begun >> n & 1 or happened.past(n) >> one.last & 1)
+                may_be_open = not (one.begun >> n & 1 or happened.ancestors(n) >> one.last & 1)
                 if one.lane != event.lane and may_be_open and one.wanted & mask:
                     units[one.lane] = max(units[one.lane], one.units)
             if sum(units.values()) >= compute_units:
@@ -65,7 +65,7 @@ def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
         standing = left
 
 
-def _launches(happened: Happened, compute_units: int) -> dict[tuple[int, int], list[_Launch]]:
+def _launches(happened: HappensBefore, compute_units: int) -> dict[tuple[int, int], list[_Launch]]:
     """Return the polling launches by run and rank, for ranks whose lanes together can hold `compute_units` units."""
     found: dict[tuple[int, int], list[_Launch]] = defaultdict(list)
     crossing = _crossing(happened.ranks)
@@ -80,9 +80,11 @@ def _launches(happened: Happened, compute_units: int) -> dict[tuple[int, int], l
         for rank in (rank for rank, units in enumerate(most) if units >= compute_units):
             for i, of_lane in enumerate(polled[rank]):
                 for units, first, last in of_lane:
-                    begun = happened.past(numbers[Event(run, rank, i, first - 1)]) if first else 0
+                    begun = happened.ancestors(numbers[Event(run, rank, i, first - 1)]) if first else 0
                     end = numbers[Event(run, rank, i, last)]
-                    found[run, rank].append(_Launch(i, units, begun, happened.past(end) & ~(begun | 1 << end), end))
+                    found[run, rank].append(
+                        _Launch(i, units, begun, happened.ancestors(end) & ~(begun | 1 << end), end)
+                    )
     return found
 
 

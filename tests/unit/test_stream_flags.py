@@ -24,8 +24,8 @@ from weft.builders import (
     candidates,
 )
 from weft.errors import ScheduleError
+from weft.runtime.cuda.flags import FLAG, flags_of, missing
 from weft.runtime.cuda.groups import Grouping
-from weft.runtime.cuda.tokens import TOKEN, missing, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.schedule import RANK, Collective, Draft
 from weft.schedule.verify.issue_order import issue_order
@@ -69,7 +69,7 @@ def test_tokens_of_experts_can_be_taken_in_time() -> None:
         (MatmulAllToAll, ("combine", "combine_by_expert")),
     ):
         for candidate in candidates(problem(3, 8, (24,) * 3, 64, 64, "bf16", 24), builders):
-            assert any(tokens_of(candidate.build()))
+            assert any(flags_of(candidate.build()))
 
 
 def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
@@ -82,7 +82,7 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
     with pytest.raises(
         ScheduleError, match=r"may set told\[\d\] of rank \d again before lane 'late' there has ended its previous wait"
     ):
-        tokens_of(d.schedule())
+        flags_of(d.schedule())
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_an_answer_protects_a_token_only_if_it_is_heard_in_time(previous: bool, 
     if heard:
         d.lane("hears", "copy").wait(answered, peer)
     if safe:
-        assert all(tokens_of(d.schedule()))
+        assert all(flags_of(d.schedule()))
     else:
         with pytest.raises(ScheduleError, match=r"may set told\[\d\] of rank \d again before lane 'answers' there"):
-            tokens_of(d.schedule())
+            flags_of(d.schedule())
 
 
 @pytest.mark.parametrize(
@@ -122,20 +122,20 @@ def test_what_a_run_waits_for_is_told_from_its_words(
     name: str, standing: int, come: set[str], wanted: str | None
 ) -> None:
     schedule = next(c for c in candidates(PROBLEMS["2 ranks"]) if c.name == name).build()
-    tokens = tokens_of(schedule)[0]
-    words = [0] * len(tokens)
-    for token in tokens.values():
-        words[token.word] = TOKEN if token.key[0] in come else 0
-    assert [token.key[0] for _, token in missing(tokens, words, standing)] == ([wanted] if wanted else [])
+    flags = flags_of(schedule)[0]
+    words = [0] * len(flags)
+    for flag in flags.values():
+        words[flag.word] = FLAG if flag.key[0] in come else 0
+    assert [flag.key[0] for _, flag in missing(flags, words, standing)] == ([wanted] if wanted else [])
 
 
 def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
     """One of three ranks did not come: flags of the other have arrived and are cleared, and both lack the same flag."""
     schedule = next(c for c in candidates(PROBLEMS["3 ranks, uneven"]) if c.name.startswith("shard[chunks=1")).build()
-    tokens = tokens_of(schedule)[2]
-    found = missing(tokens, [0] * len(tokens), 0)
-    assert {token.key for _, token in found} == {("arrived", 0), ("arrived", 1)}
-    assert {token.setter for _, token in found} == {0, 1}
+    flags = flags_of(schedule)[2]
+    found = missing(flags, [0] * len(flags), 0)
+    assert {flag.key for _, flag in found} == {("arrived", 0), ("arrived", 1)}
+    assert {flag.setter for _, flag in found} == {0, 1}
 
 
 class Cut(Grouping):
@@ -155,7 +155,7 @@ def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
     d.lane("compute").copy(x.part(), y.part(), "kernel").wait(first, peer).set(tail, RANK, at=peer)
     d.lane("side", "copy").copy(x.part(), box.part(), "kernel").set(first, RANK, at=peer).wait(tail, peer)
     schedule = d.schedule()
-    arguments = 0, ["compute", "side"], issue_order(schedule)[0], tokens_of(schedule)[0], lambda _: 32
+    arguments = 0, ["compute", "side"], issue_order(schedule)[0], flags_of(schedule)[0], lambda _: 32
 
     def launched(grouping: Grouping) -> int:
         """Steps of the launch on the side."""

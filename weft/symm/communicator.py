@@ -1,7 +1,7 @@
 """The shared state of one process group on one type of device: memory that all ranks can address, and waits that cannot hang.
 
-A `Domain` is made once per (group, device type) and cached until it is closed, its process group is destroyed, or the process
-exits. It connects the ranks (`weft.symm.mesh`), watches for failures (`weft.symm.control`) and allocates symmetric memory
+A `Communicator` is made once per (group, device type) and cached until it is closed, its process group is destroyed, or the process
+exits. It connects the ranks (`weft.symm.bootstrap`), watches for failures (`weft.symm.control`) and allocates symmetric memory
 (`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at once, for groups that overlap or not.
 """
 
@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
-from weft.symm import cpu, failures, mesh
+from weft.symm import bootstrap, cpu, failures
+from weft.symm.bootstrap import NO_TRANSPORT
 from weft.symm.calls import calls_of
 from weft.symm.control import CALLBACK_S, EXITING, Control, unusable
 from weft.symm.groups import is_registered, store_of
 from weft.symm.memory import Region
-from weft.symm.mesh import NO_TRANSPORT
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 _LOOK_S = 0.1  # how long a native wait may last before Python checks for Ctrl-C and goodbyes
@@ -61,10 +61,10 @@ def _setup_deadline_s(given: float | None) -> float:
 def _nothing() -> None: ...
 
 
-class Domain:
-    """The ranks of a process group as seen from this rank. Made by `domain()`. A context manager that closes itself."""
+class Communicator:
+    """The ranks of a process group as seen from this rank. Made by `communicator()`. A context manager that closes itself."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: list[mesh.Peer]):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: list[bootstrap.Peer]):
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = device
@@ -72,7 +72,7 @@ class Domain:
         self.mapped = tuple(rank in reached for rank in range(self.world_size))
         """By rank: True if its memory can be addressed here. True for every rank of a group on one host."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
-        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the communicator
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
         self._control = Control(self.rank, self.world_size, peers, calls, *told)
         self._looks: list[weakref.WeakMethod[Callable[[], None]]] = self._control.health.looks
@@ -81,7 +81,7 @@ class Domain:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise ValueError("the process group of this domain was destroyed, and the domain with it")
+            raise ValueError("the process group of this communicator was destroyed, and the communicator with it")
         return group
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
@@ -93,12 +93,12 @@ class Domain:
 
     @property
     def failed(self) -> bool:
-        """True if the group has failed, or this domain is closed. Does not raise."""
+        """True if the group has failed, or this communicator is closed. Does not raise."""
         return self._control.failed
 
     @property
     def failed_address(self) -> int:
-        """The address of a private int64: 0 while all is well, 1 once the group has failed or this domain is closed."""
+        """The address of a private int64: 0 while all is well, 1 once the group has failed or this communicator is closed."""
         return self._control.failed_address
 
     def __repr__(self) -> str:
@@ -110,12 +110,12 @@ class Domain:
             if control.failure
             else "open"
         )
-        return f"Domain(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"
+        return f"Communicator(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"
 
     # -- failure
 
     def check(self) -> None:
-        """Raise if the domain is closed (`ValueError`) or the group has failed.
+        """Raise if the communicator is closed (`ValueError`) or the group has failed.
 
         The first report of a dead peer is a `PeerLostError`. Later reports, and reports of any other failure, are a
         `PoisonedGroupError` that repeats the cause.
@@ -281,21 +281,23 @@ class Domain:
             for holder in list(self._holders):
                 holder.close()
 
-    def __enter__(self) -> Domain:
+    def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-_cache: list[Domain] = []
+_cache: list[Communicator] = []
 _cache_lock = threading.RLock()
 _setup_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _exit_hook_of = 0  # pid
 
 
-def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: float | None = None) -> Domain:
-    """Return the domain of `group` on this type of device: the open domain if there is one, else a new one.
+def communicator(
+    group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: float | None = None
+) -> Communicator:
+    """Return the communicator of `group` on this type of device: the open communicator if there is one, else a new one.
 
     Making one is collective over the ranks of the group and takes milliseconds; `deadline_s` (default `WEFT_SETUP_DEADLINE_S`,
     20) bounds the wait for the other ranks. It stays until `close()`, until the process group is destroyed, or until the
@@ -325,13 +327,13 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:
             calls = calls_of(group).begun
-            peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
+            peers = bootstrap.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
         except DisagreementError as error:  # all ranks have found it
             failures.remember(group, error)
             failures.tell(group, group.rank())
             raise
-        made = Domain(group, device, peers)
-        if misused := calls_of(group).misused:  # misuse from before there was a domain to notify
+        made = Communicator(group, device, peers)
+        if misused := calls_of(group).misused:  # misuse from before there was a communicator to notify
             made.poison(misused)
         with _cache_lock:
             _cache.append(made)
@@ -339,21 +341,21 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
         return made
 
 
-def _known(group: dist.ProcessGroup, device: torch.device) -> Domain | None:
-    """Return the open domain; None if there is none."""
+def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | None:
+    """Return the open communicator; None if there is none."""
     for known in list(_cache):
         if known._group() is group and (known.device == device or known.device.type == device.type):
             known.check()
             if known.device != device:
-                raise ValueError(f"this group has a domain on {known.device}: close it to use {device}")
+                raise ValueError(f"this group has a communicator on {known.device}: close it to use {device}")
             return known
         if not is_registered(known._group()):  # destroyed, though something still refers to it
             known._close("its process group was destroyed")
     return None
 
 
-def open_domain(group: dist.ProcessGroup, device_type: str) -> Domain | None:
-    """Return the domain that has been made, if it is still open."""
+def open_communicator(group: dist.ProcessGroup, device_type: str) -> Communicator | None:
+    """Return the communicator that has been made, if it is still open."""
     return next((one for one in list(_cache) if one.is_of(group) and one.device.type == device_type), None)
 
 
@@ -371,17 +373,17 @@ def _ended(group: dist.ProcessGroup, rank: int) -> str:
 
 
 def close_all() -> None:
-    """Close every domain of this process, as at interpreter exit."""
+    """Close every communicator of this process, as at interpreter exit."""
     until = time.monotonic() + CALLBACK_S
-    for open_domain in list(_cache):
-        open_domain._close(EXITING, until)
+    for open_communicator in list(_cache):
+        open_communicator._close(EXITING, until)
 
 
 def _leave_all() -> None:
-    """Close all domains at interpreter exit, and give daemon threads time to leave native code.
+    """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
-    Threads that wait in native code are notified of the end of their domain. A thread that returned from native code while the
-    interpreter ends would abort the process. So would a thread that drops tensors then, as it does with the traceback that it
+    Threads that wait in native code are notified of the end of their communicator. A thread that returned from native code while
+    the interpreter ends would abort the process. So would a thread that drops tensors then, as it does with the traceback that it
     leaves with: `_LET_GO_S` is for that.
     """
     came_out = _threads_inside()
@@ -425,8 +427,8 @@ def _close_at_exit() -> None:
 def _after_fork_in_child() -> None:
     global _cache_lock
     _cache_lock = threading.RLock()
-    for open_domain in _cache:
-        open_domain._control.forked()
+    for open_communicator in _cache:
+        open_communicator._control.forked()
     _cache.clear()
     _setup_locks.clear()
 

@@ -1,6 +1,6 @@
 """Signals between ranks as flags, which a captured CUDA graph can wait for: every run uses the same numbers.
 
-Each wait has a 64-bit word in its rank's symmetric memory. A flag (in code, a token) is a 1 in the low half of the word. A set
+Each wait has a 64-bit word in its rank's symmetric memory. A flag is a 1 in the low half of the word. A set
 raises the flags of all waits for its counter. A wait ends when its flag is raised, and the flag is cleared before it can be
 raised again. Executors on CPU count upwards instead, which needs other numbers in every run, but a graph repeats its own. Kernels
 that wait and read the count from memory would occupy a part of the GPU: GEMMs that need all of it would have to wait.
@@ -19,7 +19,7 @@ raised the flag, provided that this rank waits for that set before it raises the
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
-and S cannot come before the clear. If there is no such set, the flag is cleared right behind the wait. `tokens_of` then verifies
+and S cannot come before the clear. If there is no such set, the flag is cleared right behind the wait. `flags_of` then verifies
 that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 
@@ -31,20 +31,20 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from weft.errors import ScheduleError
-from weft.kernels.signals import POISONED, TOKEN
+from weft.kernels.signals import FLAG, POISONED
 from weft.schedule import Schedule, Set, Wait
-from weft.schedule.verify.happens_before import Happened
+from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Lanes
 
 Key: TypeAlias = tuple[str, int]
 StepPlace: TypeAlias = tuple[str, int]
 """A lane's name, and a step's place in the lane."""
-AWAITED = TOKEN | POISONED
+AWAITED = FLAG | POISONED
 """A wait ends when its word has one of these bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class Flag:
     """The flag of one wait. word: its number among the rank's words. passed: the number of waits of the lane up to and including
     this one.
 
@@ -60,16 +60,16 @@ class Token:
 
 
 @lru_cache(maxsize=64)
-def tokens_of(schedule: Schedule) -> tuple[dict[StepPlace, Token], ...]:
+def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     """Return the flags of each rank, by the place of the wait.
 
     Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is still raised.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     crossing = _setters(schedule, ranks)
-    found: list[dict[StepPlace, Token]] = []
+    found: list[dict[StepPlace, Flag]] = []
     for rank, lanes in enumerate(ranks):
-        mine: dict[StepPlace, Token] = {}
+        mine: dict[StepPlace, Flag] = {}
         for lane in lanes:
             passed = 0
             for at, step in enumerate(lane.steps):
@@ -79,7 +79,7 @@ def tokens_of(schedule: Schedule) -> tuple[dict[StepPlace, Token], ...]:
                 setter = crossing[rank][key]
                 _require_all(schedule, rank, step, ranks[setter])
                 carrier = _carrier(ranks, rank, lane.steps, at, setter)
-                mine[lane.name, at] = Token(len(mine), key, setter, step.previous, carrier, passed)
+                mine[lane.name, at] = Flag(len(mine), key, setter, step.previous, carrier, passed)
         found.append(mine)
     _check(schedule, ranks, found)
     return tuple(found)
@@ -116,15 +116,15 @@ def _require_all(schedule: Schedule, rank: int, wait: Wait, lanes: Lanes) -> Non
             )
 
 
-def words_for(tokens: dict[StepPlace, Token]) -> dict[Key, list[int]]:
+def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
     """Return the words whose flags a set of each counter raises."""
     words = defaultdict[Key, list[int]](list)
-    for token in tokens.values():
-        words[token.key].append(token.word)
+    for flag in flags.values():
+        words[flag.key].append(flag.word)
     return words
 
 
-def missing(tokens: dict[StepPlace, Token], words: list[int], standing: int) -> list[tuple[str, Token]]:
+def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
     """Return the waits that a run without progress may stand at: lanes and flags, one for each rank. Empty if no run stands at a
     wait.
 
@@ -132,11 +132,11 @@ def missing(tokens: dict[StepPlace, Token], words: list[int], standing: int) -> 
     a wait for the previous run is clear, since a run clears that flag first. Flags that this run has cleared are clear too, so
     that several may be found; signals of this run are likelier.
     """
-    found = [(lane, t) for (lane, _), t in tokens.items() if words[t.word] == 0 and t.passed >= standing]
-    if not standing and not any(token.previous for _, token in found):
+    found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
+    if not standing and not any(flag.previous for _, flag in found):
         return []
     likelier = [wait for wait in found if not wait[1].previous] or found
-    return list({token.setter: (lane, token) for lane, token in reversed(likelier)}.values())[::-1]
+    return list({flag.setter: (lane, flag) for lane, flag in reversed(likelier)}.values())[::-1]
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
@@ -161,10 +161,10 @@ def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) 
     return None
 
 
-def _check(schedule: Schedule, ranks: list[Lanes], tokens: list[dict[StepPlace, Token]]) -> None:
-    if all(token.carrier is not None for mine in tokens for token in mine.values()):
+def _check(schedule: Schedule, ranks: list[Lanes], flags: list[dict[StepPlace, Flag]]) -> None:
+    if all(flag.carrier is not None for mine in flags for flag in mine.values()):
         return
-    happened = Happened(ranks, runs=3)
+    happened = HappensBefore(ranks, runs=3)
     numbers: dict[tuple[int, int, str, int], int] = {}
     sets: dict[tuple[int, int, str, int], int] = {}
     for number, event in enumerate(happened.events):
@@ -174,12 +174,12 @@ def _check(schedule: Schedule, ranks: list[Lanes], tokens: list[dict[StepPlace, 
             numbers[event.run, event.rank, lane, event.step] = number
         for at, signal, index in step.sets():
             sets[event.run, int(at), signal, int(index)] = number
-    for rank, mine in enumerate(tokens):
-        for (lane, at), token in mine.items():
-            wait, following = numbers[2, rank, lane, at], sets[2 if token.previous else 3, rank, *token.key]
-            if token.carrier is None and not happened.before(wait, following):
+    for rank, mine in enumerate(flags):
+        for (lane, at), flag in mine.items():
+            wait, following = numbers[2, rank, lane, at], sets[2 if flag.previous else 3, rank, *flag.key]
+            if flag.carrier is None and not happened.before(wait, following):
                 raise ScheduleError(
-                    f"schedule {schedule.name}: rank {token.setter} may set {token.key[0]}[{token.key[1]}] of rank {rank} again "
+                    f"schedule {schedule.name}: rank {flag.setter} may set {flag.key[0]}[{flag.key[1]}] of rank {rank} again "
                     f"before lane {lane!r} there has ended its previous wait, but on GPUs a signal is a flag, not a counter: have "
-                    f"rank {token.setter} wait for a signal of rank {rank} first"
+                    f"rank {flag.setter} wait for a signal of rank {rank} first"
                 )
