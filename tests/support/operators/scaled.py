@@ -62,7 +62,7 @@ def multiplied(
         return (y if bias is None else y + bias).to(out)
     scale = A_scale.flatten(0, -2) if A_scale.dim() else A_scale
     y = torch._scaled_mm(A.flatten(0, -2), B, scale, B_scale, bias, out_dtype=out, use_fast_accum=fast)
-    return y.view(*A.shape[:-1], -1)
+    return y.view(*A.shape[:-1], y.shape[-1])
 
 
 class AllGatherScaledMatmulCall(AllGatherMatmulCall):
