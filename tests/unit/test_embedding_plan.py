@@ -95,7 +95,7 @@ def test_tables_placement_and_world_are_compared() -> None:
 
 def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
     program = (
-        "from reference import tables_of; from weft.embedding.options import EmbeddingOptions; "
+        "from support.reference import tables_of; from weft.embedding.options import EmbeddingOptions; "
         "from weft.embedding.plan import plan_of; "
         "from weft.embedding import EmbeddingSharding; "
         "print(plan_of(EmbeddingSharding(tables_of((8, 3)), (0, 1), 3), EmbeddingOptions()).fingerprint)"
