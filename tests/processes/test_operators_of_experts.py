@@ -12,6 +12,7 @@ from support.operators import suite
 from support.operators.cases import ROWS
 from support.operators.experts import Experts
 
+import weft
 from weft.launch import Pool
 from weft.runtime import exchanged
 
@@ -120,3 +121,19 @@ def odd_uses(group: dist.ProcessGroup, operator: str, schedules: list[str]) -> N
 def test_autocast_and_inference(operator: str) -> None:
     with Pool(2) as alone:
         alone.run(odd_uses, operator, ["serial", ROWS[operator].small.schedule], timeout_s=100)
+
+
+def tables_of_32_bits(group: dist.ProcessGroup, operator: str) -> None:
+    """Pass tables of int32 that are views of larger ones, and a timeline to later calls, which choose nothing any more."""
+    call = suite.CALLS[operator](Experts(k=8, n=3), group, 1)
+    arguments = call.arguments(call.mine, group)
+    for name in {"received", "splits"} & arguments.keys():
+        arguments[name] = torch.stack([arguments[name].int()] * 2, dim=-1)[..., 1]
+    for timeline in (None, weft.Timeline(), weft.Timeline()):
+        call.check(group, call.results(call.public(**arguments, timeline=timeline)))
+        assert timeline is None or len(timeline)
+
+
+@pytest.mark.parametrize("operator", DUALS)
+def test_tables_of_32_bits_and_timelines_of_later_calls(pool: Pool, operator: str) -> None:
+    pool.run(tables_of_32_bits, operator, ranks=2, timeout_s=60)
