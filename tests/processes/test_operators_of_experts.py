@@ -124,14 +124,15 @@ def test_autocast_and_inference(operator: str) -> None:
 
 
 def tables_of_32_bits(group: dist.ProcessGroup, operator: str) -> None:
-    """Pass tables of int32 that are views of larger ones, and a timeline to later calls, which choose nothing any more."""
+    """Pass tables as they are, and of int32 as views of larger ones; to later calls, which choose nothing any more, a timeline."""
     call = suite.CALLS[operator](Experts(k=8, n=3), group, 1)
     arguments = call.arguments(call.mine, group)
-    for name in {"received", "splits"} & arguments.keys():
-        arguments[name] = torch.stack([arguments[name].int()] * 2, dim=-1)[..., 1]
-    for timeline in (None, None, weft.Timeline(), weft.Timeline()):
-        call.check(group, call.results(call.public(**arguments, timeline=timeline)))
-        assert timeline is None or len(timeline)
+    tables = {name: arguments[name] for name in ("received", "splits") if name in arguments}
+    narrow = {name: torch.stack([table.int()] * 2, dim=-1)[..., 1] for name, table in tables.items()}
+    for given in (tables, narrow):
+        for timeline in (None, None, weft.Timeline()):
+            call.check(group, call.results(call.public(**arguments | given, timeline=timeline)))
+            assert timeline is None or len(timeline)
 
 
 @pytest.mark.parametrize("operator", DUALS)
