@@ -12,6 +12,7 @@ from support.operators import suite
 from support.operators.cases import ROWS
 from support.operators.experts import Experts
 
+import weft
 from weft.launch import Pool
 from weft.runtime.unfused import grouped_matmul
 
@@ -122,3 +123,20 @@ def odd_uses(group: dist.ProcessGroup, operator: str, schedules: list[str]) -> N
 def test_autocast_and_inference(operator: str) -> None:
     with Pool(2) as alone:
         alone.run(odd_uses, operator, ["serial", ROWS[operator].small.schedule], timeout_s=100)
+
+
+def tables_of_32_bits(group: dist.ProcessGroup, operator: str) -> None:
+    """Pass tables as they are, and of int32 as views of larger ones; to later calls, which choose nothing any more, a timeline."""
+    call = suite.CALLS[operator](Experts(k=8, n=3), group, 1)
+    arguments = call.arguments(call.mine, group)
+    tables = {name: arguments[name] for name in ("received", "splits") if name in arguments}
+    narrow = {name: torch.stack([table.int()] * 2, dim=-1)[..., 1] for name, table in tables.items()}
+    for given in (tables, narrow):
+        for timeline in (None, None, weft.Timeline()):
+            call.check(group, call.results(call.public(**arguments | given, timeline=timeline)))
+            assert timeline is None or len(timeline)
+
+
+@pytest.mark.parametrize("operator", DUALS)
+def test_tables_of_32_bits_and_timelines_of_later_calls(pool: Pool, operator: str) -> None:
+    pool.run(tables_of_32_bits, operator, ranks=2, timeout_s=60)

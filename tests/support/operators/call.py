@@ -40,6 +40,8 @@ class Call:
     """The names that messages call the rows and the weights."""
     places: ClassVar[tuple[int, int]] = (0, 1)
     """The places of rows and (first) weights among the inputs."""
+    atol: ClassVar[float] = 2e-3
+    """The absolute tolerance of gradients in fp32."""
     reduces: ClassVar[bool] = False
     """True if products of ranks are reduced, by torch.distributed in an unfused run: its order of sums may change."""
 

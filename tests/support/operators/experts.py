@@ -55,6 +55,7 @@ def traffic(kind: Traffic, world: int, experts: int, seed: int) -> Splits:
 class ExpertsCall(Call):
     """inputs: rows and weights. A call has other splits with every seed."""
 
+    atol = 2e-4
     case: Experts
 
     def __init__(self, case: Experts, group: dist.ProcessGroup, seed: int, splits: Splits | None = None) -> None:

@@ -119,7 +119,7 @@ def _gradients(
         assert (found.grad is not None) == want
         if want:
             assert found.grad is not None
-            torch.testing.assert_close(found.grad.double(), right, rtol=2e-4, atol=2e-3)
+            torch.testing.assert_close(found.grad.double(), right, rtol=2e-4, atol=call.atol)
 
 
 def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[dict[int, torch.Tensor], Tensors]:
