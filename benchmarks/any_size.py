@@ -127,9 +127,9 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         from weft.symm.cuda import slab_bytes
 
-        domain = weft.symm.domain(group, device)
+        comm = weft.symm.communicator(group, device)
         memory = {
-            "symmetric_bytes": slab_bytes(domain), "largest_needs": max(seen) * given.k * dtype.itemsize,
+            "symmetric_bytes": slab_bytes(comm), "largest_needs": max(seen) * given.k * dtype.itemsize,
             "taken_since_warm_up": before - torch.cuda.mem_get_info(device)[0],
         }  # fmt: skip
     slowest: list[Any] = [None] * world
