@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import get_args
@@ -64,6 +64,14 @@ class EmbeddingPlan:
     def fingerprint(self) -> int:
         """A number in [0, 2**62) that differs (but for chance) if `text` differs, the same in every process."""
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
+
+    @cached_property
+    def checked_tables(self) -> dict[int, Hashable]:
+        """For each rank, the addresses and layouts of the tables that it has checked last (`weft.runtime.layouts`).
+
+        They determine all that is checked. Checking 64 tables takes longer than launching the kernel, and they are the same at
+        every call."""
+        return {}
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -179,7 +179,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """Return the parameters, bypassing `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch.
 
         Attributes are used if something replaced the parameters."""
-        bags = cast(dict[str, nn.EmbeddingBag], self.embedding_bags._modules).values()
+        bags = cast("dict[str, nn.EmbeddingBag]", self.embedding_bags._modules).values()
         try:
             return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
         except KeyError:

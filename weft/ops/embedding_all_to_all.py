@@ -9,8 +9,8 @@ both, `weft.runtime.embedding_unfused` runs a rank's side of the call; `csrc/emb
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -174,8 +174,7 @@ def form_of(
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     if torch.compiler.is_compiling():  # which sees gradients wanted here alone
         require_no_gradient(weights)
-    sizes, names = cast("list[int] | None", batch_sizes), cast("list[str] | None", keys)
-    return _Call(weights, values, offsets, of_values, sizes, names, stride, whole, rank, *plan)
+    return _Call(weights, values, offsets, of_values, batch_sizes, keys, stride, whole, rank, *plan)  # type: ignore[arg-type]
 
 
 def require_no_gradient(weights: Sequence[torch.Tensor]) -> None:
@@ -193,18 +192,13 @@ def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
     return plan_of(sharding_of(sharding), EmbeddingOptions(*options))
 
 
-# Checking 64 tables takes longer than launching the kernel, and they are the same at every call. Their addresses and layouts
-# determine all that is checked.
-_checked_tables: dict[tuple[EmbeddingPlan, int], Hashable] = {}
-
-
 def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
     """Check a call as far as the host can without reading its contents. Raises `ValueError`."""
     plan, weights, rank = _plan(call), call.weights, call.rank
     keys = None if call.keys is None else tuple(call.keys)
     jagged = JaggedInput(keys, call.values, call.offsets, call.per_sample_weights, call.stride, call.whole)
     layout = layout_of(weights)
-    before = _checked_tables.get((plan, rank))
+    before = plan.checked_tables.get(rank)
     known = layout is not None and layout == before
     if known:
         layout = before  # this object has its hash cached
@@ -212,10 +206,7 @@ def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
     checked = check_jagged(jagged, plan.sharding, rank, call.batch_sizes, device or weights, layout)
     if not known:
         require_no_gradient(weights)
-        if layout is not None:
-            if len(_checked_tables) >= 64:
-                _checked_tables.clear()
-            _checked_tables[plan, rank] = layout
+        plan.checked_tables[rank] = layout
     return jagged, checked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable
 
 import torch
@@ -27,7 +26,9 @@ def layout_of(tensors: list[torch.Tensor]) -> Hashable:
     Return None if a tensor is of another class than torch's own or needs a gradient, or if there is no native reader: then the
     key would take as long as the checks.
     """
-    if READER is not None:
-        with contextlib.suppress(RuntimeError):  # tensors without memory, which torch.compile makes
-            return READER.read(tensors, torch.is_grad_enabled())
-    return None
+    if READER is None:
+        return None
+    try:
+        return READER.read(tensors, torch.is_grad_enabled())
+    except RuntimeError:  # tensors without memory, which torch.compile makes
+        return None
