@@ -16,12 +16,17 @@ from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul_gradients import OPERATOR
 
 pytestmark = gpu_ranks.MARKS
-SIZES = {"one weight": (2048, (512,), 256), "three weights": (1024, (384, 128, 128), 512), "odd": (602, (19, 7), 43)}
+SIZES = {
+    "one weight": (2048, (512,), 256),
+    "three weights": (1024, (384, 128, 128), 512),
+    "odd": (602, (19, 7), 43),
+    "odd, one weight": (602, (19,), 43),
+}
+BY_GEMM = [("direct[add=gemm]", sizes) for sizes in ("one weight", "odd, one weight")]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("schedule", ["direct", "direct[add=gemm]"])
+@pytest.mark.parametrize(("schedule", "sizes"), [*(("direct", sizes) for sizes in SIZES), *BY_GEMM])
 def test_behind_stragglers_and_replayed(pair: Pool, schedule: str, sizes: str, dtype: str) -> None:
     pair.run(product_ranks.on_streams, AllGatherMatmulGradients(2, *SIZES[sizes], dtype), schedule, timeout_s=60)
 

@@ -49,6 +49,7 @@ REPLAYED = [
     for operator, row in ROWS.items()
     for number, p in enumerate(row.replayed)
     for one in applicable(p)
+    if one.name != "serial"  # no executor of schedules runs it
 ]
 
 

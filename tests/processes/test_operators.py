@@ -38,7 +38,8 @@ def each(field: str, names: str) -> Any:
 def test_every_operator_has_a_row() -> None:
     for file in pkgutil.iter_modules(weft.ops.__path__):
         importlib.import_module(f"weft.ops.{file.name}")
-    assert set(ROWS) == {name for name in weft.__all__ if name in OPERATORS}
+    own_kernels = {"embedding_all_to_all"}  # whose tests are `test_embedding_*`
+    assert set(ROWS) == {name for name in weft.__all__ if name in OPERATORS} - own_kernels
 
 
 def on(world: int, case: Case) -> Case:

@@ -86,7 +86,7 @@ def test_families() -> None:
 
 @pytest.mark.parametrize("world", mostly([2, 3, 4], 2, 3))
 @pytest.mark.parametrize("gathered", [False, True])
-def test_order_and_tokens_of_one_size_are_those_of_another(world: int, gathered: bool) -> None:
+def test_order_and_flags_of_one_size_are_those_of_another(world: int, gathered: bool) -> None:
     """An executor takes from one of its kind exactly what it would find by itself."""
     sizes, kept = [(240, 36), (48, 36), (12, 36)], 0
     problems = [replace(AllGatherMatmul.even(m, n, 64, world, "fp32"), return_gathered=gathered) for m, n in sizes]
@@ -102,5 +102,5 @@ def test_order_and_tokens_of_one_size_are_those_of_another(world: int, gathered:
                 continue
             taken, found = rank_schedule(b, rank, like), rank_schedule(b, rank)
             assert taken == found, (made[0].name, rank)
-            kept += taken.flags is like.tokens
+            kept += taken.flags is like.flags
     assert kept

@@ -193,12 +193,11 @@ def test_its_gemms_are_timed_on_random_matrices(p: Problem) -> None:
 
 def test_the_planner_hides_both_exchanges() -> None:
     """The planner hides both exchanges in layers of Llama-3-8B, and chooses serial for few tokens."""
-    # Without a kernel that reduces, 1% is gained behind two large weights: the simpler schedule is as fast.
     for n, name in (((3072,), "direct[add=gemm]"), ((7168, 7168), "direct")):
         choice = plan.choose(AllGatherMatmulGradients(2, 8192, n, 4096, "bf16"), gpu("h200", 2))
         assert choice.candidate.name == name
-        by_gemm, reduced, serial = (choice.row(one).predicted_us for one in ("direct[add=gemm]", "direct", "serial"))
-        assert by_gemm < reduced < 0.95 * serial  # type: ignore[operator]
+        reduced, serial = choice.row("direct").predicted_us, choice.row("serial").predicted_us
+        assert choice.predicted_us <= reduced < 0.95 * serial  # type: ignore[operator]
     assert plan.choose(AllGatherMatmulGradients(2, 64, (512,), 512, "bf16"), gpu("h200", 2)).candidate.name == "serial"
 
 

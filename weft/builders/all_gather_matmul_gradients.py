@@ -3,8 +3,8 @@ the GEMMs of the weights' gradients.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines do both: a rank computes its peers' rows of x's gradient first, then its own, then the weights'
-              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm the own rows come last and
-              add their products to the parts that have arrived, so that no kernel reduces them
+              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm, for one weight, the own rows
+              come last, and their GEMM adds to the parts that have arrived, so that no kernel reduces them
 
 The backward pass has two exchanges and twice the GEMMs of forward, so the transfers are hidden without cutting a GEMM further
 than into the ranks' rows. Sums are reduced as in a reduce-scatter (`weft.builders.partial_products`).
@@ -68,6 +68,8 @@ def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "red
         raise NotApplicableError("one rank has nothing to send")
     if not p.has_work:
         raise NotApplicableError("there is nothing to multiply")
+    if add == "gemm" and len(p.n) > 1:
+        raise NotApplicableError(f"the sum would be rounded behind each of {len(p.n)} weights' GEMMs: use add=reduce")
     o = _Gradients("direct", p)
     d, peers = o.d, [peer(world, distance) for distance in range(1, world)]
     sources = [peer(world, -distance) for distance in range(1, world)]
