@@ -51,22 +51,31 @@ at_most() {
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
 
+# Run one file of tests, or one test of a file.
+run_file() {
+  local name status
+  name=$(basename "$1") && name=${name/.py/}
+  WEFT_CACHE_DIR=$scratch/weft-$name "$python" -m pytest -p no:cacheprovider -q --tb=short -rf --junitxml="$scratch/$name.xml" "$1" \
+    >"$scratch/$name.txt" 2>&1
+  status=$?
+  tail -n 1 "$scratch/$name.txt" | sed "s/^/$name: /"
+  return $status
+}
+
 # Run the tests of all operators. Six processes take files in turn: ranks wait for each other and for compilers more than for GPUs.
-# test_gpu_operators.py, the largest file, is taken test by test.
+# test_gpu_operators.py, the largest file, is taken test by test. What measures the machine runs alone, before the others.
 tests() {
-  local operators=tests/multigpu/test_gpu_operators.py junits=() file
+  local operators=tests/multigpu/test_gpu_operators.py measures=tests/multigpu/test_gpu_self_calibration.py junits=() file
   local files=(tests/multigpu/test_gpu_{four,norms,tensor_parallel}.py)  # the slowest files
   for file in $(sed -n "s/^def \(test_[a-z_]*\).*/\1/p" $operators); do files+=("$operators::$file"); done
   for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
-    [[ $file == "$operators" || " ${files[*]} " == *" $file "* ]] || files+=("$file")
+    [[ $file == "$operators" || $file == "$measures" || " ${files[*]} " == *" $file "* ]] || files+=("$file")
   done
   export python scratch
-  printf '%s\n' "${files[@]}" | timeout -k 10 "$(at_most 545)" xargs -P 6 -I{} bash -c '
-    name=$(basename {}) && name=${name/.py/}
-    WEFT_CACHE_DIR=$scratch/weft-$name "$python" -m pytest -p no:cacheprovider -q --tb=short -rf --junitxml="$scratch/$name.xml" {} >"$scratch/$name.txt" 2>&1
-    status=$?
-    tail -n 1 "$scratch/$name.txt" | sed "s/^/$name: /"
-    exit $status' || fail "tests"
+  export -f run_file
+  run_file $measures || fail "$measures"
+  printf '%s\n' "${files[@]}" | timeout -k 10 "$(at_most 545)" xargs -P 6 -I{} bash -c 'run_file {}' || fail "tests"
+  files+=($measures)
   for file in "${files[@]}"; do file=$(basename "$file") && junits+=("$scratch/${file/.py/}.xml"); done
   cat "$scratch"/test_*.txt >"$out/tests.txt"
   grep -a "^FAILED\|^ERROR" "$out/tests.txt"
