@@ -2,7 +2,7 @@
 //
 // One thread at a time makes calls; the watchdog thread reads the digests, and notes refusals and its own last look.
 // Both hold the GIL, and no function here releases it or calls Python between its first and its last access. So each
-// function is one step to the other thread.
+// function is one step to the other thread. (`Health::is_well` calls Python, on a copy of its list.)
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -13,6 +13,8 @@
 #include <stdexcept>
 #include <utility>
 #include <vector>
+
+#include "python.hpp"
 
 namespace weft {
 
@@ -88,11 +90,17 @@ struct Health {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
     bool is_stale() const { return now() - looked_at > stale_s; }
-    bool is_well() const { return !failed.load(std::memory_order_acquire) && nb::len(looks) == 0 && !is_stale(); }
+    // Calls what `looks` refers to first.
+    bool is_well() const {
+        if (nb::len(looks))
+            for (nb::handle look : nb::borrow<nb::tuple>(checked(PySequence_Tuple(looks.ptr()))))  // a method may change the list
+                if (const nb::object method = call(look); !method.is_none()) call(method);
+        return !failed.load(std::memory_order_acquire) && !is_stale();
+    }
 
     std::atomic<int64_t> failed{0};  // native waits read it, and Python writes it by its address
     double looked_at = now(), stale_s;
-    nb::list looks;  // at what may know of a failure before the group does
+    nb::list looks;  // weak references to methods that fail the group if they know of a failure before it does
 };
 
 }  // namespace weft

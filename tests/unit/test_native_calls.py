@@ -99,7 +99,7 @@ class Recorded:
 
     def __init__(self, group: Group, **changes: Any) -> None:
         self.group_ref, self.prepared, self.here = weakref.ref(group), Prepared(), Here()
-        self.counts, self.health, self.ready = GroupCalls(), _core.Health(1.0), True
+        self.counts, self.health, self.ready = GroupCalls(), _core.Health(60.0), True
         self.digest = self.counts.made
         self.begins: Callable[[int], int | None] = lambda rows: 100 + rows
         self.told: list[Any] = []
@@ -347,10 +347,21 @@ def test_a_group_in_trouble_takes_the_slow_path() -> None:
     word.value = 1
     assert played.is_slow()
     word.value = 0
-    health.looks.append(print)
+    looked: list[int] = []
+
+    def look() -> None:
+        looked.append(word.value)
+        word.value = len(looked) > 1
+
+    health.looks.append(lambda: look)  # a weak reference to a method, which may find that a call has failed
+    assert not played.is_slow()
     assert played.is_slow()
+    assert looked == [0, 0]
+    word.value = 0
+    health.looks[:] = [lambda: None]  # its object is gone
+    assert not played.is_slow()
     health.looks.clear()
-    health.looked_at -= 2
+    health.looked_at -= 61
     assert health.is_stale()
     assert played.is_slow()
 
