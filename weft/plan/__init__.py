@@ -16,8 +16,9 @@ from weft.plan.explain import Explanation, explain, explanation, machine_and_mod
 from weft.plan.heuristic import pick_here, static_pick
 from weft.plan.nearby import names_near, octave, octave_of, typical
 from weft.plan.pin import AUTOTUNE, HEURISTIC, names_schedule, pinned, pinned_around, use
-from weft.plan.predict import MODES, Mode, Row
+from weft.plan.predict import MODES, Row
 from weft.plan.source import calibrated
+from weft.sim import Mode
 
 __all__ = [
     "AUTOTUNE", "HEURISTIC", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row",

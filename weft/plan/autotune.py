@@ -23,9 +23,9 @@ from weft.errors import UnreadableError
 from weft.plan import store
 from weft.plan.choose import Choice
 from weft.plan.machine import versions
-from weft.plan.predict import Mode
 from weft.schedule import Schedule
 from weft.schedule.text import to_json
+from weft.sim import Mode
 
 _ALWAYS = ("serial", "gather")
 """Builders whose schedules are always measured: the baselines without overlap, which the others must beat."""

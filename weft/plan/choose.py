@@ -14,9 +14,9 @@ from weft.builders.registry import cannot_do
 from weft.caller import warn
 from weft.plan import pin
 from weft.plan.heuristic import pick_here
-from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
+from weft.plan.predict import AT_LEAST, MODES, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Schedule
-from weft.sim import Model
+from weft.sim import Mode, Model
 from weft.words import counted
 
 CLEARLY, CLEARLY_US = 0.03, 3.0

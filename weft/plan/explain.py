@@ -19,9 +19,9 @@ from weft.plan.autotune import known_times
 from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import machine_here, machine_name
-from weft.plan.predict import AT_LEAST, SAME_AS, Mode, Progress, Row
+from weft.plan.predict import AT_LEAST, SAME_AS, Progress, Row
 from weft.plan.source import calibrated
-from weft.sim import Model
+from weft.sim import Mode, Model
 from weft.sim.model import MatmulShape
 
 HEADER = (

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from weft.builders import Problem, builders_of, candidates
 from weft.plan.choose import CLEARLY, Choice, choose
-from weft.plan.predict import Mode
-from weft.sim import Model
+from weft.sim import Mode, Model
 
 CONTENDERS = 2
 """Number of fastest schedules at one size, in each mode, that are candidates at other sizes."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
 from weft.schedule import (
@@ -34,14 +34,14 @@ from weft.schedule import (
     Wait,
 )
 from weft.schedule.expr import Values
-from weft.schedule.steps import iterations, substitute, variables_of
-from weft.sim import Inefficiencies, Model, inefficiencies, simulate
+from weft.schedule.steps import iterations, substitute
+from weft.sim import Inefficiencies, Model, inefficiencies
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
 from weft.sim.model import MatmulShape
 from weft.sim.numbers import key_of, regions_of, values_of_ranks
+from weft.sim.run_time import Mode, dynamic_steps, run_us
 
-Mode: TypeAlias = Literal["queued", "graph", "single"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 AT_LEAST = "takes at least"
@@ -141,42 +141,7 @@ class _Built:
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0) -> float:
     """Return the microseconds of one run, but at least `at_least_us`."""
-    if mode == "single":
-        us = simulate(schedule, model, mode=mode).end_us
-    else:
-        us = simulate(schedule, model, mode=mode, runs=2).per_run_us
-    us += _signals_of_tiles(schedule) * model.tile_signal_us
-    if len(schedule.lanes) > 1:
-        us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
-    if schedule.reads_on_host:
-        us = max(us, _reading_host_us(schedule, model))
-    return max(at_least_us, us)
-
-
-def _reading_host_us(schedule: Schedule, model: Model) -> float:
-    """Return the host time to issue a run in which it reads sizes.
-
-    The host waits in every run, so that it is never far enough ahead of the device to hide this time.
-    """
-    return _dynamic(schedule) * model.host_late_us + len(list(schedule.walk())) * model.host_step_us
-
-
-def _dynamic(schedule: Schedule) -> int:
-    """Return the number of copies, tiles and collectives with dynamic sizes."""
-    held = {contents.buffer for contents in schedule.contents}
-    if not held:
-        return 0
-    steps = schedule.walk()
-    return sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
-
-
-def _signals_of_tiles(schedule: Schedule) -> int:
-    """Return the number of signals that tiles set, on the rank whose tiles set the most."""
-    tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
-    sets = [(step.extent, count) for step in tiles if (count := sum(isinstance(one, Set) for one in step.body))]
-    if not sets:
-        return 0
-    return max(sum(substitute(extent, v) * count for extent, count in sets) for v in values_of_ranks(schedule))
+    return max(at_least_us, run_us(schedule, model, mode))
 
 
 def least_us(problem: Problem, model: Model) -> float:
@@ -285,7 +250,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
             times for on, step, _, times in each if on == "copy" and isinstance(step, Copy) and step.by == "kernel"
         ),
         reads_on_host=schedule.reads_on_host,
-        dynamic=_dynamic(schedule),
+        dynamic=dynamic_steps(schedule),
         stops_host=schedule.stops_host,
         rough=any(
             isinstance(inner, Compute)

@@ -5,5 +5,6 @@ from weft.sim.losses import Inefficiencies, inefficiencies
 from weft.sim.machines import NULL, model_of
 from weft.sim.model import Model
 from weft.sim.result import Simulated
+from weft.sim.run_time import Mode, run_us
 
-__all__ = ["NULL", "Inefficiencies", "Model", "Simulated", "inefficiencies", "model_of", "simulate"]
+__all__ = ["NULL", "Inefficiencies", "Mode", "Model", "Simulated", "inefficiencies", "model_of", "run_us", "simulate"]

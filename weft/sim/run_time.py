@@ -1,0 +1,59 @@
+"""The time of one run of a schedule: what the simulator plays, and what runs cost beside it.
+
+    queued    a run behind another one, with the host ahead
+    graph     the same, captured and replayed: collectives and the end of a run take longer
+    single    a run on idle devices, with the host's time for each step
+
+Not simulated, and added here: signals that tiles set (`tile_signal_us`), the way from the caller's stream to several lanes and back
+(`lanes_run_us`, in graphs also `graph_run_us`), and the host of a run that reads sizes, which waits in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from weft.schedule import Collective, Copy, Schedule, Set, Tiles
+from weft.schedule.steps import substitute, variables_of
+from weft.sim.engine import simulate
+from weft.sim.model import Model
+from weft.sim.numbers import values_of_ranks
+
+Mode: TypeAlias = Literal["queued", "graph", "single"]
+
+
+def run_us(schedule: Schedule, model: Model, mode: Mode) -> float:
+    """Return the microseconds of one run."""
+    if mode == "single":
+        us = simulate(schedule, model, mode=mode).end_us
+    else:
+        us = simulate(schedule, model, mode=mode, runs=2).per_run_us
+    us += _signals_of_tiles(schedule) * model.tile_signal_us
+    if len(schedule.lanes) > 1:
+        us += model.lanes_run_us + (model.graph_run_us if mode == "graph" else 0.0)
+    return max(us, _reading_host_us(schedule, model)) if schedule.reads_on_host else us
+
+
+def dynamic_steps(schedule: Schedule) -> int:
+    """Return the number of copies, tiles and collectives with dynamic sizes."""
+    held = {contents.buffer for contents in schedule.contents}
+    if not held:
+        return 0
+    steps = schedule.walk()
+    return sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
+
+
+def _reading_host_us(schedule: Schedule, model: Model) -> float:
+    """Return the host time to issue a run in which it reads sizes.
+
+    The host waits in every run, so that it is never far enough ahead of the device to hide this time.
+    """
+    return dynamic_steps(schedule) * model.host_late_us + len(list(schedule.walk())) * model.host_step_us
+
+
+def _signals_of_tiles(schedule: Schedule) -> int:
+    """Return the number of signals that tiles set, on the rank whose tiles set the most."""
+    tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
+    sets = [(step.extent, count) for step in tiles if (count := sum(isinstance(one, Set) for one in step.body))]
+    if not sets:
+        return 0
+    return max(sum(substitute(extent, v) * count for extent, count in sets) for v in values_of_ranks(schedule))
