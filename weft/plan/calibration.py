@@ -2,7 +2,7 @@
 
     GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its
                   errors at the nearest of them
-    transfers     copies by engine and by kernel, the library's collective, by bytes: the model interpolates
+    transfers     copies by engine and by kernel, NCCL's collective, by bytes: the model interpolates
     the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM beside a copy
 
 This module knows no device: `calibrate` asks a `Measure` for the times.
@@ -50,7 +50,7 @@ class Measure(Protocol):
         """Return the time since the beginning, the same on all ranks."""
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Return the time of [m, k] @ [k, n] by the library, on random data, with its launch."""
+        """Return the time of [m, k] @ [k, n] by cuBLAS, on random data, launch included."""
 
     def launch_us(self) -> float:
         """Return the time from the end of a kernel to the start of the next: the time of each of many empty kernels."""
@@ -68,7 +68,7 @@ class Measure(Protocol):
         """Return the time of a copy by the kernel of schedules, with its launch: stores to a peer (`put`), or loads from it."""
 
     def all_gather_us(self, count: int) -> float:
-        """Return the time of the library's all-gather in which every rank receives `count` bytes from others."""
+        """Return the time of NCCL's all-gather in which every rank receives `count` bytes from others."""
 
     def signal_us(self, remote: bool) -> float:
         """Return the time from a set to the end of the wait for it, in another lane of this rank or at a peer (`remote`)."""

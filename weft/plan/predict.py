@@ -87,7 +87,7 @@ class Row:
     """True if kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Models are least accurate
     for these."""
     matmuls: frozenset[MatmulShape] = frozenset()
-    """The distinct library GEMMs of a rank."""
+    """The distinct cuBLAS GEMMs of a rank."""
     problem: Problem | None = field(default=None, repr=False)
     model: Model | None = field(default=None, repr=False)
 
@@ -188,7 +188,7 @@ def least_us(problem: Problem, model: Model) -> float:
 
 
 def library_gemms(problem: Problem) -> tuple[MatmulShape, ...]:
-    """Return the library GEMMs of a rank in the serial schedule, the largest first."""
+    """Return the cuBLAS GEMMs of a rank in the serial schedule, the largest first."""
     (serial,) = candidates(problem, ("serial",))
     return tuple(sorted(_examined(serial, serial.build()).row.matmuls, reverse=True))
 

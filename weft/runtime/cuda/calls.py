@@ -1,7 +1,7 @@
 """Compute and collective steps as calls of torch, cuBLAS and NCCL: functions of a run's tensors.
 
-Each call is prepared when a schedule is compiled, so that a run only takes views and calls. Results go where the step says, not
-into memory that the library allocates.
+Each call is prepared when a schedule is compiled, so that a run only takes views and calls. Results go where the step says,
+not into memory that torch allocates.
 """
 
 from __future__ import annotations
