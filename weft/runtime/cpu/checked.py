@@ -19,7 +19,7 @@ from weft.words import counted
 
 
 class Checked:
-    """A schedule evaluated for `rank`. `ScheduleError` if a step of this rank does not fit its memory.
+    """A schedule evaluated for `rank`. Raises `ScheduleError` if a step of this rank does not fit its memory.
 
     lanes: this rank's lanes with steps; the first one runs on the caller's thread. setters: for each counter of this rank, the
     ranks that set it in a run, one entry per set. rows: for each collective of this rank, in order, the rows of all ranks. shared:
