@@ -1,4 +1,5 @@
-"""Calibration: numbers measured on this machine, in place of those in its file, saved with the versions that they hold for.
+"""Calibration: numbers measured on this machine, which replace the machine file's. They are saved with the installed
+versions.
 
     GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its
                   errors at the nearest of them
@@ -101,7 +102,7 @@ class Calibration:
     beside: tuple[tuple[str, float, float], ...] = ()  # by, time over the time alone, bytes/us
 
     def apply(self, model: Model) -> Model:
-        """Return `model` with these numbers. `ValueError` if they are for another number of ranks, or implausible."""
+        """Return `model` with these numbers. Raise `ValueError` if they are for another number of ranks, or implausible."""
         if model.world_size != self.world_size:
             raise ValueError(f"calibrated with {self.world_size} ranks, and the model has {model.world_size}")
         changed: dict[str, Any] = {
@@ -154,8 +155,8 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    `ValueError` if it was made with other versions than are installed here; `UnreadableError` if its file is broken. Both name
-    the fix.
+    Raises `ValueError` if it was made with other than the installed versions, `UnreadableError` if its file is broken. Both
+    name the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 
@@ -168,11 +169,11 @@ def calibrate(
     budget_s: float = 100.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure what `base` only assumes. Collective: all ranks get the same numbers.
+    """Measure the numbers that `base` assumes. Collective: all ranks get the same numbers.
 
     base: the model of the machine's file, which limits sizes to 20 ms each.
     budget_s: no new GEMM begins after this time; the coarse grid is always measured.
-    say: called with what is measured next.
+    say: called with the name of the next measurement.
     """
     launch = measure.launch_us()
     found: dict[str, Any] = {"launch_us": launch, "host_step_us": measure.host_step_us()}
