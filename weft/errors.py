@@ -17,7 +17,7 @@ class WeftError(RuntimeError):
 
 
 class DeadlineError(WeftError):
-    """A wait exceeded its deadline. The message names the rank, the signal, and the wanted and found values or the missing
+    """A wait outlasted its deadline. The message names the rank, the signal, and the wanted and found values or the missing
     setter."""
 
 
