@@ -77,9 +77,9 @@ void register_signal(nb::module_ &m) {
     using namespace weft;
     m.attr("COUNTER_BYTES") = sizeof(Counter);
     m.def("signal_set", [](uintptr_t address, int64_t value) { signal_set(reinterpret_cast<Counter *>(address), value); },
-          nb::arg("address"), nb::arg("value"), "Store `value` with release order and wake whoever waits.");
+          nb::arg("address"), nb::arg("value"), "Store `value` with release order and wake all waiters.");
     m.def("signal_add", [](uintptr_t address, int64_t amount) { signal_add(reinterpret_cast<Counter *>(address), amount); },
-          nb::arg("address"), nb::arg("amount"), "Add with release order and wake whoever waits.");
+          nb::arg("address"), nb::arg("amount"), "Add with release order and wake all waiters.");
     m.def("signal_read", [](uintptr_t address) {
               return reinterpret_cast<Counter *>(address)->value.load(std::memory_order_acquire);
           }, nb::arg("address"), "The value now, with acquire order.");

@@ -38,8 +38,8 @@ def api() -> str:
     """The names of `weft` in full, those of its modules with their first sentence."""
     parts = [
         _GENERATED.format(source="the docstrings"),
-        "# API\n\nFor whoever calls weft: every public name, with its arguments, results and errors. "
-        "Words are those of the [glossary](glossary.md).\n",
+        "# API\n\nEvery public name of weft, with its arguments, results and errors. "
+        "The [glossary](glossary.md) defines the terms.\n",
         "## weft\n",
     ]
     for name in sorted(weft.__all__, key=str.lower):
@@ -83,8 +83,8 @@ def environment() -> str:
     rows += [f"| {name} | {default} | {text} |" for name, default, text in variables()]
     return (
         _GENERATED.format(source="weft/env.py")
-        + "# Environment variables\n\nFor whoever runs jobs: all that weft reads from the environment. "
-        + "Arguments of calls come first.\n\n"
+        + "# Environment variables\n\nAll variables that weft reads from the environment. "
+        + "Arguments of calls override them.\n\n"
         + "\n".join(rows)
         + "\n"
     )

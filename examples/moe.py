@@ -253,10 +253,10 @@ def compare_losses(losses: dict[str, list[float]], same: float, rank: int) -> No
     if off and rank == 0:
         first, *_, last = [losses["weft"][0], *losses["weft"]]
         print(
-            f"{len(off)} steps of training: loss {first:.6f} -> {last:.6f}; the library's calls in turn: the same to {max(off):.1e}"
+            f"{len(off)} steps of training: loss {first:.6f} -> {last:.6f}; unfused calls: the same to {max(off):.1e}"
         )
     if off and not max(off) <= same:
-        raise RuntimeError(f"losses differ by {max(off):.1e} from the library's, and may by {same:.0e}: {losses}")
+        raise RuntimeError(f"losses differ by {max(off):.1e} from unfused calls', and may by {same:.0e}: {losses}")
 
 
 def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
@@ -277,12 +277,10 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
         print(f"{layer}, {world} ranks, {str(like.dtype).removeprefix('torch.')} on {device.type}")
         print(f"what rank 0 did forward:\n{what_ran(timeline, rank)}")
         for name, of in worst.items():
-            print(
-                f"{name:>13}: error {of['weft']:.2e} against float64; the library's calls in turn: {of['serial']:.2e}"
-            )
+            print(f"{name:>13}: error {of['weft']:.2e} against float64; unfused calls: {of['serial']:.2e}")
     for name, of in worst.items():
         if not of["weft"] <= 2 * of["serial"]:
-            raise RuntimeError(f"{name} is wrong: error {of['weft']:.2e}, the library's {of['serial']:.2e}")
+            raise RuntimeError(f"{name} is wrong: error {of['weft']:.2e}, unfused calls' {of['serial']:.2e}")
     del results
     losses = {way: train(layer, group, like, of, arguments.steps) for way, of in ways.items()}
     compare_losses(losses, SAME_LOSS[like.dtype], rank)
@@ -291,7 +289,7 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
         same = ran_in_turn(timeline, rank)
         text = "the same schedule, so they differ by noise" if same else f"{ms['serial'] / ms['weft']:.2f}x"
         print(
-            f"forward and backward: {ms['weft']:.2f} ms, the library's calls in turn {ms['serial']:.2f} ms: {text}",
+            f"forward and backward: {ms['weft']:.2f} ms, unfused calls {ms['serial']:.2f} ms: {text}",
             flush=True,
         )
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 COUNTER_BYTES: int
 
 def signal_set(address: int, value: int) -> None:
-    """Store `value` with release order and wake whoever waits."""
+    """Store `value` with release order and wake all waiters."""
 
 def signal_add(address: int, amount: int) -> None:
-    """Add with release order and wake whoever waits."""
+    """Add with release order and wake all waiters."""
 
 def signal_read(address: int) -> int:
     """The value now, with acquire order."""
@@ -38,7 +38,7 @@ def lease(
 
 # csrc/layouts.cpp
 class LayoutReader:
-    """Reads where tensors lie, and how, by DLPack's C exchange API.
+    """A reader of tensors' addresses and layouts, by DLPack's C exchange API.
 
     Args:
         tensor, parameter: the types of tensors. Not of others that derive from these, which may keep their values elsewhere.
@@ -55,20 +55,20 @@ class LayoutReader:
         """
 
     def signature(self, arguments: tuple[object, ...], gradients: bool) -> bytes | None:
-        """What a call depends on: of tensors all but where they lie, numbers, flags, None, and lists of these.
+        """Return a key of a call's arguments: tensors without their addresses, numbers, flags, None, and lists of these.
 
         None if there is anything else; and, with `gradients`, if a tensor requires one.
         """
 
 # csrc/group_calls.cpp
 class CallLock:
-    """A lock that one thread takes, again if it likes, and for which nobody waits."""
+    """A reentrant lock without waiting: `acquire` returns False if another thread holds it."""
 
     def acquire(self, *, blocking: bool) -> bool: ...
     def release(self) -> None: ...
 
 class CallCounts:
-    """How many calls of a group this rank has begun and ended, and refusals (`weft.symm.calls`).
+    """The numbers of calls of a group that this rank has begun and ended, and refusals (`weft.symm.calls`).
 
     running: held during a call; a nested call, such as one in a layer, takes it again. has_layers: options of layers wait for the
         next call. refused_by_peers: by number of a call, why.
@@ -83,7 +83,7 @@ class CallCounts:
     def refused_by_peers(self) -> dict[int, str]: ...
 
 class CallDigest:
-    """A digest of calls, up to each of the last `kept` ones, and beside each the words of layers.
+    """The digest of calls up to each of the last `kept` calls, each with the words of layers.
 
     digest, what: up to the last `note`. last: the number of the last call that has ended.
     """
@@ -102,7 +102,8 @@ class CallDigest:
     def words_at(self, number: int) -> tuple[int, int]: ...
 
 class Health:
-    """Whether a group has failed, and when its watchdog looked last (`time.monotonic`), at most `stale_s` ago if all is well.
+    """The failure state of a group, and the time of the watchdog's last look (`time.monotonic`), at most `stale_s` ago if all is
+    well.
 
     failed_address: of an int64, which is not 0 once the group has failed or is closed. looks: if there are any, only they know.
     """
@@ -131,7 +132,7 @@ def scaled_mm(
     """out = (a * scale_a) @ (b * scale_b) + bias, by `function`, which is torch's for GPUs. out: None for new memory."""
 
 class TorchCalls:
-    """The functions of torch that steps call. scaled_elsewhere: computes scaled products on other devices than GPUs."""
+    """The functions of torch that steps call. scaled_elsewhere: computes scaled products on devices other than GPUs."""
 
     def __init__(
         self,
@@ -165,13 +166,13 @@ class PlainSteps:
 
 # csrc/replay.cpp
 class Recipe:
-    """How a value is made from the tensors of a call; written as nested tuples (csrc/recipe.hpp)."""
+    """A recipe that makes a value from a call's tensors; written as nested tuples (csrc/recipe.hpp)."""
 
     def __init__(self, written: tuple[Any, ...]) -> None: ...
     def __call__(self, positional: Sequence[Any], named: dict[str, Any]) -> Any: ...
 
 class Surroundings:
-    """What known calls of a process look at. groups: all live groups. coalescing: groups whose collectives torch collects."""
+    """The process state that known calls check. groups: all live groups. coalescing: groups whose collectives torch coalesces."""
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class Surroundings:
     ) -> None: ...
 
 class KnownCall:
-    """A recorded call, to be repeated with other tensors.
+    """A recorded call, for replay with other tensors.
 
     Args:
         of: its Python part (`weft.operator.replay`).
@@ -192,7 +193,7 @@ class KnownCall:
         steps: None if Python runs the call.
         results: names of the buffers that it returns.
         returned: a recipe for the function's result, from the results.
-        usual, captured: whether `steps` runs calls, and captured calls.
+        usual, captured: True if `steps` runs calls, and captured calls.
     """
 
     def __init__(
@@ -209,9 +210,10 @@ class KnownCall:
     ) -> None: ...
 
 class UnknownCall:
-    """A call that is not known.
+    """A call that cannot be replayed yet.
 
-    key: of calls like it; None if such calls never repeat. family: of such calls with any number of rows, if they may pass.
+    key: of equal calls; None if such calls are never replayed. family: of such calls with any number of rows, if their
+        sizes may pass.
     """
 
     @property
@@ -224,8 +226,8 @@ class KnownCalls:
 
     Args:
         calls, families: by key, a `KnownCall`, or None for calls that take the slow path.
-        identified: types whose objects are told apart by their identity.
-        unusual: functions that return something true if calls may mean something else.
+        identified: types whose objects are compared by identity.
+        unusual: functions that return a true value if calls may mean something else.
         forward_ad: the globals of torch.autograd.forward_ad.
     """
 
@@ -240,7 +242,7 @@ class KnownCalls:
         forward_ad: dict[str, Any],
     ) -> None: ...
     def __call__(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Make a call that repeats an earlier one and return its result, or an `UnknownCall`."""
+        """Replay an earlier call with these arguments and return its result, or return an `UnknownCall`."""
 
 # csrc/mapping.cpp
 class Mapping:
@@ -273,7 +275,7 @@ def copy_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, width_bytes: int
 
 # csrc/stream_program.cpp
 class KernelCall:
-    """A kernel that is loaded on the device, and what it is called with, in the order of its parameters.
+    """A loaded kernel with its arguments, in the order of its parameters.
 
     Args:
         function: the driver's handle of it (CUfunction), in the context that will be current.
@@ -283,10 +285,10 @@ class KernelCall:
 
     def __init__(self, function: int, programs: int, threads: int, shared_bytes: int) -> None: ...
     def number(self, value: int) -> KernelCall:
-        """The next parameter is `value`, or its low bytes if it is a shorter one."""
+        """Set the next parameter to `value`, or to its low bytes if the parameter is shorter."""
 
     def base(self, base: int, offset: int) -> KernelCall:
-        """The next parameter is the address of base number `base`, `offset` bytes on."""
+        """Set the next parameter to the address of base number `base` plus `offset` bytes."""
 
 class StreamProgram:
     """Copies, signals, events and kernels on CUDA streams: recorded once, issued many times with other buffers.
@@ -296,8 +298,8 @@ class StreamProgram:
     Not for two threads at once.
 
     Args:
-        n_bases, n_streams, n_events: how many there are. Events are the program's own, made in the context that is
-            current now.
+        n_bases, n_streams, n_events: the numbers of bases, streams and events. Events belong to the program; they
+            are made in the current context.
         library: the driver to load.
 
     Raises:
@@ -317,24 +319,24 @@ class StreamProgram:
         width_bytes: int,
         rows: int,
     ) -> int:
-        """Copy `rows` rows of `width_bytes`: one plain copy when nothing lies between them, else one 2D copy.
+        """Copy `rows` rows of `width_bytes`: one plain copy if the rows are adjacent, else one 2D copy.
 
         Offsets and pitches in bytes. Peers' memory may be on either side. Without rows or bytes nothing is issued.
         """
 
     def signal(self, stream: int, parts: list[tuple[bool, int, int, int]]) -> int:
-        """Waits and writes in this order, in one call of the driver. Each is (whether it waits, base, offset, number).
+        """Issue waits and writes in this order, in one call of the driver. Each is (True for a wait, base, offset, number).
 
         A wait holds the stream until the 64 bits at `base` + `offset` (a multiple of 8) and `number` have a bit in common.
         A write stores the low 32 bits of `number` there (a multiple of 4), after all that the stream did. There is no
-        deadline: a stream whose signal never comes waits until somebody writes it.
+        deadline: a stream whose signal never arrives waits until the word is written.
         """
 
     def record(self, stream: int, event: int) -> int:
         """Record the event on the stream."""
 
     def wait_event(self, stream: int, event: int) -> int:
-        """Hold the stream until the event's last record before this call is reached."""
+        """Make the stream wait for the event's last record before this call."""
 
     def launch(self, stream: int, calls: list[tuple[int, KernelCall]]) -> int:
         """Launch the first kernel whose bases, with their offsets, are all multiples of the number beside it.
@@ -343,7 +345,7 @@ class StreamProgram:
         """
 
     def parameters_of(self, function: int) -> list[int]:
-        """Bytes of each parameter of a kernel; none if the driver cannot tell (before CUDA 12.4)."""
+        """Return the bytes of each parameter of a kernel; empty if the driver cannot tell (before CUDA 12.4)."""
 
     def __len__(self) -> int: ...
     def run(
@@ -375,13 +377,13 @@ def fair_speeds(
     """`weft.sim.fair.speeds` of `counts[i]` steps with the load `loads[i]`, for each i."""
 
 class Fluid:
-    """Work of lanes that flows through shared resources, at speeds that depend on what else runs.
+    """The work of lanes on shared resources, at speeds that depend on the concurrent work.
 
     Args:
-        loads: `weft.sim.fair.Load`s, of which steps have one each.
-        parts: [lanes] which part each is in. Lanes of different parts must not slow each other down.
-        pulses: into how many parts of equal work a step is cut that is to be heard of as it goes on.
-        most_known: about how many speeds are remembered.
+        loads: `weft.sim.fair.Load`s; each step has one load.
+        parts: [lanes] the part of each lane. Lanes of different parts must not slow each other down.
+        pulses: the number of equal parts of work after which a step reports progress.
+        most_known: the approximate number of cached speeds.
     """
 
     def __init__(
@@ -392,17 +394,17 @@ class Fluid:
         most_known: int,
     ) -> None: ...
     def begin(self, now: float, lane: int, load: int, work_us: float, pulses: bool) -> list[tuple[int, bool]]:
-        """A lane that does no work begins some that takes `work_us` at full speed. Returns what `to(now)` does, of its part."""
+        """Begin work of `work_us` at full speed on an idle lane. Return the result of `to(now)` for the lane's part."""
 
     def next_us(self) -> float:
-        """When something is next due; infinity if no lane works."""
+        """Return the time of the next end or pulse; infinity if no lane works."""
 
     def to(self, now: float) -> list[tuple[int, bool]]:
-        """Work until then, which is no later than `next_us()`. Returns (lane, whether it is done, or has come to a pulse)."""
+        """Advance to `now`, no later than `next_us()`. Return (lane, True if it is done, False if it reached a pulse)."""
 
     @property
     def known(self) -> int:
-        """Speeds that are remembered."""
+        """The number of cached speeds."""
 
 # csrc/embedding_all_to_all_module.cpp
 def embedding_all_to_all(

@@ -1,8 +1,8 @@
-"""Checks of arguments that all operators share, whatever they compute.
+"""Checks of arguments that all operators share.
 
 They come first in every call, also for known shapes, so a valid call passes after a few comparisons. Errors name the argument,
-its value and what to pass instead. Equivalent arguments are normalised, so that ranks which write them differently make the same
-call.
+its value and what to pass instead. Equivalent arguments are normalised, so that ranks that write them differently make the
+same call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 MOST_ROWS = 1 << 40
-"""The most rows of a matrix: their bytes fit 64 bits, whatever the columns."""
+"""The most rows of a matrix: their bytes fit 64 bits for any number of columns."""
 _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 

@@ -1,8 +1,8 @@
-"""Who called weft: the line that warnings point at and that checks of calls name, however deep inside the call they are made.
+"""The caller of weft: the line in user code that warnings and checks of calls name.
 
-A number of frames to go up is right for one way in only: a call may come by autograd, by a module or by a compiled program.
-So the frames are looked at. On the way up torch's own are passed by too, since they lie between a module or an autograd
-Function and the line that called it.
+A fixed stack level is right for one entry point only: a call may be made by autograd, a module or a compiled program. So
+this module inspects the frames. It skips torch's frames too, because they are between a module or an autograd Function and
+its caller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NOT_CALLERS = ("weft", "torch")
 
 def _frame() -> FrameType:
     frame = sys._getframe(2)
-    # Code that torch makes has no module; where nobody else called, as on a thread of torch's, the outermost frame stands.
+    # Code that torch generates has no module. Without another caller, as on a thread of torch's, use the outermost frame.
     while frame.f_globals.get("__name__", "torch").partition(".")[0] in _NOT_CALLERS and frame.f_back is not None:
         frame = frame.f_back
     return frame

@@ -101,8 +101,8 @@ _OF_PEERS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
 
 
 def peer_variables() -> dict[str, str]:
-    """`CUDA_*`, `NCCL_*`, `TORCH_NCCL_*`, `TORCH_SYMM_MEM_*`, `NVSHMEM_*`: written into the records of `weft bench`, because they
-    change the libraries that weft is measured against. Of a value that is a path, only that it is one."""
+    """`CUDA_*`, `NCCL_*`, `TORCH_NCCL_*`, `TORCH_SYMM_MEM_*`, `NVSHMEM_*`: written into the records of `weft bench`,
+    because they change the baselines that weft is measured against. A path is written as "(a path)"."""
     set_here = sorted(
         (name, value) for name, value in os.environ.items() if name in _PEERS or name.startswith(_OF_PEERS)
     )

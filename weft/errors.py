@@ -1,13 +1,15 @@
-"""Named errors: what went wrong between ranks, with the values, so that a hang or a bad input has a name.
+"""Named errors: faults between ranks, with the values, so that a hang or a bad input has a name.
 
-Bad arguments are plain `ValueError` / `TypeError`, bad files an `UnreadableError`; what involves other ranks is a `WeftError`.
+Bad arguments are plain `ValueError` / `TypeError`, and bad files an `UnreadableError`. Faults that involve other ranks are
+a `WeftError`.
 """
 
 from __future__ import annotations
 
 
 class UnreadableError(ValueError):
-    """A file or message that is no regular file, is beyond a limit, or is not in its format. The message says which and why."""
+    """A file or message is not a regular file, exceeds a limit, or is not in its format. The message names it and the
+    reason."""
 
 
 class WeftError(RuntimeError):
@@ -15,13 +17,14 @@ class WeftError(RuntimeError):
 
 
 class DeadlineError(WeftError):
-    """A wait outlasted its deadline. The message says rank, signal, and what was wanted and found, or who has not set it."""
+    """A wait outlasted its deadline. The message names the rank, the signal, and the wanted and found values or the missing
+    setter."""
 
 
 class PeerLostError(WeftError):
     """A rank of the group died or closed its end while others still needed it.
 
-    rank: which, as the group counts; None where it is not one alone, or not known.
+    rank: the lost rank's number in the group; None if several ranks are lost, or if it is unknown.
     """
 
     def __init__(self, text: str = "", rank: int | None = None) -> None:
@@ -34,7 +37,7 @@ class RefusedError(WeftError, ValueError):
 
 
 class PoisonedGroupError(WeftError):
-    """An earlier failure left this group unusable. The message repeats it; make a new group to go on."""
+    """An earlier failure left this group unusable. The message repeats the failure; make a new group to continue."""
 
 
 class DisagreementError(WeftError, ValueError):
@@ -42,12 +45,12 @@ class DisagreementError(WeftError, ValueError):
 
 
 class TooManyRowsError(WeftError, ValueError):
-    """More rows came to this rank than the caller left room for. The message says how many; the group stays usable."""
+    """More rows arrived at this rank than the caller left room for. The message has their number; the group stays usable."""
 
 
 class OutOfSharedMemoryError(WeftError, MemoryError):
-    """Symmetric memory could not be reserved. The message says how much was wanted and what is free."""
+    """Symmetric memory could not be reserved. The message has the wanted and the free size."""
 
 
 class ScheduleError(WeftError, ValueError):
-    """A schedule that would hang, race, or compute on what is not there. The message names ranks, lanes and steps."""
+    """A schedule would hang, race, or read missing data. The message names ranks, lanes and steps."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or as they were before, also where a process is ended while it writes; and files of JSON lines."""
+"""Atomic writes of files, also if a process is ended while it writes; and files of JSON lines."""
 
 from __future__ import annotations
 

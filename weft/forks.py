@@ -1,4 +1,4 @@
-"""Process groups that a fork has copied into this process. They are the parent's, and a child may not use their sockets.
+"""Process groups that a fork has copied into this process. They belong to the parent, and a child may not use their sockets.
 
 `import weft` is enough to notice a fork, and costs nothing: torch is looked up among the loaded modules.
 """

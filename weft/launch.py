@@ -1,7 +1,7 @@
 """Several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for workers that stay up.
 
 Importing torch takes seconds, and eight fresh interpreters do it eight times. A fork server imports torch once and forks each
-rank in milliseconds. It has no threads and no CUDA context, so forking it is safe, whatever the calling process has running.
+rank in milliseconds. It has no threads and no CUDA context, so forking it is safe, independent of the calling process.
 Ranks meet through a file in a private temporary directory: no port can collide, and the death of no rank removes the meeting
 place.
 
@@ -73,7 +73,7 @@ class Pool:
     """`world_size` worker processes that stay up between calls, joined by torch.distributed. A context manager.
 
     Workers start at the first `run`. Each uses `threads` torch threads and ignores Ctrl-C, which is left to the process that owns
-    the pool. If that process dies in whatever way, the workers exit by themselves.
+    the pool. If that process dies in any way, the workers exit by themselves.
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
@@ -302,7 +302,7 @@ def _work(
     parent = mp.parent_process()
     assert parent is not None
     threading.Thread(target=_exit_with, args=(parent.sentinel, directory), daemon=True).start()
-    os.environ.clear()  # the fork server's environment is that of its start, maybe long ago
+    os.environ.clear()  # the fork server still has its environment from its start
     os.environ.update(environment)
     os.environ["LOCAL_RANK"] = str(rank)
     # All ranks are on this machine: the loopback interface always works, a host name may not resolve.

@@ -1,4 +1,4 @@
-"""The record of what ran where and when. Every executor fills a `Timeline`, and `weft.trace` draws it.
+"""The record of the times of all work. Every executor fills a `Timeline`, and `weft.trace` draws it.
 
 A span is one piece of work (a slice pooled, a slice put, a wait) on one lane of one rank. Times are microseconds on a clock that
 all ranks of one timeline share. Bytes crossed between ranks for the span, sent or fetched (0 for other spans).

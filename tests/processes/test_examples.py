@@ -57,7 +57,7 @@ def test_experts_agree_with_a_dense_layer_in_float64(preset: str) -> None:
     small = ["--preset", preset, "--shrink", "128", "--tokens", "32", "--repetitions", "1"]
     pinned = ["--schedule", "dispatch[by=kernel,rest=each]", "--back", "combine[chunks=1,by=kernel]"]
     printed = run(EXAMPLES / "moe.py", *small, *pinned)
-    errors = re.findall(r"(\S.*): error (\S+) against float64; the library's calls in turn: (\S+)", printed)
+    errors = re.findall(r"(\S.*): error (\S+) against float64; unfused calls: (\S+)", printed)
     assert [what for what, _, _ in errors] == ["y", "x grad", "router grad", "gate_up grad", "down grad"]
     assert all(0 < float(ours) <= 2 * float(usual) < 1e-5 for _, ours, usual in errors)
     assert "to peers: copy tokens -> inbox@1" in printed

@@ -65,7 +65,8 @@ def headline(written: Sequence[Record]) -> str:
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
-    """Run one rank's part; return the timelines of all ranks by arm (on rank 0), a title, the default's gain, the largest error."""
+    """Run one rank's part; return the timelines of all ranks by variant (on rank 0), a title, the default's gain, the
+    largest error."""
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
     with progress(STEPS + len(options.modes), shown=rank == 0) as step:

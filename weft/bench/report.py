@@ -14,7 +14,7 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline, in the
   geometric mean over configurations; with ` worst` behind the baseline, on the configuration with the least gain.
 
-A later run of a configuration in a mode replaces an earlier one; its arms are never mixed with another run's.
+A later run of a configuration in a mode replaces an earlier one; its variants are never mixed with another run's.
 """
 
 from __future__ import annotations

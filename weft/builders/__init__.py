@@ -1,6 +1,6 @@
 """Builders: operators' problems, and the schedules for them, without torch.
 
-A new operator needs one line here, the import of its problem. Files with builders in this folder are found by themselves.
+A new operator needs one line here, the import of its problem. Builder files in this folder are found automatically.
 """
 
 import importlib

@@ -6,9 +6,9 @@
 
 `weft.builders.ficco` has schedules that cut shards finer.
 
-**gather.** Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank puts its shard
-where the others' GEMMs will read it, and sets one signal. That wins if a GEMM takes as long for half the rows, because most of its
-reads are weights, and if NCCL's all-gather takes longer to start than to move the data.
+**gather.** Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank puts
+its shard where the peers' GEMMs will read it, and sets one signal. This schedule wins if a GEMM takes as long for half the
+rows, because most of its reads are weights, and if NCCL's all-gather takes longer to start than to move the data.
 
 **shard.**
 
@@ -16,11 +16,12 @@ reads are weights, and if NCCL's all-gather takes longer to start than to move t
     compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; set `free` at their sender
 
 Shards are put, not fetched: a put starts from the caller's own tensor, so nothing is copied into symmetric memory first, and the
-owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no two send to one.
+owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no two ranks send to
+the same rank.
 
-If sending takes longer than the own rows, the last chunk's GEMM remains when the last chunk arrives: that chunk should be small
-("3:1"). Yet small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The first chunk need not be small,
-since a rank has its own rows to begin with.
+If sending takes longer than the GEMM of the own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
+that chunk should be small ("3:1"). But small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The
+first chunk need not be small, because a rank begins with its own rows.
 
 Sources: torch's asynchronous tensor parallelism and distributed GEMM fetch shards this way; "Design Space Exploration of DMA
 based Finer-Grain Compute Communication Overlap", II-B, calls it shard-based overlap.

@@ -4,7 +4,7 @@ the GEMMs of the weights' gradients.
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines do both: a rank computes its peers' rows of x's gradient first, then its own, then the weights'
               gradients, and reduces last the parts that have arrived meanwhile. With add=gemm, for one weight, the own rows
-              come last, and their GEMM adds to the parts that have arrived, so that no kernel reduces them
+              come last, and their GEMM adds to the parts that have arrived, so that no reduction kernel is needed
 
 The backward pass has two exchanges and twice the GEMMs of forward, so the transfers are hidden without cutting a GEMM further
 than into the ranks' rows. Sums are reduced as in a reduce-scatter (`weft.builders.partial_products`).
@@ -36,7 +36,7 @@ class _Gradients:
     def multiply_back(
         self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
     ) -> LaneDraft:
-        """Compute this rank's part of these rows of x's gradient. add: add it to what is in `out`."""
+        """Compute this rank's part of these rows of x's gradient. add: accumulate into `out`."""
         for i, (g, wt) in enumerate(zip(self.gs, self.wts, strict=True)):
             lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=add or i > 0)
         return lane

@@ -1,4 +1,4 @@
-"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there, with sizes that only the run knows.
+"""MoE dispatch + GEMM: tokens travel to the ranks of their experts and are multiplied there, with dynamic sizes.
 
     splits   the number of tokens that this rank sends to each expert of all ranks; tokens are sorted by expert
     counts   the splits of all ranks, [ranks, experts of all ranks]: each rank puts its own row into every rank's counts
@@ -18,14 +18,15 @@ Copies by kernels take their sizes from the device. Copy engines take them from 
 computed; while the host waits it can enqueue nothing. If the result has exactly the rows that arrive (`exact`), the host reads
 the sizes in any case, but while the GEMMs run.
 
-Blocks padded to a capacity would need no sizes either, but they are no candidate. With room for every token that a rank may send
-to one other, the blocks are as many times larger as there are ranks. With less room tokens are lost, as in no other schedule. The
-benchmark of all_to_all_matmul measures this variant with NCCL, with just enough room for the tokens that it sends, as `padded`.
+Blocks padded to a capacity would need no sizes either, but they are not a candidate. With room for every token that a rank
+may send to one peer, the blocks are larger by a factor of the number of ranks. With less room tokens are dropped, unlike in
+the other schedules. The benchmark of all_to_all_matmul measures this variant with NCCL, with just enough room for the
+tokens that it sends, as `padded`.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (tokens go all-to-all
 before the GEMMs of experts), III-C with figure 5 (asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained
-Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM before it, these
-schedules with the GEMMs behind it.
+Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM before it. These
+schedules fuse it with the GEMMs after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A candidate: one way to run an operator, by name. Builders make candidates; descriptions and the planner judge them."""
+"""A candidate: a named way to run an operator. Builders make candidates; problems and the planner select among them."""
 
 from __future__ import annotations
 

@@ -4,16 +4,16 @@
     put      a slice is pooled into memory of its own, leaves as one copy, and increments its reader's counter
     serial   no overlap: everything is pooled, then NCCL's all-to-all, then columns are put in order
 
-No rank stores into a peer that has not begun its run, since the peer's last result may still be read: `ready`. In order
-"remote_first" a rank begins with the samples of the next rank, then of the one after it, and its own come last; "natural" is the
-order of the batch.
+No rank stores into a peer that has not begun its run, because the peer's last result may still be read: `ready`. In order
+"remote_first" a rank begins with the next rank's samples, continues around the ring, and ends with its own samples;
+"natural" is the order of the batch.
 
 A slice is one sample's vectors of adjacent tables, by one program. The paper's slice is one table's vectors of several samples,
-by several work-groups; the last of them to finish, by a bitmask, sends it. Such slices cannot be written here.
+by several work-groups; the last of them to finish, by a bitmask, sends it. This schedule cannot express such slices.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, though different
-ones, see above; flags; the remote first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep
-Learning Recommendation Systems", III-B (stores by the kernel that pools).
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, different
+from these as explained above; flags; remote samples first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style
+Communication for Deep Learning Recommendation Systems", III-B (stores by the kernel that pools).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrde
         counts = tuple(d.counts[rank - distance] * batch for rank, batch in enumerate(p.batch_sizes))
         if min(counts) > 0:
             lane.wait(arrived, source, lookup(counts, RANK))
-        else:  # some rank waits for no sets
+        else:  # some ranks wait for no sets
             some = lookup(tuple(int(count > 0) for count in counts), RANK)
             lane.repeat("once", some, Wait(arrived.name, source, lookup(counts, RANK)))
     return d.schedule()

@@ -1,14 +1,14 @@
 """Chunks in symmetric memory that all ranks fetch into their results: an all-gather behind any producer.
 
-Results are ordinary memory, into which peers cannot write. If a producer sent its chunks, they would land in symmetric memory and
-be copied once more. So the producer only signals that a chunk is ready, and every rank copies it into its result: each byte
-once. A rank's own chunks are ready first and are copied first; then those of the rank behind, so that no two ranks fetch from
-one. A copy of own rows takes a quarter of the time of the same rows over NVLink. With `apart` another copy engine makes these
-copies beside the others.
+Results are ordinary memory, into which peers cannot write. If a producer sent its chunks, they would arrive in symmetric
+memory and need a second copy. So the producer only signals that a chunk is ready, and every rank copies it into its result:
+each byte is copied once. A rank's own chunks are ready first and are copied first. Then it copies the chunks of the rank
+behind, so that no two ranks fetch from the same rank. A copy of own rows takes a quarter of the time of the same rows over
+NVLink. With `apart` another copy engine makes these copies beside the others.
 
-A rank that has fetched everything signals all others that it no longer reads this run's symmetric memory. They wait for that
-before they write there in the next run. They do so even if other signals would order these accesses: a run of other sizes may
-place its chunks differently in the same memory.
+A rank that has fetched everything signals all others that it no longer reads this run's symmetric memory. They wait for
+this signal before they write there in the next run, even if other signals would order these accesses: a run of other sizes
+may place its chunks differently in the same memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Fetched:
     ) -> None:  # fmt: skip
         """Fetch all chunks on a lane of its own.
 
-        counts: sets that each chunk waits for, if not one. complete: set when all ranks' chunks of a number have been fetched.
+        counts: the number of sets that each chunk waits for; default: 1. complete: set when all ranks' chunks of a number
+            have been fetched.
         apart: copy this rank's own chunks on a second lane; not with `complete`."""
         assert not (apart and complete)
         own_rows = self.d.lane("own rows", "copy") if apart else None

@@ -7,16 +7,16 @@ mesh all links are busy, and computes on the chunks of that step. Three choices 
     uniform | hetero  a step holds the own chunk too; or the own shard is computed whole, first, before any chunk arrives
     fused | unfused   one GEMM a step over the chunks of all ranks, or one for each rank
 
-Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The paper
-gathers all chunks of such a step, beside communication and GEMMs, and gives uniform schedules a higher contention loss for it
-(V-B): that loss does not occur here.
+Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The
+paper gathers all chunks of such a step, concurrently with communication and GEMMs. It therefore assigns uniform schedules a
+higher contention loss (V-B), which does not occur here.
 
 The rows of a fused GEMM are adjacent in y only in uniform 2D. Elsewhere they are scattered from scratch memory. Each step of a 2D
 schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
 
-The chunks of a step may also come by one NCCL all-gather (the paper's variant by RCCL), which needs contiguous input: columns are
-packed first. Its output has the order of ranks, with the own chunk in it. A hetero start has computed the own chunk already:
-there a fused GEMM is two, one for the ranks before and one for those behind.
+The chunks of a step may also arrive by one NCCL all-gather (the paper's variant by RCCL). It needs contiguous input, so
+columns are packed first. Its output has the order of ranks and includes the own chunk. A hetero start has computed the own
+chunk already, so a fused GEMM becomes two GEMMs: for the ranks before this rank, and for the ranks after it.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """

@@ -2,9 +2,10 @@
 
     serial    cuBLAS's GEMM, then NCCL's all-gather; joined columns need one more copy, which puts them side by side
     direct    a GEMM for each chunk of rows, which all ranks then fetch
-    tracked   one kernel for all rows: when all tiles of a chunk have signaled, all ranks fetch the chunk while the kernel goes on
+    tracked one kernel for all rows: when all tiles of a chunk have signaled, all ranks fetch the chunk while the kernel
+    continues
 
-Products lie in symmetric memory, from where every rank, including their own, copies them into its result
+Products are in symmetric memory. Every rank, including the producer, copies them into its result
 (`weft.builders.fetched`): rows below each other, or columns side by side, by the same copies. All ranks get the same bits.
 
 A GEMM that stores into a peer's memory, as in T3, does not help here: it has one destination, and a product goes to

@@ -3,21 +3,22 @@
     serial    a copy that puts joined columns below each other, NCCL's reduce-scatter, then both GEMMs
     direct    copy engines send each rank's part, piece by piece, into slots of that rank, which reduces and multiplies
 
-This rank's part of the sum, `own`, is cut by rows: a chunk of x's gradient needs only its own rows. The weight's gradient needs
-all rows. If it were accumulated chunk by chunk, it would be rounded as often. So it is one GEMM, when all of `own` is complete. A
-chunk travels behind the GEMMs of the chunks before it. Nothing hides the first chunk. The last chunk is followed by its rows of
-x's gradient and by the weight's gradient, with no transfers left to hide.
+This rank's part of the sum, `own`, is cut by rows: a chunk of x's gradient needs only its own rows. The weight's gradient
+needs all rows. Accumulating it chunk by chunk would round it at every chunk. So it is one GEMM, after all of `own` is
+complete. A chunk travels behind the GEMMs of the chunks before it. Nothing hides the first chunk. The last chunk is
+followed by its rows of x's gradient and by the weight's gradient, with no transfers left to hide.
 
-If sending takes longer than one GEMM, as with many ranks, last=columns cuts the last chunk by columns. When a block of columns
-has arrived, all rows of these columns have, and these columns of the weight's gradient need no others. So that GEMM, too, runs
-while blocks travel, and each element is still computed once. The last rows of x's gradient come at the end.
+If sending takes longer than one GEMM, as with many ranks, last=columns cuts the last chunk by columns. When a block of
+columns has arrived, all its rows have arrived, and these columns of the weight's gradient need no other columns. So that
+GEMM, too, runs while blocks travel, and each element is still computed once. The last rows of x's gradient are computed at
+the end.
 
-Joined columns go straight from where they lie to where they are reduced. They are reduced in fp32, the own part first, then in
-the order of the ring behind the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled
-that it has read all chunks of it, since a run of other sizes may place its chunks differently.
+Joined columns are sent without a copy in between. They are reduced in fp32, the own part first, then in the order of the
+ring behind the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled that it has
+read all chunks of it, since a run of other sizes may place its chunks differently.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter),
-before its consumer instead of behind its producer.
+before its consumer instead of after its producer.
 """
 
 from __future__ import annotations

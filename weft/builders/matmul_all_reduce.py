@@ -9,8 +9,8 @@ GEMM.
     tracked    as two_shot, with one kernel for all rows, whose finished tiles trigger the sending of their chunks
 
 The rank that reduces a row also adds the bias or residual, before it rounds the row and sends it to the others. Every rank
-computes the RMSNorm for itself. Where the reducing kernel has all rows, it computes the norm in passing. Where sums are fetched,
-the norm runs behind the GEMMs, chunk by chunk while later chunks arrive.
+computes the RMSNorm for itself. If the reducing kernel has all rows, it also computes the norm. If sums are fetched, the
+norm runs after the GEMMs, chunk by chunk while later chunks arrive.
 
 All ranks get the same bits. In one_shot each rank reduces in the order of ranks, its own product rounded like the others. In the
 other schedules a row's owner reduces it (`weft.builders.partial_products`), and the others copy the result

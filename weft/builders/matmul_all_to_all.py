@@ -236,7 +236,7 @@ class _Sending(_Combine):
             self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
-        """Copy the rows that came into y, compare the sizes, and release the slots to their senders."""
+        """Copy the arrived rows into y, compare the sizes, and release the slots to their senders."""
         chunks, world = len(self.pieces), self.world_size
         if self._by == "dma":
             placed = self.signals("placed", 1)

@@ -1,20 +1,20 @@
-"""GEMM + reduce-scatter: products leave for the rank that owns their rows while the GEMM goes on with other rows.
+"""GEMM + reduce-scatter: products leave for the rank that owns their rows while the GEMM computes other rows.
 
     serial    cuBLAS's GEMM, then NCCL's reduce-scatter
-    scatter   the whole GEMM, then every rank stores its peers' rows where these reduce them: no overlap, and few launches
+    scatter   the whole GEMM, then every rank stores its peers' rows where the peers reduce them: no overlap, and few launches
     direct    a GEMM for each chunk of a peer's rows, which is then sent to a slot of the peer
-    tracked   one kernel for all rows: a chunk is sent when all its tiles have signaled, while the kernel goes on
+    tracked   one kernel for all rows: a chunk is sent when all its tiles have signaled, while the kernel continues
     ring      partial sums go around: each rank adds its own product to the sum from its left neighbour, and sends it on
     pulled    a ring without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has stored it
 
 fp8 operands with scales (`ScaledMatmulReduceScatter`) have the same schedules except those in which a GEMM accumulates (add=gemm,
 ring, pulled), and tracked. Their products travel, and are reduced, in the result's dtype.
 
-direct, tracked and ring are made from output maps (`weft.builders.output_map`), which say only where each chunk goes.
-`weft.builders.partial_products` has the order of computation and of reduction.
+direct, tracked and ring are made from output maps (`weft.builders.output_map`), which contain only the destination of each
+chunk. `weft.builders.partial_products` has the order of computation and of reduction.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
-(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions elsewhere than near memory).
+(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions that are not near memory).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
 
 @_builder(chunks=(2, 4), by=("dma", "kernel"))
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """Send sums around in chunks, so that one travels while the next is computed. Sums are rounded at each rank, as in NCCL's
-    ring."""
+    """Send sums around the ring in chunks, so that a chunk travels while the next chunk is computed. Sums are rounded at
+    each rank, as in NCCL's ring."""
     if p.world_size < 3:
         raise NotApplicableError("a ring needs at least three ranks: use direct")
     o = PartialProducts.overlapped("ring", p)
@@ -109,9 +109,9 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
     """Run a ring without copies: each rank adds its product to the sum in its left neighbour's memory, and stores the new sum in
     its own.
 
-    The owner of the rows comes last, and stores the sum in its result. Sums are rounded at each rank. by gemm: cuBLAS's, which
-    first copies the sum that it adds to into its output. by tracked: weft's kernel, a launch for each chunk of a part, which
-    reads a tile of the sum when the tile's product is computed.
+    The owner of the rows is last, and stores the sum in its result. Sums are rounded at each rank. by gemm: cuBLAS's GEMM,
+    which first copies the addend into its output. by tracked: weft's kernel, a launch for each chunk of a part, which reads
+    a tile of the sum when the tile's product is computed.
     """
     o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
     if o.scaled is not None:

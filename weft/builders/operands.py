@@ -1,4 +1,4 @@
-"""The parts that all schedules of an operator share: the caller's tensors, and the cutting of shards into chunks."""
+"""Shared parts of an operator's schedules: the caller's tensors, and the division of shards into chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rows:
 
 
 class Operands:
-    """The caller's tensors in a draft of `p`, with methods that handle rows of x with and without scales alike.
+    """The caller's tensors in a draft of `p`, with methods for rows of x with or without scales.
 
     x: the shard. ys: the results. gathered: the whole x, if the caller asked for it.
     """
@@ -92,7 +92,7 @@ def carry(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"] = 
 def all_gather_matmul_operands(
     name: str, p: AllGatherMatmul
 ) -> tuple[Draft, Buffer, list[Buffer], list[Buffer], Buffer | None]:
-    """Return (draft, x_shard, weights, outputs, gathered x or None), for schedules without support of scales."""
+    """Return (draft, x_shard, weights, outputs, gathered x or None), for schedules that do not support scales."""
     if p.scaled is not None:
         raise NotApplicableError("it has no scaled GEMMs: use a schedule that is written with Operands")
     found = Operands(name, p)
@@ -100,7 +100,7 @@ def all_gather_matmul_operands(
 
 
 def cut(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
-    """Return (first, count) of each piece; of nearly equal pieces the larger ones first.
+    """Return (first, count) of each piece. Nearly equal pieces are ordered from larger to smaller.
 
     In a proportion, pieces that are large enough end at multiples of WHOLE_TILES: a GEMM with a few more rows would need another
     wave of tiles for them."""

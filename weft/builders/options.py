@@ -1,8 +1,8 @@
 """An operator's own options: the keywords after the dtype of its problem's `sized`.
 
-Options come as values (`weft.plan.explain`) or as texts (`--option` of `weft plan` and `weft bench`). Both are checked against
-the keyword's annotation: bool, int, float, str, Literal, or a union of these and None. Anything else is refused, so that no other
-text counts as true. A keyword with another annotation takes values only, and its problem checks them.
+Options are values (`weft.plan.explain`) or texts (`--option` of `weft plan` and `weft bench`). Both are checked against the
+keyword's annotation: bool, int, float, str, Literal, or a union of these types and None. All other texts are refused, so
+that no arbitrary text counts as True. A keyword with another annotation accepts only values, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def from_text(name: str, text: str, annotation: Any) -> Any:
-    """Return the value of a keyword that `text` stands for; raise `ValueError` with the allowed texts."""
+    """Parse `text` as the value of a keyword; raise `ValueError` with the allowed texts."""
     wanted = _alternatives(annotation)
     if type(None) in wanted and text.lower() == _NOTHING:
         return None
@@ -86,8 +86,8 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 
 
 def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for options that `problems[op]` does not have, with its own. given: their values as text, for the
-    message."""
+    """Raise `ValueError` for options that `problems[op]` does not have, and list its options. given: the values as text,
+    for the message."""
     having = {name: _names(one) for name, one in problems.items()}
     unknown = given.keys() - having[op]
     if not unknown:
@@ -104,7 +104,7 @@ def _names(problem: Any) -> list[str]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the allowed types, None's last."""
+    """Return the allowed types, with None last."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Descriptions of operators: what to compute. `weft.builders.registry` has the ways to compute it."""
+"""Descriptions of operators: the computation without a schedule. `weft.builders.registry` has the builders of schedules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft.words import counted, kind
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The description of an operator that the planner needs beside its builders.
+    """The description of an operator's work, for its builders and the planner.
 
-    One builder is `serial`: the NCCL and cuBLAS calls one after the other. It is the baseline for the other schedules, and its
-    steps give the sizes of the whole operations."""
+    Every problem has a builder `serial`: the NCCL and cuBLAS calls one after the other. It is the baseline for the other
+    schedules, and its steps give the sizes of the whole operations."""
 
     world_size: int
     name: ClassVar[str]
@@ -40,8 +40,8 @@ class Problem:
         """Return the problem with even sizes, as plans and benchmarks name them.
 
         An operator's own options follow as keywords; `weft plan` and `weft bench` accept them too. `weft plan NAME --help` prints
-        the docstring of the operator's own method (what M, N and K are, and examples), and for an option the text that its type
-        is `Annotated` with."""
+        the docstring of the operator's own method (what M, N and K are, and examples), and for an option the text in its
+        `Annotated` type."""
         given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
         if {field.name for field in fields(cls)} != given.keys():
             raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """`family` for choices by measurement, whose sizes may differ in more."""
+        """`family` for choices by measurement. Problems of one such family may differ in more sizes."""
         return self.family
 
     def resized(self, size: float) -> Problem:
@@ -81,7 +81,8 @@ class Problem:
 
     @property
     def uneven(self) -> str:
-        """The difference between ranks that makes the simulator run each of them; empty if all ranks do the same work."""
+        """The difference between ranks because of which the simulator runs every rank; empty if all ranks do the same
+        work."""
         return ""
 
     def takes(self, candidate: Candidate) -> bool:

@@ -1,7 +1,7 @@
-"""Builders, and the candidates that they make: the known ways to run an operator.
+"""Builders and their candidates: the known schedules of an operator.
 
-A builder is a function from a description (and its own parameters) to a `Schedule`. Once registered, it is run, simulated,
-verified, traced and weighed by the planner like the others.
+A builder is a function from a description (and its own parameters) to a `Schedule`. A registered builder's schedules are
+run, simulated, verified, traced and rated by the planner like weft's own.
 
     @builder(AllGatherMatmul, chunks=(1, 2, 4))
     def my_schedule(p: AllGatherMatmul, *, chunks: int) -> Schedule: ...
@@ -25,7 +25,7 @@ from weft.schedule.schedule import Schedule
 
 
 class NotApplicableError(ValueError):
-    """The reason why a builder has no schedule for a description; users see the text."""
+    """Raised by a builder without a schedule for a problem, with the reason, which users see."""
 
 
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
@@ -107,8 +107,8 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
 def named(problem: Problem, name: str) -> Candidate:
     """Return the candidate with this name.
 
-    Beside the candidates of `candidates`, which are the ones that are tried, a name may have other values. A parameter with
-    numbers takes any number from the least listed one on. A parameter with proportions takes any proportion.
+    A name may also have other values than those of `candidates`, which the planner tries. A numeric parameter accepts any
+    number from its least listed number on. A parameter with proportions accepts any proportion.
 
     Each candidate has one spelling, so that ranks that pin the same schedule compare equal: parameters in their order, without
     defaults. Raises `ValueError` with the right spelling, with the error in the name, or with the nearest names that have a
@@ -123,9 +123,9 @@ def named(problem: Problem, name: str) -> Candidate:
 
 
 def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
-    """Return (builder, values of its parameters) that `name` stands for, None in place of either if it is not listed.
+    """Return (builder, values of its parameters) of `name`, with None for a part that is not listed.
 
-    It does not go through all candidates, which takes milliseconds."""
+    It does not iterate over all candidates, which would take milliseconds."""
     head, _, rest = name.partition("[")
     entry = _builders.get(type(problem), {}).get(head)
     if entry is None:
@@ -193,7 +193,7 @@ def _applies(candidate: Candidate) -> bool:
 
 
 def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
-    """Return the value of a parameter that `text` stands for."""
+    """Parse `text` as the value of a parameter."""
     for value in listed:
         if text == str(value):
             return value

@@ -1,4 +1,4 @@
-"""Numbers of a machine derived from those of a measured one: the ratio of datasheet or driver numbers scales them.
+"""Numbers of a machine, derived from a measured machine: they are scaled by the ratio of datasheet or driver numbers.
 
     rates of GEMMs                          like the datasheet's rate of bf16
     elementwise kernels, in fp32            like compute.fp32_vector, if that is given, else like bf16

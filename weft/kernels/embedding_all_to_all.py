@@ -114,7 +114,7 @@ def _row_of(id, rows, HASH: tl.constexpr):
 
 @triton.jit
 def _unit_at(unit, n_units, units, units_per_sample, order):
-    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first one, which is then unused."""
+    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first unit, which is then unused."""
     u = tl.where(unit < n_units, unit, 0)
     position = u // units_per_sample
     entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
@@ -123,7 +123,7 @@ def _unit_at(unit, n_units, units, units_per_sample, order):
 
 @triton.jit
 def _bag(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return start and end of a bag, clamped to `values` whatever the offsets say, and `cut`, plus one if they were clamped."""
+    """Return start and end of a bag, clamped to `values` for any offsets, and `cut`, plus one if they were clamped."""
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
     first = tl.load(at, mask=valid, other=0).to(tl.int64)

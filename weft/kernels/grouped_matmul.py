@@ -1,4 +1,4 @@
-"""Grouped matrix multiplication over rows that lie where an exchange left them: the experts of a mixture, one launch.
+"""Grouped GEMM over rows in the places where an exchange stored them: all experts of a mixture in one launch.
 
 Problem. After the exchange of tokens that are sorted by expert, a rank holds one block of rows per source rank, each sorted by
 local expert. The numbers of rows, `counts[source, expert]`, are known on the device only. torch's grouped matmul needs the rows

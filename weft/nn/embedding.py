@@ -3,7 +3,7 @@
     local_batch:  features of my samples  -> InputDist -> my features of all samples -> fused pooling + all-to-all
     global_batch: my features of all samples ---------------------------------------> fused pooling + all-to-all
 
-In both cases a rank gets the pooled vectors of all tables for its own samples, columns in table order.
+In both cases a rank gets the pooled vectors of all tables for its own samples, with columns in table order.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
     `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A missing or dead rank is a
-    `DeadlineError` or a `PeerLostError`, in the constructor as in a call. This release has the forward only, so the parameters do
-    not require gradients.
+    `DeadlineError` or a `PeerLostError`, in the constructor as in a call. This release supports only forward, so the
+    parameters do not require gradients.
 
-    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's tables
-    exist here, so `state_dict()` is this rank's share. Each starts as its config says (`weight_init_min` and `_max`, `init_fn`),
-    by default uniform in +-sqrt(1/num_embeddings). Random values are drawn from torch's default generator. The first rank's seed
-    is set for each table, and the generator's state restored after it: a table's values do not depend on the placement.
-    `load_full_weights` copies an unsharded collection's weights.
+    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
+    tables exist here, so `state_dict()` is this rank's share. The config of a table sets its initial values
+    (`weight_init_min` and `_max`, `init_fn`), by default uniform in +-sqrt(1/num_embeddings). Random values are drawn from
+    torch's default generator. The first rank's seed is set for each table, and the generator's state restored after it: a
+    table's values do not depend on the placement. `load_full_weights` copies an unsharded collection's weights.
 
     `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and the output with them; all ranks need the same
     dtype at the next call. Other dtypes and devices are a `ValueError` before this module is touched. `copy.deepcopy` copies the
@@ -108,7 +108,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
-            # Bad options are refused now, on every rank, not at the first call.
+            # Refuse bad options now, on every rank, instead of at the first call.
             options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs)
         except (ValueError, TypeError) as error:
             refusal = error
@@ -164,10 +164,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def close(self) -> None:
         """Free the symmetric memory that calls of this module have set up; the tables stay. Collective.
 
-        Otherwise it is kept as long as the group lives, which adds up in a program that makes many modules. A later call sets it
-        up again, as the first one did; so do calls of copies of this module, which share it. Before `half()` and similar
-        conversions, which need other memory, close modules that are not needed any more. On GPUs it waits for the device, and
-        CUDA graphs that have captured calls must not be replayed after it.
+        Otherwise the memory is kept as long as the group lives, so it accumulates in a program that makes many modules. A
+        later call sets it up again, like the first call; so do calls of copies of this module, which share it. Close
+        modules that are not needed any more before `half()` and similar conversions, which need other memory. On GPUs it
+        waits for the device, and CUDA graphs that have captured calls must not be replayed after it.
 
         Raises `RefusedError` on every rank while any rank holds a result (or a view of one) in that memory; `DisagreementError`
         if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as calls do: the memory of a
@@ -176,9 +176,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         release(plan_in(*self._form), group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
-        """Return the parameters, bypassing `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch.
-
-        Attributes are used if something replaced the parameters."""
+        """Return the parameters without `nn.Module.__getattr__`, which takes longer for all tables than the kernel's
+        launch. Attributes are used if the parameters were replaced."""
         bags = cast("dict[str, nn.EmbeddingBag]", self.embedding_bags._modules).values()
         try:
             return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
@@ -247,13 +246,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
         comm = _comm_of(self.group, self.device, self.deadline_s)
         said = None if failed is None else str(failed) or repr(failed)
         everyone = comm.all_gather(said, what="filling embedding tables", deadline_s=_patient(self.deadline_s))
-        if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it to try with less
+        if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it and retry
             raise failed
         if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
             raise RefusedError(f"tables could not be filled: {reasons}") from failed
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        """Store the sharding and the device of the tables, and what depends on them."""
+        """Store the sharding, the device of the tables, and derived attributes."""
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks with tables on meta still take part, to report their refusal.
@@ -282,7 +281,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self.__new__(type(self))
-        memo[id(self.group)] = self.group  # a process group cannot be copied, and need not be
+        memo[id(self.group)] = self.group  # a process group cannot be copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
@@ -314,7 +313,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
 
 class _Table(nn.EmbeddingBag):
-    """The table's parameter, under the name and in a module type that TorchRec uses; it is never called."""
+    """The table's parameter, with TorchRec's name and module type. The module is never called."""
 
     def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
@@ -331,7 +330,7 @@ class _Table(nn.EmbeddingBag):
 
 
 def _first_values(table: EmbeddingBagConfig) -> str:
-    """Return the text by which ranks compare the initialization of a table."""
+    """Return the text that ranks compare for the initialization of a table."""
     function: Any = table.init_fn
     if function is None:
         return f"uniform in {list(table.first_values)}"
@@ -387,9 +386,10 @@ def _agree(
     refusal: Exception | None,
     deadline_s: float | None,
 ) -> tuple[EmbeddingSharding, int]:
-    """Return the sharding, if all ranks have the same one and the same other arguments, and the first rank's seed. Collective.
+    """Return (the sharding, the first rank's seed) if all ranks have the same sharding and other arguments. Collective.
 
-    Otherwise every rank raises: `RefusedError` with the reason of a rank that refused its arguments, or `DisagreementError`.
+    Otherwise every rank raises `RefusedError`, with the reason of the rank that refused its arguments, or
+    `DisagreementError`.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     # Refused arguments may be of any type, and need not pickle. Nor need an `init_fn`.
@@ -416,13 +416,13 @@ def _agree(
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator in which ranks meet to make a module: the communicator of the group's usual calls, even if a rank
-    passed another device type."""
+    """Return the communicator in which ranks make a module: that of the group's usual calls, even if a rank passed another
+    device type."""
     usual = _device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
     return symm.communicator(group, meets_on, deadline_s=_patient(deadline_s))
 
 
 def _patient(deadline_s: float | None) -> float:
-    """Return the deadline for calls, not the shorter one of other set-up: a rank may be filling tables meanwhile."""
+    """Return the deadline for calls instead of the shorter set-up deadline: a rank may be filling tables meanwhile."""
     return env.deadline_s() if deadline_s is None else deadline_s

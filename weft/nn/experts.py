@@ -34,15 +34,15 @@ _WHICH = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class ExpertParallelMLP(nn.Module):
-    """For each token the weighted sum of its experts' down_proj(activation(gate_proj(x)) * up_proj(x)), experts divided over
+    """The weighted sum of each token's experts, down_proj(activation(gate_proj(x)) * up_proj(x)), with experts divided over
     ranks.
 
         x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
 
-    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The router is outside: models differ in
-    it, and every rank has it whole (reduce its parameters' gradients over ranks, as data parallelism does). Tokens are neither
-    dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of experts are sums over all
-    ranks' tokens already: do not reduce them again.
+    Every rank has its own tokens, and E experts of num_experts = W * E, from rank * E on. The router is outside, because
+    models differ in it. Every rank has the whole router: reduce its parameters' gradients over ranks, as data parallelism
+    does. Tokens are neither dropped nor padded. Every call is collective over `group`, and so is its backward. Gradients of
+    experts are already sums over all ranks' tokens: do not reduce them again.
 
     hidden, intermediate: of an expert.
     num_experts: of all ranks, divisible by their number.
@@ -50,8 +50,8 @@ class ExpertParallelMLP(nn.Module):
     activation: of the gate.
     gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
     max_rows: the most rows that an expert's rank may get in a call. Then the host waits for nothing on GPUs, and a CUDA graph can
-        capture the forward (if neither schedule is "serial"). Further rows are lost, which on CPU is an error. None: as many as
-        come.
+        capture the forward (if neither schedule is "serial"). Further rows are dropped, which on CPU is an error. None: as
+        many as arrive.
     capacity: the most tokens times top_k that a rank has in any call, the same on all ranks; default: a little above the first
         call's.
     schedules: pin the schedules of `all_to_all_matmul` and of `matmul_all_to_all`, by name.
@@ -59,8 +59,9 @@ class ExpertParallelMLP(nn.Module):
 
     Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
     hidden]), and `down_proj` [E, hidden, intermediate]: rows of Hugging Face's `MixtralExperts`, whose forward this has.
-    `local_part` takes them from all experts' state dict, in that form or one expert by one, and `weft.nn.local_state_dict` from a
-    whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the order of
+    `local_part` takes them from all experts' state dict, stacked or expert by expert, and `weft.nn.local_state_dict` from a
+    whole model's. `deepcopy` and pickle keep the group's name. Rows are weighted in x's dtype and summed in fp32, in the
+    order of
     top_k: equal calls give equal bits. Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; impossible
     routing is refused on every rank.
     """
@@ -105,7 +106,7 @@ class ExpertParallelMLP(nn.Module):
         return "gate_up_proj" if self.gated else "up_proj"
 
     def reset_parameters(self) -> None:
-        """Draw each expert as `nn.Linear` does, one after the other: ranks with equal seeds have parts of one model."""
+        """Draw the experts like `nn.Linear`, one after the other: ranks with equal seeds have parts of one model."""
         parameters = self.get_parameter(self.first_name), self.down_proj
         if parameters[0].is_meta:
             return
@@ -129,9 +130,9 @@ class ExpertParallelMLP(nn.Module):
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's slice of the full expert state dict.
 
-        `whole` has stacked weights of this module's names and num_experts, of which views are returned. Or it has for every
-        expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`, or `i.w1.weight`, `i.w3.weight` and
-        `i.w2.weight` (Mixtral's), which are copied."""
+        `whole` has stacked weights of this module's names and num_experts, and views of them are returned. Or it has for
+        every expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`, or `i.w1.weight`, `i.w3.weight`
+        and `i.w2.weight` (Mixtral's), which are copied."""
         local = self.num_experts // self.world_size
         mine = range(self.rank * local, (self.rank + 1) * local)
         if self.first_name in whole:
@@ -152,7 +153,7 @@ class ExpertParallelMLP(nn.Module):
         return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}
 
     def is_of_experts(self, name: str) -> bool:
-        """True if `local_part` may take this name."""
+        """True if `local_part` may use this name."""
         return name in (self.first_name, "down_proj") or _ONE_BY_ONE.fullmatch(name) is not None
 
     @tells_peers
@@ -191,7 +192,7 @@ class ExpertParallelMLP(nn.Module):
 
     @ends_group
     def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's rows. order: the row of the sorted tokens that each row of y belongs to."""
+        """Return the weighted sum of each token's rows. order: for each row of y, the row of the sorted tokens."""
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = y[place].view(*top_k_weights.shape, self.hidden)
         return (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)

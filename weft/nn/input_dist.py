@@ -1,10 +1,10 @@
 """Redistribution from "every rank has all features of its own samples" to "every rank has its own features of all samples".
 
-It is TorchRec's input distribution for table-wise sharding. There are two rounds over the process group. The first exchanges a
-header (batch size, and the number of coming ids of each feature); only after it the host waits for the device. The second sends
-lengths, ids and weights, all at once. With the counts on the host every reordering is a concatenation of slices. Ids leave
-grouped by destination. They arrive source by source and are concatenated feature by feature, samples in rank order, as the
-operator reads them.
+It is TorchRec's input distribution for table-wise sharding. There are two rounds over the process group. The first round
+exchanges a header (batch size, and the number of ids of each feature). Only after it does the host wait for the device. The
+second round sends lengths, ids and weights, all at once. With the counts on the host every reordering is a concatenation of
+slices. Ids leave grouped by destination. They arrive source by source and are concatenated feature by feature, samples in
+rank order, as the operator reads them.
 
 A rank that refuses its input reports it in its header, so that the others raise too and do not wait for its ids.
 """
@@ -37,7 +37,7 @@ _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an i
 
 @dataclass(frozen=True)
 class _Layout:
-    """For input with `keys`: the blocks to send in order, and the words of the header that go with them."""
+    """The layout of input with `keys`: the blocks to send, in order, and the corresponding words of the header."""
 
     keys: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -51,7 +51,7 @@ class _LocalBatch:
     layout: _Layout
     values: torch.Tensor
     lengths: torch.Tensor
-    offsets: torch.Tensor | None  # if given: then the bags may be a part of `values`
+    offsets: torch.Tensor | None  # if given, the bags may be a part of `values`
     weights: torch.Tensor | None
     batch_size: int
 
@@ -75,11 +75,11 @@ class InputDist:
         self.sharding, self.group, self.device, self.is_weighted = sharding, group, device, is_weighted
         self.deadline_s = checked_deadline(deadline_s)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        # A feature is sent to a rank once, however many tables there use it.
+        # A feature is sent to a rank once, even if several tables there use it.
         self.features_of_rank = tuple(
             tuple(dict.fromkeys(slot.feature for slot in sharding.local_slots(rank))) for rank in range(self.world_size)
         )
-        # Ranks compare this before they exchange anything: other features have other numbers of elements.
+        # Ranks compare this before they exchange anything, because other features have other numbers of elements.
         digest = hashlib.blake2b(repr((self.features_of_rank, is_weighted)).encode(), digest_size=6).hexdigest()
         self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: _Layout | None = None
@@ -88,11 +88,11 @@ class InputDist:
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """Return this rank's features of the global batch, and every rank's batch size.
 
-        `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch sizes. Unused
-        keys are dropped, and so are values before the first offset and after the last: bags may share their values with other
-        batches. Lengths without offsets must add up to all values. If any rank's input is bad, every rank raises `RefusedError`
-        (a `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 on one rank and int64 on another.
-        `refusal`: an error that the caller found already: the other ranks are notified.
+        `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch sizes.
+        Unused keys are dropped, and so are values before the first offset and after the last: bags may share their values
+        with other batches. The sum of lengths without offsets must be the number of values. If any rank's input is bad,
+        every rank raises `RefusedError` (a `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 on
+        one rank and int64 on another. `refusal`: an error that the caller has already found; the other ranks are notified.
         """
         local = None
         try:
@@ -116,7 +116,7 @@ class InputDist:
         check_keyed(features)
         keys, batch_size = tuple(features.keys()), features.stride()
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
-        # Used only if they exist: making them from lengths costs a kernel, and they would begin at 0.
+        # Use offsets only if they exist: making them from lengths costs a kernel, and they would begin at 0.
         offsets = getattr(features, "offsets_or_none", features.offsets)()
         if isinstance(offsets, torch.Tensor) and offsets.numel() == 0:  # TorchRec's form of no bags
             offsets = None
@@ -238,7 +238,7 @@ class InputDist:
         return received
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return why the device refused: a negative length, or lengths or offsets that do not fit the values."""
+        """Return the reason why the device refused: a negative length, or lengths or offsets that do not fit the values."""
         negative = (local.lengths < 0).nonzero()
         if negative.numel():
             block, sample = divmod(int(negative[0]), local.batch_size)
@@ -283,7 +283,8 @@ def input_dist_of(
 
 
 def _reordered(flat: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Return `flat` cut into blocks of `sizes`, joined in `order` (which may leave out and repeat); no copy if nothing changes."""
+    """Split `flat` into blocks of `sizes` and join them in `order`, which may omit and repeat blocks; no copy if nothing
+    changes."""
     if list(order) == list(range(len(sizes))):
         return flat
     blocks = flat.split(list(sizes))

@@ -1,7 +1,7 @@
 """The call of an embedding module with a local batch as one operator, for torch.compile.
 
-The number of ids that arrive, and the number of samples of other ranks, are known when it runs. The shape of the result depends
-on neither.
+The number of arriving ids and the number of other ranks' samples are known only at run time. The shape of the result
+depends on neither.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pooled(
     plan: Form, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, is_weighted: bool,
     deadline_s: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the pooled vectors of this rank's samples, in a program that is compiled. features: a KeyedJaggedTensor."""
+    """Return the pooled vectors of this rank's samples, in a compiled program. features: a KeyedJaggedTensor."""
     require_no_gradient(weights)
     tensors = features.values(), features.lengths_or_none(), features.offsets_or_none(), features.weights_or_none()
     name = group_of(group).group_name

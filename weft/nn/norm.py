@@ -1,4 +1,4 @@
-"""A norm whose input is divided along the sequence, while its weight is the same on all ranks."""
+"""A norm whose input is divided along the sequence, and whose weight is replicated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.symm.groups import group_of
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` of activations that are divided along the sequence: the weight's gradient is the sum over ranks of `group`.
 
-    For activations that are whole on every rank (layers with `sequence_dim=None`) use torch's own norm.
+    For replicated activations (layers with `sequence_dim=None`) use torch's own norm.
 
     Other arguments are those of `nn.RMSNorm`.
     """

@@ -6,7 +6,7 @@ and two backward, and each is part of a GEMM:
 
     x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
 
-With `sequence_dim=None` every rank has all activations between layers, as in decoding of a few tokens at a time, or if the
+With `sequence_dim=None` every rank has all activations between layers. Use it to decode a few tokens at a time, or if the
 sequence is not divisible by the number of ranks. Then a block needs one collective forward and one backward:
 
     x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
@@ -47,7 +47,7 @@ from weft.words import kind
 
 
 class _ParallelLinear(nn.Module):
-    """An `nn.Linear` of which each rank has a part."""
+    """A linear layer whose weight is divided over ranks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -67,7 +67,7 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         group = group_of(group)
-        # The name, not the group, so that a module can be copied and pickled.
+        # Store the name, not the group, so that a module can be copied and pickled.
         self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
         self.in_features, self.out_features, self.sequence_dim = in_features, out_features, sequence_dim
         shape = [out_features, in_features]
@@ -92,8 +92,8 @@ class _ParallelLinear(nn.Module):
         return made
 
     def reset_parameters(self) -> None:
-        """Draw parameters as `nn.Linear` does: ranks with equal seeds have parts of one model. It needs memory for the whole
-        weight meanwhile."""
+        """Draw parameters like `nn.Linear`: ranks with equal seeds have parts of one model. Temporarily needs memory for
+        the whole weight."""
         if not self.weight.is_meta:
             device, dtype = self.weight.device, self.weight.dtype
             whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=device, dtype=dtype)
@@ -107,7 +107,7 @@ class _ParallelLinear(nn.Module):
         return {**whole, **parts}
 
     def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
-        """Refuse an x that does not fit, before anything else of a call. of: the module that was called."""
+        """Refuse an x that does not fit, at the beginning of a call. of: the called module."""
         _require(of, self._wrong_input(x, isinstance(of, ParallelAttention)) or wrong_device(x, self.weight))
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
@@ -146,13 +146,13 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """x @ weight.T + bias, with the output features divided over ranks, of an x that is divided along the sequence.
+    """x @ weight.T + bias, with the output features divided over ranks, for an x that is divided along the sequence.
 
         x [B, S/W, in_features]  ->  [B, S, out_features/W]
 
-    The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with that of the weight's gradient.
-    Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features] -> [...,
-    out_features/W], nothing is gathered: only backward is collective, and the all-reduce of x's gradient overlaps
+    The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with the GEMM of the weight's
+    gradient. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features] ->
+    [..., out_features/W], nothing is gathered: only backward is collective, and the all-reduce of x's gradient overlaps
     (`weft.matmul_all_reduce`).
 
     in_features, out_features: of the whole layer. out_features must be divisible by the number of ranks.
@@ -185,8 +185,8 @@ class RowParallelLinear(_ParallelLinear):
 
     The GEMM overlaps with the reduce-scatter of the ranks' products (`weft.matmul_reduce_scatter`), and in backward with the
     all-gather. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features/W] ->
-    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`), and backward has no collective: ranks go on
-    with the same result, and the gradient that comes back must be whole and equal on all of them.
+    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`), and backward has no collective: ranks
+    continue with the same result, and the incoming gradient must be whole and equal on all ranks.
 
     in_features must be divisible by the number of ranks, and so must the sequence. Other arguments are as for
     `ColumnParallelLinear`.
@@ -230,7 +230,7 @@ class RowParallelLinear(_ParallelLinear):
     def _followed(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
     ) -> Any:
-        """Apply the rest behind the collective. bias: of the positions that this rank has."""
+        """Apply bias, residual and norm after the collective. bias: of this rank's positions."""
         y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)
@@ -240,7 +240,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         """Refuse a residual and a norm that do not fit, before the first collective of a call.
 
-        x: the input of `of`, the module that was called, whose result this layer makes."""
+        x: the input of `of`, the called module, whose result this layer makes."""
         if residual is None and norm is None:
             return
         shape, dim = [*x.shape[:-1], self.out_features], self.sequence_dim
@@ -290,9 +290,9 @@ def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
 
 
 def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.Module) -> list[torch.Tensor]:
-    """Return the result of each of `layers`, of one group, for `x`, which is gathered once for all of them.
+    """Return the result of each of `layers`, of one group, for `x`, which is gathered once.
 
-    of: the module that was called, which has checked x."""
+    of: the called module, which has checked x."""
     first = layers[0]
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
     require_alike(of, x, *weights)
@@ -313,8 +313,8 @@ class ParallelMLP(nn.Module):
     x is gathered once for gate_proj and up_proj.
 
     hidden, intermediate: of the whole layer; intermediate must be divisible by the number of ranks.
-    bias: of all three.
-    activation: of one tensor; it must work on each column alone, and keep the shape and the dtype.
+    bias: True for biases in all three layers.
+    activation: a function of one tensor; it must act on each column separately, and keep the shape and the dtype.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
 
     Children are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's code).
@@ -374,12 +374,12 @@ class ParallelAttention(nn.Module):
     hidden, heads, kv_heads: of the whole layer; heads and kv_heads must be divisible by the number of ranks. kv_heads: default
         `heads`.
     head_dim: default hidden / heads.
-    bias: of all four projections.
-    causal: True: a position sees only itself and earlier ones, if no mask is given.
+    bias: True for biases in all four projections.
+    causal: True: without a mask, a position attends only to itself and earlier positions.
     group, sequence_dim, device, dtype: as for `ColumnParallelLinear`; x has three dimensions.
 
-    Children are `q_proj`, `k_proj`, `v_proj` and `o_proj`, as in Hugging Face's `LlamaAttention`, whose weights they take (halves
-    of a head are rotated, not neighbours).
+    Children are `q_proj`, `k_proj`, `v_proj` and `o_proj`, as in Hugging Face's `LlamaAttention`, whose weights they accept
+    (rotary embeddings rotate halves of a head, not neighbours).
     """
 
     def __init__(
@@ -438,9 +438,9 @@ class ParallelAttention(nn.Module):
     ) -> Any:
         """Run the attention.
 
-        rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding` and
-            Hugging Face's `LlamaRotaryEmbedding` make them. Pass the whole sequence, not this rank's part: nothing broadcasts
-            along S.
+        rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as
+            `rotary_embedding` and Hugging Face's `LlamaRotaryEmbedding` make them. Pass the whole sequence, not this rank's
+            part: S is not broadcast.
         mask: `scaled_dot_product_attention`'s, of the whole sequence and of this rank's heads, broadcastable to [B, heads/W, S, S].
         residual, norm: as for `RowParallelLinear`."""
         q_proj, k_proj, v_proj, o_proj = self.q_proj, self.k_proj, self.v_proj, self.o_proj
@@ -539,10 +539,10 @@ def rotary_embedding(
 
 
 def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what `model.load_state_dict` takes on this rank, from a stock model's state dict.
+    """Return the state dict for `model.load_state_dict` on this rank, from a stock model's state dict.
 
-    Layers of `weft.nn` in `model` get this rank's part, and everything else stays as it is. Views, no copies, except for experts
-    that are given one by one."""
+    Layers of `weft.nn` in `model` get this rank's part; other entries are unchanged. The tensors are views, except for
+    experts that are given one by one, which are copied."""
     found = dict(whole)
     for prefix, module in model.named_modules():
         if isinstance(module, _ParallelLinear):
@@ -564,9 +564,10 @@ def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dic
 def distributed_state_dict(
     model: nn.Module, state: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the state dict of `model` for `torch.distributed.checkpoint`, with ranks' parts of layers of `weft.nn` as DTensors.
+    """Return the state dict of `model` for `torch.distributed.checkpoint`, with the divided parameters of `weft.nn` layers
+    as DTensors.
 
-    So all parts are saved, under stock names and shapes, and another number of ranks can load them.
+    A checkpoint then has all parts, under stock names and shapes, and any number of ranks can load it.
 
         dcp.save(weft.nn.distributed_state_dict(model), checkpoint_id=folder)
         dcp.load(weft.nn.distributed_state_dict(model), checkpoint_id=folder)  # into the parameters: memory is shared

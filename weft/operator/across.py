@@ -30,13 +30,14 @@ from weft.symm import Communicator
 from weft.words import by_rank, counted
 
 _MASK = (1 << 64) - 1
-_BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprint of a call's backward another one
+_BACKWARD = 0x5851F42D4C957F2D  # distinguishes the fingerprint of a call's backward from its forward's
 
 
 class AcrossRanks:
-    """The comparisons of calls of one shape.
+    """Compare the calls of one shape across ranks.
 
-    what: operator and shape, for people. said: what ranks have compared. fingerprint: of calls, if not that of `said`.
+    what: operator and shape, for messages. said: the text that ranks have compared. fingerprint: of the calls; default: the
+        hash of `said`.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class AcrossRanks:
         self._compares_values = type(op).equal is not Operator.equal and self._compares_all
 
     def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> None:
-        """Compare a call. Raise `RefusedError` on every rank if the ranks' values do not fit together."""
+        """Compare a call. Raise `RefusedError` on every rank if the ranks' values are inconsistent."""
         self.note()
         if self._compares_pairs and not capturing:
             self._compare_pairs(call, deadline_s)

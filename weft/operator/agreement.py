@@ -1,4 +1,4 @@
-"""How the ranks of a group agree on a call, and hear that one of them refuses it: two ways, by what their hosts can afford.
+"""Agreement of a group's ranks on a call, and refusals that reach all ranks: two protocols, for CPU processes and for GPUs.
 
 |               | hosts that meet: CPU processes                  | hosts that do not: GPUs                                |
 |---------------|-------------------------------------------------|--------------------------------------------------------|
@@ -28,14 +28,14 @@ from weft.symm.layers import differ, difference
 from weft.words import by_rank
 
 Check: TypeAlias = Callable[[], tuple[str, str, int]]
-"""Returns a text and details that must be the same on all ranks, and this rank's number; or raises `ValueError`."""
+"""A function that returns a text and details, equal on all ranks, and this rank's number; or raises `ValueError`."""
 
 _NUMBER = struct.Struct("<qq")
 _SUMS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The ranks of a device on which nothing joins them, such as meta: each looks at its own call only."""
+    """The agreement on devices without communication, such as meta: each rank checks its own call only."""
 
     meets = False
     """True if hosts meet before every call."""
@@ -43,21 +43,21 @@ class Agreement:
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        """Compare a call of a shape that is new here (`weft.operator.together.agree`)."""
+        """Compare the first call of a shape on this rank (`weft.operator.together.agree`)."""
         return [check()[2]]
 
     def refuse(
         self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
     ) -> bool:  # fmt: skip
-        """Have every rank refuse the call that `error` has left. Raise `RefusedError`, or return True if the caller raises `error`
-        itself. Return False if the error cannot be a refusal.
+        """Have every rank refuse the call in which this rank raised `error`. Raise `RefusedError`, or return True if the
+        caller raises `error` itself. Return False if the error cannot be a refusal.
 
-        said: True if this rank has told its peers that it takes part.
+        said: True if this rank has published that it takes part.
         """
         return False
 
     def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
-        """Return the digest to which each call of the group adds itself; None if ranks compare calls otherwise."""
+        """Return the digest of the group's calls; None if ranks compare calls otherwise."""
         return None
 
     def exchange_sums(
@@ -75,7 +75,7 @@ class HostsMeet(Agreement):
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
     ) -> list[int]:  # fmt: skip
-        text, details, number = check()  # an error leaves the call, and is published
+        text, details, number = check()  # an error propagates out of the call and is published there
         extra = _NUMBER.pack(number, 0)
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.communicator(group, device))
@@ -94,7 +94,7 @@ class HostsMeet(Agreement):
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.communicator(group, device))
         refusals = meeting.refuse(text, deadline_s=deadline_s)
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # callers catch these and retry
             raise RefusedError(refusals) from error
         return True
 
@@ -163,12 +163,12 @@ def agreement_on(device: torch.device) -> Agreement:
 
 
 def _short(details: str) -> str:
-    """Return details as ranks exchange them: several lines, which may be many, by a digest."""
+    """Return details as ranks exchange them. Several lines, which may be many, become a digest."""
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 
 def _end(comm: symm.Communicator, text: str) -> NoReturn:
-    """For what all ranks find out alike."""
+    """End the group and raise `DisagreementError`, for an error that every rank finds."""
     comm.end(text)
     raise DisagreementError(f"{text}. The ranks are out of step: this group has ended, make a new one")
 

@@ -1,4 +1,5 @@
-"""The cache of compiled operators: found by group and shape, or by the signature of a call; dropped when there are too many.
+"""The cache of compiled operators, with lookup by group and shape or by a call's signature. It drops the least recently
+called.
 
 First calls are collective: ranks compare their calls before any rank computes or allocates (`weft.operator.together`). Later
 calls of a known shape find their compiled operator by a key.
@@ -27,7 +28,7 @@ WHILE = 1000  # calls of the operator: a training step repeats all its shapes in
 
 
 class Entry(Protocol):
-    """What the cache asks of a compiled operator."""
+    """The interface of a compiled operator that the cache uses."""
 
     family: Hashable  # of sizes that may pass
     came_back: bool  # True if called more than once
@@ -78,7 +79,8 @@ class Known(NamedTuple, Generic[E]):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return the place of this tensor object in a call. None also if it occurs twice: the next call may have two tensors there."""
+    """Return the place of this tensor object in a call. Return None if it occurs twice: the next call may pass two
+    tensors."""
     places: list[tuple[int, int | None]] = []
     for field, value in enumerate(call):
         places += [(field, None)] if value is tensor else []
@@ -89,36 +91,37 @@ def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
 class _OfGroup(Generic[E]):
     """The record of an operator's calls on one group.
 
-    Calls are counted per group: ranks that share a group may also call on other groups, and must drop the same preparations of the
-    shared one.
+    Calls are counted per group: ranks that share a group may also call on other groups, and must drop the same compiled
+    operators of the shared group.
 
-    Preparing a size takes as long as several calls, which is wasted on sizes that never come back, such as sequences without
-    padding. So on GPUs, once `PASSING` new sizes of a family in a row have not come back, a new size runs unfused: hosts do not
-    meet, and nothing is made, loaded or awaited except by NCCL and cuBLAS. The size is prepared when it comes back. As soon as any
-    size comes back, all new sizes are prepared again. Ranks see the same calls, and so have equal counts.
+    Compiling for a size takes as long as several calls. That is wasted on sizes that never recur, such as sequences without
+    padding. So on GPUs, once `PASSING` new sizes of a family in a row have not recurred, a new size runs unfused. Then
+    hosts do not meet, and only NCCL and cuBLAS load kernels or wait. A size is compiled when it recurs. As soon as any size
+    recurs, all new sizes are compiled again. Ranks make the same calls, so their counts are equal.
     """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, E] = {}
         self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
-        self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not come back
+        self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not recurred
         self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused, once
         self._typical: dict[Hashable, E] = {}  # by family
         self._room = 0  # number of further shapes that cannot reach a limit
         self._nbytes = 0  # symmetric memory of shapes whose first call is done
 
     def passes(self, family: Hashable, rows: int, capturing: bool = False) -> E | None:
-        """Return the preparations of a typical size if a call of a new size runs unfused, else None: the size is to be prepared.
+        """Return the compiled operator of a typical size if a call of a new size runs unfused. Return None if the size must
+        be compiled.
 
-        A size is its family and the rows of its first tensor, never a layout: each rank may have another one, and all ranks must
-        prepare the same calls. capturing: a size that has run unfused is captured so.
+        A size is its family and the rows of its first tensor, without the layout: layouts may differ between ranks, and all
+        ranks must compile the same sizes. capturing: a size that has run unfused is captured unfused.
         """
         size = family, rows
         if size in self._served:
             if capturing:
                 return self._typical[family]
-            del self._served[size]  # it comes back
+            del self._served[size]  # it has recurred
             self._new.pop(family, None)
             return None
         typical = self._typical.get(family)
@@ -139,7 +142,7 @@ class _OfGroup(Generic[E]):
         return prepared
 
     def prepared(self, family: Hashable, prepared: E) -> None:
-        """Note the preparations for a new size."""
+        """Note the compiled operator of a new size."""
         prepared.family = family
         self._new[family] = self._new.get(family, 0) + 1
         self._typical[family] = prepared
@@ -197,7 +200,8 @@ class Table(Generic[E]):
         return here.called(prepared)
 
     def again(self, group: dist.ProcessGroup, signature: Hashable) -> Known[E] | None:
-        """Return the `Known` of calls with this signature (`weft.runtime.layouts`), and count the call; None if there is none."""
+        """Return the `Known` of calls with this signature (`weft.runtime.layouts`), and count the call. Return None without
+        an entry."""
         here = self._of_group.get(id(group))
         known = None if here is None else here.by_signature.get(signature)
         if here is None or known is None:
@@ -235,7 +239,7 @@ class Table(Generic[E]):
         return here
 
     def known(self, group: dist.ProcessGroup) -> list[E]:
-        """Return the preparations on `group`, the oldest first."""
+        """Return the compiled operators on `group`, the oldest first."""
         here = self._of_group.get(id(group))
         return [] if here is None else list(here.known.values())
 

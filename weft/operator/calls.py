@@ -112,19 +112,19 @@ def operator_named(name: str) -> Operator[Any]:
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if calls like this one, `within` another, run overlapped. Also True until one has been made."""
+    """True if calls like this one, `within` another, run overlapped. Also True until such a call has been made."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
 
 
 def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[CompiledOperator]:
-    """Return what is prepared for each shape that was called on `group`, the oldest first."""
+    """Return the compiled operator of each shape that was called on `group`, the oldest first."""
     return TABLES[op.name].known(group)
 
 
 def drop_calls(op: Operator[Any], group: dist.ProcessGroup, dropped: list[CompiledOperator]) -> None:
-    """Give back what is prepared for some shapes. All ranks drop the same, and nothing may be running."""
+    """Drop the compiled operators of some shapes. All ranks must drop the same shapes, and no call may be running."""
     TABLES[op.name].drop(group, dropped)
 
 
@@ -161,7 +161,7 @@ def _called(
 
 
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
-    """Return a key of calls that differ only in what is read in each; None if each call must be looked at."""
+    """Return a key shared by calls that differ only in tensor contents; None if every call must be checked."""
     if op.has_executors:
         return op.key(call)
     if READER is None or plan.pinned(schedule) is not None:
@@ -183,14 +183,14 @@ def prepared_for(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     wanted: tuple[bool, ...] | None,
 ) -> CompiledOperator:  # fmt: skip
-    """Find or make what is prepared for a call.
+    """Find or make the compiled operator of a call.
 
-    It does not depend on the wanted gradients, but all ranks must want the same. wanted=None: they have agreed on that in
-    forward.
+    It does not depend on the wanted gradients, but all ranks must want the same gradients. wanted=None: ranks agreed on the
+    gradients in forward.
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
-    # Ranks that meet do so as makers of calls of one shape, which says all that they compare.
+    # Hosts that meet do so per shape, and the shape contains everything that they compare.
     key = (op.key(call), pinned, given if agreement_on(device).meets else "")
     prepared = table.find(group, key)
     if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
@@ -209,7 +209,7 @@ def prepared_for(
                 return typical.for_one_call(p, rows, given, wanted, joined(said, given), shown)
 
     def check() -> tuple[str, str, int]:
-        """Return what ranks compare, in the words of other messages, and the rank's number.
+        """Return the text that ranks compare, worded as in other messages, the details, and the rank's number.
 
         The number is twice the size, plus one if times of the problem are remembered.
         """
@@ -236,7 +236,8 @@ def prepared_for(
 
 
 def _described(op: Operator[Any], call: Any, world: int) -> Any:
-    """Return the problem of a call; None for bad input, which is refused where ranks agree on the call, for all of them to hear."""
+    """Return the problem of a call; None for bad input. The agreement between ranks refuses it later, so that all ranks
+    raise."""
     try:
         return op.problem(call, world, 0)
     except Exception:
@@ -280,7 +281,7 @@ class _Function(torch.autograd.Function):
         *_: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         op = prepared.op
-        prepared.require_room(call, deadline_s)  # the library's calls need none, but backward may go another way
+        prepared.require_room(call, deadline_s)  # unfused calls need none, but backward may run a schedule
         results = prepared(call, deadline_s, timeline)
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
         ctx.flops = flops_of(op, call, results) if is_counter_there() else None
@@ -296,7 +297,7 @@ class _Function(torch.autograd.Function):
 
 
 BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}
-"""By operator, `backward_of_call` with refusals in that operator's name."""
+"""For each operator, `backward_of_call` with refusals that name the operator."""
 
 
 def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -314,9 +315,9 @@ def gradients_of_call(
     op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[CompiledOperator, Any]],
     saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Compute the gradients of a call, with autocast off, which would reach only some of the torch calls.
+    """Compute the gradients of a call with autocast off, because autocast would affect only some of the torch calls.
 
-    found: returns what was prepared for the call, and the work begun after it; peers are notified of its errors too.
+    found: returns the call's compiled operator, and the work begun after the call. Peers are notified of its errors too.
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

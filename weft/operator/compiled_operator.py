@@ -39,7 +39,7 @@ def whole(comm: Communicator, what: str) -> Iterator[None]:
     group. Otherwise peers would wait for its part in the next exchange until their deadline."""
     try:
         yield
-    except (WeftError, NotApplicableError):  # all ranks raise it, or it has ended the group
+    except (WeftError, NotApplicableError):  # every rank raises it, or it has ended the group
         raise
     except BaseException as error:
         comm.poison(f"{what}: {error!r}")
@@ -63,13 +63,13 @@ class CompiledOperator:
         """Compile for calls of `p`. A schedule is selected at the first call.
 
         remembered: True if a rank has cached times of schedules for exactly this problem.
-        said, shown: the text that CPU ranks compare at every call, in full and for errors.
+        said, shown: the text that CPU ranks compare at every call, in full and shortened for errors.
         """
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
         self.agreed: set[tuple[str, tuple[bool, ...]]] = (
             set()
-        )  # (given options, wanted gradients) that ranks have compared
+        )  # (given options, wanted gradients) pairs that ranks have compared
         self._across: dict[str, AcrossRanks] = {}  # by given options
         self.comm = symm.communicator(group, device) if p.world_size > 1 or op.has_executors else None
         self._group = weakref.ref(group)  # the cache must not keep a group alive that the caller has dropped
@@ -194,16 +194,14 @@ class CompiledOperator:
     def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
         """Note that ranks have agreed on calls with these options and gradients.
 
-        said, shown: the text that was compared, in full and for errors.
+        said, shown: the compared text, in full and shortened for errors.
         """
         self.agreed.add((given, wanted))
         if self.comm is not None and given not in self._across:
             self._across[given] = AcrossRanks(self.op, self.comm, f"{self.op.title}, {shown}", said)
 
     def begin_backward(self) -> None:
-        for across in itertools.islice(
-            self._across.values(), 1
-        ):  # the first that ranks have agreed on, for any given options
+        for across in itertools.islice(self._across.values(), 1):  # the first agreed backward, for any given options
             across.begin_backward()
 
     def for_one_call(
@@ -291,7 +289,7 @@ class CompiledOperator:
         return is_captured(self.device)
 
     def known_serial(self, capturing: bool) -> bool:
-        """True if calls are known to run unfused. Raise the group's error, if it has one.
+        """True if calls are known to run unfused. Raise the group's error if the group has failed.
 
         Executors check the group themselves. Without the check here, an unfused call after a failed one would pair with a
         different call of the peers.
@@ -329,7 +327,7 @@ class CompiledOperator:
                 typical = op.to_choose_with(p, comm.rank, call)
             if typical is not call:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
-            # Ranks compile and measure here, for different times.
+            # Ranks compile and measure here, and take different times.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with whole(comm, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 if op.has_executors:

@@ -1,10 +1,9 @@
-"""Gradients that can be taken once, backward. Second derivatives, forward derivatives and maps of a call are refused with an
-error.
+"""First-order reverse-mode gradients only. Second derivatives, forward-mode derivatives and vmap of a call raise an error.
 
 Autograd cannot look into a backward that calls collectives. Its result depends on the incoming gradients and, through what
 forward saved, on the operator's inputs. If a part of that is left out, second derivatives silently lack a term.
-`torch.autograd.function.once_differentiable` leaves out the second part, and `torch.autograd.grad` skips its node, which leads
-nowhere. Here the results depend on everything that they were made of, through a node that raises.
+`torch.autograd.function.once_differentiable` leaves out the second part, and `torch.autograd.grad` skips its node, which
+has no inputs. Here the results depend on all their inputs, through a node that raises.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[.
             saved = ctx.saved_tensors
             with torch.no_grad():
                 found = backward(ctx, saved, *grads)
-            if not torch.is_grad_enabled():  # no create_graph=True: nobody will ask again
+            if not torch.is_grad_enabled():  # without create_graph=True there is no second backward
                 return found
             return _Refusing.apply(operator, len(found), *found, *grads, *saved)
 
@@ -48,7 +47,7 @@ def refused(operator: str) -> Callable[..., NoReturn]:
 
 
 def is_transformed() -> bool:
-    """True inside a transform of torch.func, and if there are forward derivatives."""
+    """True inside a transform of torch.func or a forward-mode derivative."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -66,8 +65,8 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
 
 
 def require_no_tangents(operator: str) -> None:
-    """Raise `ValueError` for an operator of torch's dispatcher if there are forward derivatives: below autograd no tensor shows
-    its tangent."""
+    """Raise `ValueError` for an operator of torch's dispatcher inside a forward-mode derivative. Below autograd, tensors
+    hide their tangents."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(operator)
 
@@ -94,7 +93,7 @@ def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
 
 
 def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raise `ValueError` for tensors that autograd would not keep for backward. Autograd raises too, but only after the call."""
+    """Raise `ValueError` for tensors that autograd cannot save for backward. Autograd raises too, but only after the call."""
     if any(t is not None and t.is_inference() for t in tensors):
         raise ValueError(
             f"{operator} with a tensor that was made in torch.inference_mode(), where gradients are wanted: autograd keeps none "

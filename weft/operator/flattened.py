@@ -1,7 +1,7 @@
 """Shards of any shape as matrices: [..., dim, ..., K] is [rows, K] with the gathered (or scattered) dimension outermost, and
 back.
 
-This is the common part of operators that gather or scatter rows, whatever they multiply.
+All operators that gather or scatter rows share this module.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _by_columns(w: torch.Tensor) -> bool:
 
 
 def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
-    """Return what ranks compare of the dimensions that `flattened` joins: [dim, the sizes of the others but the last]; None for a
+    """Return [dim, the sizes of the other dimensions except the last], which ranks compare for `flattened`; None for a
     matrix's rows."""
     if dim == 0 and x.dim() == 2:
         return None
@@ -113,7 +113,7 @@ def restored(
 ) -> list[torch.Tensor]:
     """Return [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions in the caller's order.
 
-    shape: of a shard. rows: what ranks gather, if not as much as this one.
+    shape: of a shard. rows: of all ranks, if they differ.
     """
     gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:

@@ -1,9 +1,10 @@
 """FLOP formulas of operators for `torch.utils.flop_counter`, which FlopCounterMode and MFU computations use.
 
-An operator counts 2MNK for each GEMM of this rank, forward and backward, as the same GEMMs beside a collective do. Embeddings
+An operator counts 2MNK for each GEMM of this rank, forward and backward, like the same GEMMs without weft. Embeddings
 count 0, as torch's do.
 
-Importing torch's counter takes half a second, since it imports Triton. So formulas are registered when somebody imports it.
+Importing torch's counter takes half a second, since it imports Triton. So formulas are registered when another module
+imports it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def register_formulas(op: Operator[Any]) -> None:
 
 
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
-    """Return the result of `backward`, for a call that went past the dispatcher. Dispatch modes see its operations as one number,
-    whichever way it takes. forward: `flops_of` the call."""
+    """Return the result of `backward`, for a call that bypassed the dispatcher. Dispatch modes see one FLOP count, whether
+    the call is unfused or not. forward: `flops_of` the call."""
     with _disable_current_modes():
         made = backward()
     torch.ops.weft.multiplied(_of_backward(forward, wanted))

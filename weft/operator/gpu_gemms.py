@@ -24,9 +24,9 @@ class GemmTimer:
 
     Right operands are the first rows and columns of the weights, in their layout. Results are the first part of the call's
     results, which the call overwrites later, or memory of their own if these have fewer rows. The left operand is random, since
-    nothing has been gathered yet, and GEMMs on zeros run at a higher clock. It is the gathered x, if the call returns that, or
-    else memory of the same size, which torch's allocator gets back with this object. (The serial schedule takes as much; other
-    schedules take symmetric memory.) A call without weights of these names multiplies random matrices.
+    nothing has been gathered yet, and GEMMs on zeros run at a higher clock. It is the gathered x if the call returns x,
+    otherwise memory of the same size, which is freed with this object. (The serial schedule takes as much; other schedules
+    take symmetric memory.) A call without weights of these names multiplies random matrices.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -58,7 +58,7 @@ class GemmTimer:
         """Return the microseconds per GEMM of `calls` GEMMs after at least one, or `warm`, others. The host is ahead of them."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)
-        gemm()  # finds and loads a kernel
+        gemm()  # selects and loads a kernel
         torch.cuda._sleep(int(_CYCLES_PER_US * (_SLEEP_US + _HOST_US * (warm + calls))))
         for _ in range(warm - 1):
             gemm()
@@ -82,7 +82,7 @@ class GemmTimer:
         """Return the GEMM of a part of `weight`."""
         if self.scaled is None:
             return partial(torch.mm, a, b, out=out)
-        i = weight[1:]  # of one of several
+        i = weight[1:]  # index among several weights
         x_scale, w_scale, bias = (self.tensors.get(name) for name in ("x_scale", f"w_scale{i}", f"bias{i}"))
         assert x_scale is not None
         assert w_scale is not None

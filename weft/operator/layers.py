@@ -2,7 +2,7 @@
 
 In a model whose activations are divided along the sequence, every rank holds some parameters whole (a norm's weight, an
 embedding, the bias of a row-parallel layer). Each rank uses such a parameter on its own positions only, so its gradient is a part
-of the sum. Ranks that step with parts silently drift apart.
+of the sum. If ranks step with their parts, their parameters silently diverge.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return `of.activation(x)`. Raise `ValueError` if it has another shape, because products with it would broadcast without an
-    error, or another dtype, which the next operator would refuse by names that the caller does not know."""
+    """Return `of.activation(x)`. Raise `ValueError` if its shape differs, because later products would broadcast silently.
+    Raise it too if its dtype differs: the next operator's error would use names that the caller does not know."""
     y: torch.Tensor = of.activation(x)
     if y.shape != x.shape:
         raise ValueError(
@@ -70,7 +70,7 @@ def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy `value` into `parameter`. If FSDP2 has divided it further, the first of the ranks that share it broadcasts its value."""
+    """Copy `value` into `parameter`. If FSDP2 has sharded the parameter, the first rank of its mesh broadcasts the value."""
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor  # half a second
 
@@ -80,18 +80,18 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def tells_peers(forward: F) -> F:
-    """Decorate the `forward` of a module that has a `group_name`, so that peers are notified of an error that this rank meets
+    """Decorate the `forward` of a module that has a `group_name`, so that peers are notified of an error on this rank
     alone.
 
-    Such errors are input that is refused before the first collective, and errors between two collectives: in an activation, or an
-    allocation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`). Compiled graphs contain
-    none of this.
+    Such errors are refusals of input before the first collective, and errors between two collectives, in an activation or
+    an allocation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`). Compiled graphs
+    contain none of this.
     """
     return _telling(forward, last=False)
 
 
 def ends_group(method: F) -> F:
-    """Decorate the method of such a module that does the work after its last collective, so that an error ends the group."""
+    """Decorate a module's method that runs after the module's last collective, so that an error ends the group."""
     return _telling(method, last=True)
 
 
@@ -114,18 +114,18 @@ def _telling(method: F, last: bool) -> F:
 
 
 def _is_fake(x: Any) -> bool:
-    """True for a call in which no peer takes part."""
+    """True for a traced call, in which no peer takes part."""
     return isinstance(getattr(x, "_local_tensor", x), FakeTensor)
 
 
 def compare_options(
     layer: str, group_name: str, x: torch.Tensor, *, is_collective: bool = True, **options: object
 ) -> None:
-    """Have ranks compare the options of a layer's call, which its operators do not see (`weft.symm.layers`). Called by each layer
-    when its input has been checked, and before its first operator.
+    """Have ranks compare the options of a layer's call, which its operators do not see (`weft.symm.layers`). Each layer
+    calls it after its input checks and before its first operator.
 
-    is_collective: whether the layer's forward is. options: numbers, flags, functions and modules; a function is compared by its
-    name, a module by its type and eps. Leave out what ranks may have of their own.
+    is_collective: True if the layer's forward is collective. options: numbers, flags, functions and modules; a function is
+    compared by its name, a module by its type and eps. Leave out options that may differ between ranks.
     """
     if torch.compiler.is_compiling() or _is_fake(x):
         return
@@ -136,13 +136,14 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return an option of `compare_options`, of an argument whose value is the rank's own."""
+    """Return an option for `compare_options`: only whether `value` is given is compared, because ranks may have different
+    values."""
     return None if value is None else "given"
 
 
 @functools.lru_cache(maxsize=4096)
 def _text(layer: str, options: tuple[tuple[str, object], ...]) -> tuple[str, int]:
-    """Return a layer's options for people, and their fingerprint."""
+    """Return a layer's options as text for messages, and their fingerprint."""
     text = f"{layer}({', '.join(f'{name}={value}' for name, value in options)})"
     return text, int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -165,7 +166,7 @@ def _named(function: Any) -> str:
 
 
 def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Return what is wrong with the devices of a layer's input and weight, and the fix; "" if nothing is."""
+    """Return the error and the fix if a layer's input and weight are on wrong devices, otherwise ""."""
     if x.device == weight.device and x.device.type in ("cpu", "cuda"):
         return ""
     if weight.is_meta:
@@ -177,7 +178,7 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raise `ValueError` if torch does not multiply x with one of the weights. torch's own error in the GEMM does not name the
+    """Raise `ValueError` if torch cannot multiply x with a weight. torch's own error in the GEMM does not name the
     layer."""
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
@@ -196,14 +197,14 @@ def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch
 
 
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
-    """Refuse tensors that autograd would not keep for backward, at the beginning of an autograd Function's forward, and notify
+    """Refuse tensors that autograd cannot save for backward, at the start of an autograd Function's forward, and notify
     peers.
 
-    Autograd refuses them too, but only after the calls in the Function.
+    Autograd raises too, but only after the calls in the Function.
     """
     if (
         not torch.compiler.is_compiling()
-        and ctx.next_functions  # none in torch.no_grad(), where inputs are still said to need gradients
+        and ctx.next_functions  # empty in torch.no_grad(), where needs_input_grad is still True
         and any(t is not None and t.is_inference() for t in tensors)
     ):
         with together(layer, group_of(group_name), tensors[0], None):

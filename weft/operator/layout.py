@@ -1,4 +1,4 @@
-"""Layouts that GEMMs and collectives take, and copies of tensors in other layouts."""
+"""Layouts that GEMMs and collectives support, and copies of tensors in other layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def strided(w: torch.Tensor, name: str) -> torch.Tensor:
-    """Return `w` in a layout that GEMMs take; copy it if its layout is scattered."""
+    """Return `w` in a layout that GEMMs support; copy it if its layout is scattered."""
     w = w.resolve_neg()
     if w.is_contiguous():
         return w

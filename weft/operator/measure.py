@@ -39,9 +39,9 @@ def _prepare_gpu(device: torch.device) -> None:
 
 
 _PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
-"""By type of device: compiles what schedules for later sizes may need."""
+"""For each type of device, a function that compiles the kernels that schedules for later sizes may need."""
 TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
-"""By type of device: times GEMMs."""
+"""For each type of device, a function that makes a timer of GEMMs."""
 
 
 def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None) -> None:
@@ -56,8 +56,8 @@ def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: 
 def measure_ladder(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
-    """Time the GEMMs of these weights, if the weights are new, or so many rows are. Collective. timed: by family, the size up to
-    which this was done."""
+    """Time the GEMMs of these weights, if the weights or this number of rows are new. Collective. timed: by family, the
+    largest size that was timed."""
     family, size = p.family
     if comm.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
         return
@@ -71,14 +71,14 @@ def _learn(
     p: Problem, comm: Communicator, wanted: Callable[[Model], Sequence[MatmulShape]], timer: Callable[[], gemms.Timer],
     budget_us: float, deadline_s: float | None,
 ) -> float:  # fmt: skip
-    """Time the wanted GEMMs that are not known, and take over the slowest rank's times. Return the remaining budget. Collective."""
+    """Time the unknown GEMMs and use the slowest rank's times. Return the remaining budget. Collective."""
     model, name = this_machine.machine_model(comm.device, p.world_size), this_machine.device_name(comm.device)
     mine: dict[MatmulShape, float] = {}
     if model is not None:
         shapes, known = wanted(model), gemms.measured_here(name)
         mine = {shape: known[shape] for shape in shapes if shape in known}
         if missing := [shape for shape in shapes if shape not in known]:
-            # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
+            # Without memory this rank has no times, and then no rank uses times. The call itself may need less memory.
             with contextlib.suppress(torch.OutOfMemoryError):
                 found, budget_us = gemms.measure(missing, model, timer(), budget_us)
                 mine |= found
@@ -101,7 +101,7 @@ def measured(
     mode: plan.Mode,
     rounds: int,
 ) -> dict[str, float]:
-    """Return the slowest rank's microseconds by name, measured now or before: they are kept on disk (`weft.plan.autotune`)."""
+    """Return the slowest rank's microseconds by name, measured now or cached on disk (`weft.plan.autotune`)."""
 
     def run(candidate: Candidate) -> float:
         if serial is not None and candidate.name == "serial":
@@ -128,7 +128,7 @@ def time_us(call: Callable[[], object], comm: Communicator, mode: plan.Mode, dea
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
-    """Return the fastest of a few calls, after one to warm up: on a host with other work, slower calls mostly measure that work."""
+    """Return the fastest of a few calls after a warm-up call. On a busy host, slower calls mostly measure other work."""
     times = []
     for _ in range(1 + _REPETITIONS):
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Registration of operators with torch.library: schema, kernels, fakes and gradients, for torch.compile and dispatch modes.
 
-torch.compile does not look into an operator. Eager calls do not come here (`weft.operator.calls.made`), since the dispatcher costs
-microseconds per tensor.
+torch.compile does not trace into an operator. Eager calls bypass the dispatcher (`weft.operator.calls.made`), because it
+costs microseconds per tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _library = torch.library.Library("weft", "FRAGMENT")
 
 
 def registered(op: O) -> O:
-    """Register `op`, which can then be called, and return it."""
+    """Register `op` for calls, and return it."""
     if type(op).gradients is not Operator.gradients and not op.gradients_of:
         raise TypeError(
             f"{op.name}: its spec has gradients and does not say of what: set gradients_of = {{field: its name}}"
@@ -79,7 +79,7 @@ def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `grad` with the strides that the operator's fake says. Copy it if needed: torch's operators may not return their
+    """Return `grad` with the strides of the operator's fake. Copy it if needed: torch's operators may not return their
     inputs."""
     if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
         return grad
@@ -122,7 +122,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.save_for_backward(*saved, *tensors)
 
     def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Return one value per tensor, as the call's fields. others: the values of fields that are no tensors."""
+        """Return one value per tensor, grouped as the call's fields. others: the values of fields that are not tensors."""
         left = iter(flat)
         return [
             other

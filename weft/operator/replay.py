@@ -1,17 +1,18 @@
-"""Replay of earlier calls: the fast path, which checks, normalises and looks up nothing again.
+"""Replay of earlier calls: the fast path, without repeated checks, normalisation and lookups.
 
 A call repeats an earlier one if all its arguments are equal except for the addresses of tensors. Then the checks of the first call
-hold. Its preparations are known, as are the argument of each buffer and the result that the function returns. The rest is done in
-every call. The call is counted and added to the digest that ranks compare, errors are reported (`weft.operator.together`), results
-get new memory, and the schedule runs.
+hold. Its compiled operator is known, as are the argument of each buffer and the result that the function returns. The rest
+is done in every call: count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`),
+allocate results, and run the schedule.
 
-All of this is one native call (`csrc/replay.cpp`): it reads the arguments, finds the call, checks that the group is well, counts,
-runs and ends the call. Calls on GPUs that run unfused enter no Python function of weft: torch's functions are called through
-Python's C API. For overlapped and differentiated calls, on CPU and after an error, native code calls the methods of `Replay`.
+All of this is one native call (`csrc/replay.cpp`): it reads the arguments, finds the call, checks that the group has not
+failed, counts, runs and ends the call. Calls on GPUs that run unfused enter no Python function of weft: torch's functions
+are called through Python's C API. For overlapped and differentiated calls, on CPU and after an error, native code calls the
+methods of `Replay`.
 
-All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. Never replayed are calls that
-fill a timeline, calls with a schedule pinned around them, compiled, traced or transformed calls, and calls whose tensors are copied
-on the way in or out.
+All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. These calls are never
+replayed: calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or transformed
+calls, and calls that copy an argument or a result.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
     looks_at_frames,
     plan.pinned_around,
 )
-"""Functions with a true result if a call may mean something else here, or if Dynamo would compile the functions that it calls."""
+"""Functions that return True if a call may mean something else here, or if Dynamo would compile the functions that it
+calls."""
 _SURROUNDINGS = _core.Surroundings(
     groups=_pg_map,
     coalescing=COALESCING,
@@ -95,7 +97,7 @@ def seen(*what: Any) -> None:
 
 
 class _Known:
-    """The known calls of a function.
+    """The calls of a function that can be replayed.
 
     calls: by signature; None for calls that take the slow path. families: calls of passing sizes, with any number of rows.
     """
@@ -117,12 +119,12 @@ class _Known:
             self._remember(group, family)
 
     def never(self, signature: bytes) -> None:
-        """Note calls that cannot be repeated."""
+        """Note calls that cannot be replayed."""
         self._bound(self.calls, KEPT)
         self.calls[signature] = None
 
     def _bound(self, known: dict[bytes, Any], most: int) -> None:
-        """Forget the first half of what is known if it reaches a limit."""
+        """Drop the older half of the entries if they reach a limit."""
         if len(known) >= most:
             for old in list(itertools.islice(known, most // 2)):
                 del known[old]
@@ -136,7 +138,7 @@ class _Known:
         self._of_groups[id(group)].add(signature)
 
     def _forget(self, group: int) -> None:
-        """Forget a group that is gone: another group may get its id."""
+        """Forget a deleted group: another group may get its id."""
         for signature in self._of_groups.pop(group):
             self.calls.pop(signature, None)
             self.families.pop(signature, None)
@@ -177,7 +179,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """A call cannot be replayed: it uses or returns more than views of its arguments or results."""
+    """Raised for a call that cannot be replayed: it uses or returns more than views of its arguments or results."""
 
 
 class _Short:
@@ -197,12 +199,12 @@ class _Short:
         self.kind, self.digest = prepared.device.type, self.counts.made
 
     def known(self, arguments: Arguments, seen: Seen, returned: Any) -> _core.KnownCall:
-        """Return the call as one that native code repeats. Raise `_UnlikeError` if it cannot be replayed."""
+        """Return the call for native replay. Raise `_UnlikeError` if it cannot be replayed."""
         raise NotImplementedError
 
     @classmethod
     def of(cls, seen: Seen, arguments: Arguments, returned: Any) -> _core.KnownCall | None:
-        """Return the call as one that native code repeats; None if it cannot be replayed."""
+        """Return the call for native replay; None if it cannot be replayed."""
         try:
             return cls(seen).known(arguments, seen, returned)
         except _UnlikeError:
@@ -218,7 +220,7 @@ class _Short:
         return divided
 
     def failed(self, error: BaseException, group: dist.ProcessGroup) -> NoReturn:
-        """Notify the peers of an error, and raise it or what it becomes."""
+        """Notify the peers of an error, and raise it, or the error that replaces it."""
         try:
             raise error
         except BaseException:
@@ -226,7 +228,7 @@ class _Short:
             raise
 
     def refused(self, text: str) -> None:
-        """End the group: a peer has refused the call that has just been made."""
+        """End the group: a peer has refused the call that this rank has just made."""
         self._comm.poison(text)
         self._comm.check()
 
@@ -300,7 +302,7 @@ class Replay(_Short):
 
 
 class Passing(_Short):
-    """An unfused call with any number of rows, in a family whose sizes do not come back (`weft.operator.cache`)."""
+    """An unfused call with any number of rows, in a family whose sizes do not recur (`weft.operator.cache`)."""
 
     any_rows = True
 
@@ -322,7 +324,7 @@ class Passing(_Short):
         return known
 
     def begin(self, rows: int) -> int | None:
-        """Return the fingerprint of a call with so many rows; None if it must take the slow path."""
+        """Return the fingerprint of a call with this number of rows; None if it must take the slow path."""
         if not self.op.takes_rows(rows, self._world) or self.here.passes(self._family, rows) is None:
             return None
         return passing_fingerprint(self.op.name, self._family, rows)

@@ -1,6 +1,6 @@
-"""weft.run_schedule: a schedule of one's own on the ranks of a group, without an operator around it.
+"""weft.run_schedule: a user's schedule on the ranks of a group, without an operator around it.
 
-Executors are made at the first call with a schedule and cached as those of operators are (`weft.operator.cache`).
+Executors are made at the first call with a schedule, and cached like the executors of operators (`weft.operator.cache`).
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def run_schedule(
     Returns the outputs by name. On GPUs they are valid in stream order.
 
     The first call with a schedule is collective: ranks compare their schedules, run `weft.schedule.verify` and allocate memory.
-    Later calls with an equal schedule reuse that. A CUDA graph can capture a call after the first one.
+    Later calls with an equal schedule reuse the memory. A CUDA graph can capture a call after the first one.
 
     Memory: the schedule's symmetric and scratch buffers, kept for later calls until the group is destroyed. On CPU all schedules of
-    a group share the memory that the largest one needs. On GPUs each schedule has its own, and of more than 64 schedules the one
-    that was run the longest ago is dropped.
+    a group share the memory that the largest one needs. On GPUs each schedule has its own memory, and at most 64 schedules
+    are kept: the least recently run is dropped.
 
     Raises `RefusedError` on every rank, before anything is written, if a rank's input is bad: a missing or an unknown buffer, a
     wrong shape, dtype, device or layout, a tensor that needs a gradient, or a schedule for another number of ranks. On GPUs, in

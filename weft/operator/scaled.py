@@ -1,6 +1,6 @@
-"""Operands of fp8 GEMMs with scales: the dtypes, scales in one form for all equivalent ones, and errors.
+"""Operands of fp8 GEMMs with scales: dtypes, a normal form of scales, and errors.
 
-This is the common part of operators with such GEMMs, whatever is gathered or scattered.
+All operators with such GEMMs share this module.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Return the scale in one form for all equivalent ones."""
+    """Return the scale in its normal form, the same for all equivalent scales."""
     if scale.numel() != 1:
         return scale
-    columns = B.shape[-1] if B.dim() else 1  # what B must be is checked later
+    columns = B.shape[-1] if B.dim() else 1  # B is checked later
     return scale.reshape(1, 1).expand(1, columns) if by_row else scale.reshape(1, 1)
 
 

@@ -7,10 +7,10 @@ schedules. Autotuned times, once cached, override predictions, with or without "
 a pinned name is the same everywhere, a plan is the first rank's, and measured times are the slowest rank's.
 
 On a known machine "autotune" times `queued` calls: several in a row, on a GPU behind a sleep of the device that lets the host get
-ahead. The planner predicts the same, so the two can be compared. They also serve graphs, whose replays involve no host either.
-The costs that a graph adds (`graph.run` and `graph.collective` in a machine's file) are left out, in favour of serial if the file
-says that collectives lose more by it. Graphs are not captured for timing: a library that was captured once may launch differently
-for the rest of the process. On an unknown machine, single calls are timed, host included.
+ahead. The planner predicts the same, so the two can be compared. The times also apply to graphs, because a replay involves
+no host either. The costs that a graph adds (`graph.run` and `graph.collective` in a machine's file) are left out, in favour
+of serial if the file says that collectives lose more by it. Graphs are not captured for timing: after a capture, NCCL or
+cuBLAS may launch differently for the rest of the process. On an unknown machine, single calls are timed, host included.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ from weft.sim import Model
 from weft.symm import Communicator
 
 _MOST_NEAR = 1024
-_ALIKE = 2  # half octaves: where no model says how fast schedules are, what was measured serves sizes up to twice or half as large
+_ALIKE = 2  # half octaves: without a model, measured times apply to sizes up to twice or half as large
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
 """The least gain over serial, by type of device: a fraction of its time, and microseconds.
 
-A few runs can tell so much. Threads of lanes that have slept take longer to wake than in these runs. If ranks share cores, times
-of the same call differ by a tenth from run to run.
+A few runs cannot resolve smaller gains. Lane threads that have slept take longer to wake than in these runs. If ranks share
+cores, times of the same call differ by a tenth from run to run.
 """
 
 
 def check_name(name: str, p: Problem) -> None:
-    """Raise `ValueError` if there is no such schedule, or it cannot do `p`. "autotune" and "heuristic" always pass."""
+    """Raise `ValueError` for an unknown schedule name, or a schedule that does not support `p`. "autotune" and "heuristic"
+    always pass."""
     if plan.names_schedule(name):
         candidate = named(p, name)
         try:
@@ -61,7 +62,7 @@ def check_name(name: str, p: Problem) -> None:
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
-    """Return what all ranks must agree on: the pinned schedule, or the builders from outside weft that are registered."""
+    """Return the text that all ranks must agree on: the pinned schedule, or the registered builders from outside weft."""
     said = f"schedule {name or 'chosen'}"
     if plan.names_schedule(name):
         return said
@@ -71,7 +72,7 @@ def wanted_schedule(name: str | None, p: Problem) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The executors of calls and of captured calls; None: the serial schedule, which needs none."""
+    """The executors of calls and of captured calls; None for the serial schedule, which runs without an executor."""
 
     usual: Executor | None
     captured: Executor | None
@@ -106,13 +107,14 @@ def choose(
     remembered: bool = False,
     what: str = "",
 ) -> Chosen:
-    """Choose what runs `p` here. Collective. tensors: the first call's; they are computed with, to measure or to warm up.
+    """Choose the executors of `p` on this rank. Collective. tensors: of the first call; measurements and warm-up compute
+    with them.
 
-    pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does that. remembered:
-    True if a rank has cached times of this very problem. what: the call, in messages.
+    pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does so.
+        remembered: True if a rank has cached times of exactly this problem. what: the call, in messages.
 
-    Raises `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.builders` would run that `verify` finds
-    faulty.
+    Raises `ScheduleError` on every rank if the chosen schedule is by a builder from outside `weft.builders`, and `verify`
+    finds a fault in it.
     """
     if pinned == plan.HEURISTIC:
         pinned = _by_heuristic(p, comm, deadline_s)
@@ -128,7 +130,7 @@ def choose(
             names = _names_near(p, comm, tensors, deadline_s, serial)
     try:
         schedules = _schedules(p, names, comm)
-    except NotApplicableError as error:  # what goes for sizes around it mostly does for this one
+    except NotApplicableError as error:  # the choice for neighbouring sizes mostly applies to this size
         if pinned is not None:
             raise cannot_do(pinned, p, error) from error
         schedules = _schedules(p, names := _names_near(p, comm, tensors, deadline_s, serial, itself=True), comm)
@@ -148,7 +150,7 @@ _said: set[str] = set()
 
 
 def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> str | None:
-    """Return the pick of FiCCO's heuristic; None if it picks nothing that can run, with one warning per operator and reason.
+    """Return the pick of FiCCO's heuristic. Return None, with one warning per operator and reason, if the pick cannot run.
     Collective.
 
     Ranks may know different machine files, so all take the first rank's pick.
@@ -174,7 +176,7 @@ def _names(
     p: Problem, comm: Communicator, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] |
     None
 ) -> Names:  # fmt: skip
-    """Return the names for this very problem. pinned: None or "autotune"."""
+    """Return the names for exactly this problem. pinned: None or "autotune"."""
     if pinned is not None:
         measure.measure_gemms(p, comm, tensors, deadline_s)
     model = this_machine.machine_model(comm.device, p.world_size)
@@ -191,7 +193,7 @@ def _names(
 class _Measured:
     """The choices by measurement for a family of problems (`Problem.measured_family`).
 
-    names: by half octave that was measured. contenders: the schedules to measure at further sizes; empty before the first.
+    names: by measured half octave. contenders: the schedules to measure at further sizes; empty before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -202,8 +204,8 @@ class _Measured:
 class _Near:
     """The agreement of a group's ranks on neighbouring sizes.
 
-    names: by family, half octave, whether there are builders from outside, and whether for one size only. measured: by family, and
-    whether there are such builders. timed: up to which size the GEMMs of a family were timed.
+    names: by family, half octave, True if builders from outside are registered, and True if for one size only. measured: by
+        family, and True if such builders are registered. timed: by family, the largest size whose GEMMs were timed.
     """
 
     def __init__(self) -> None:
@@ -219,7 +221,8 @@ def _names_near(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
     itself: bool = False,
 ) -> Names:  # fmt: skip
-    """Return the names for sizes around this one; agree on them if that is new. itself: for just this size."""
+    """Return the names for neighbouring sizes. Ranks agree on them at the first such size. itself: for exactly this
+    size."""
     near = _near.setdefault(comm, _Near())
     measure.measure_ladder(p, comm, tensors, deadline_s, near.timed)
     from_outside = bool(plan.candidates_from_outside(p))
@@ -246,13 +249,13 @@ def _names_near(
 
 
 def remembers(p: Problem, device: torch.device) -> bool:
-    """True if this rank has times of schedules for this very problem, from this process or from disk."""
+    """True if this rank has times of schedules for exactly this problem, from this process or from disk."""
     return bool(plan.known_times(p, this_machine.device_name(device), "graph"))  # which are those of queued calls too
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
-    """Return the choice of a call that pins nothing, which `weft.plan.explain` shows. Cached times of this machine override
-    predictions."""
+    """Return the choice of a call without a pinned schedule, as `weft.plan.explain` shows it. Cached times of this machine
+    override predictions."""
     return plan.choose(
         p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, this_machine.device_name(device), mode)
     )
@@ -284,10 +287,10 @@ def _tune(
     deadline_s: float | None,
     serial: Callable[[], object] | None,
 ) -> None:
-    """Measure the promising schedules, unless they are measured, if the first rank has a model. Collective."""
+    """Measure the promising schedules that have no times yet, if the first rank has a model. Collective."""
     names: list[str] | None = None
     if model is not None:
-        # What is promising rests on GEMMs that were measured in this process: in the next one it may be others.
+        # The list of promising schedules depends on GEMM times of this process. Another process may have another list.
         names = list(plan.known_times(p, this_machine.device_name(comm.device), "queued") or ())
         if not names:
             choices = [decide(p, model, mode=mode) for mode in _MODES]
@@ -305,8 +308,8 @@ def _fastest(
     """Return the fastest schedules for calls and for captured calls, by measurement on the first call's tensors or by cached
     times.
 
-    Candidates are the usual schedules and those of builders from outside; if `family` has contenders, only these. If it has none
-    yet, serial and the fastest become its contenders. Serial wins if it is not clearly slower, and can be captured.
+    Candidates are the usual schedules and those of builders from outside; if `family` has contenders, only these. Otherwise
+    serial and the fastest schedule become its contenders. Serial wins if it is not clearly slower, and can be captured.
     """
     schedules, known = {}, frozenset[str]() if family is None else family.contenders
     for candidate in candidates(p):

@@ -1,8 +1,8 @@
-"""Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and whose numbers count.
+"""Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and which rank's numbers are used.
 
-A group measures once, at its first choice of a schedule: there all ranks meet anyway, after the communicator is made and before
-the first plan. A group whose schedules are pinned plans nothing and never pays for it. Ranks say what each knows, and the first
-rank's knowledge decides:
+A group measures once, at its first choice of a schedule: all ranks meet there anyway, after the communicator is made and
+before the first plan. A group with pinned schedules plans nothing and never measures. Ranks exchange what they know, and
+the first rank's state decides:
 
     a calibration, or a machine file    nothing is measured
     a self-calibration                  every rank takes it
@@ -46,25 +46,27 @@ def _gpu_measure(comm: Communicator, sizes: ProbeSizes) -> Iterator[Measure]:
 
 
 MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
-"""By type of device: makes the measurements. Raises `RefusedError` or `OutOfSharedMemoryError` on every rank, if a rank cannot."""
+"""For each type of device, a function that measures. It raises `RefusedError` or `OutOfSharedMemoryError` on every rank if
+a rank cannot measure."""
 
 
 class _Stand(NamedTuple):
-    """A rank's statement before anything is measured."""
+    """A rank's state before the measurement."""
 
     name: str  # of its kind of GPU
     gpu: str  # which of this host's
     known: SelfCalibration | None
     """The first rank's numbers; None on other ranks."""
     sizes: ProbeSizes | None
-    """What the first rank wants measured; None if it knows something better, or may not measure."""
+    """The sizes that the first rank wants to measure; None if it has better numbers, or may not measure."""
     unable: str
     """The reason why this rank cannot measure."""
 
 
 @torch.inference_mode(False)
 def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = None) -> bool:
-    """Return True if this rank plans by other numbers from now on. Collective, at a group's first choice. name: this GPU's."""
+    """Return True if this rank plans with new numbers from now on. Collective, at a group's first choice. name: this
+    GPU's."""
     if comm in _settled or comm.world_size == 1 or comm.device.type not in MEASURES:
         return False
     with symm.set_up_within(deadline_s):
@@ -84,7 +86,7 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
 
 
 def _why_not(stands: Sequence[_Stand]) -> str:
-    """Return why these ranks do not measure; "" if they can."""
+    """Return the reason why these ranks do not measure, otherwise ""."""
     if _kinds(stands) > 1:
         names = by_rank(enumerate(stand.name for stand in stands))
         return f"GPUs differ, and all ranks take the first rank's schedules ({names})"

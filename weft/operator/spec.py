@@ -32,8 +32,8 @@ Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
     alike    equal on all ranks, and compared
     layout   a tensor, or several: shape and dtype are equal and compared; the data are the rank's own
     equal    a tensor whose data are equal too, which `WEFT_CHECK_CALLS=1` compares
-    given    whether it is given is compared; its value is the rank's own
-    own      anything that leaves the other ranks' results as they are, or that weft compares in another way
+    given    only whether it is given is compared; its value is the rank's own
+    own      an argument without effect on the other ranks' results, or that weft compares in another way
 """
 
 _SCHEMA: dict[Any, str] = {
@@ -64,18 +64,18 @@ class Operator(ABC, Generic[C]):
     form: ClassVar[type[tuple[Any, ...]]]
     """The form of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and texts (`_SCHEMA` has the types)."""
     across_ranks: ClassVar[Mapping[str, Across]] = {}
-    """Each parameter of the public function, if the operator has one: `tests` compare it with the signature, and with what
-    happens if ranks differ."""
+    """The comparison of each parameter of the public function, if there is a public function. Tests check it against the
+    signature, and against calls in which ranks differ."""
     compared: ClassVar[tuple[str, ...]] = ()
-    """The fields of the form that ranks compare (`given`), and that change nothing in what runs."""
+    """The fields of the form that ranks compare (`given`), and that do not affect the work."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
     """The fields that can be differentiated, with the names that callers know."""
     arguments: ClassVar[Mapping[str, str]] = {}
     """The names that callers know of buffers with other names, for messages."""
     hint: ClassVar[str] = ""
-    """Advice for ranks that describe different calls."""
+    """Advice in the error for ranks that describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
-    """Tags of the operator that torch.compile sees."""
+    """Tags of the operator under torch.compile."""
     compiled: Any
     """The same operator in torch.ops. Registering sets it here: an operator may be registered while a call of it is traced, and
     Dynamo reads a table as it was when the trace began."""
@@ -85,22 +85,23 @@ class Operator(ABC, Generic[C]):
 
     @abstractmethod
     def problem(self, call: C, world: int, most: int) -> Problem:
-        """Return the call as a description. Raise `ValueError` for an impossible call. most: the largest `size` of all ranks."""
+        """Return the problem that describes the call. Raise `ValueError` for an impossible call. most: the largest `size`
+        of all ranks."""
 
     def size(self, call: C) -> int:
-        """Return a number in which calls of one description may differ between ranks, and of which all know the largest."""
+        """Return a number that may differ between ranks in calls of one description. All ranks learn the largest."""
         return 0
 
     def said(self, call: C, world: int) -> str:
-        """Return what must be alike on all ranks. Raise as `problem`.
+        """Return the text that must be equal on all ranks. Raise as `problem`.
 
-        Of several lines, messages show the first one, and the first of the others, "name: value", that differs.
+        If it has several lines, messages show the first line, and the first later line, "name: value", that differs.
         """
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
-        """Return what else must be alike, as a part of a sentence: arguments that the public function applies around the problem
-        (dimensions, shapes before they are flattened, the kind of reduction); empty if they have their defaults."""
+        """Return the other arguments that must be equal on all ranks, as a part of a sentence. The public function applies
+        them around the problem: dimensions, shapes before flattening, the kind of reduction. Empty for defaults."""
         return ""
 
     def equal(self, call: C) -> dict[str, torch.Tensor]:
@@ -108,10 +109,11 @@ class Operator(ABC, Generic[C]):
         return {}
 
     def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return how many rows this rank sends to each rank, and how many it expects from each; None if nothing depends on such
-        tables.
+        """Return how many rows this rank sends to each rank, and how many it expects from each; None for an operator
+        without such tables.
 
-        Both are int64 [world, n]. A sender's n numbers for a rank must be those that this rank expects of it.
+        Both are int64 [world, n]. A sender's n numbers for a rank must equal the numbers that this rank expects from the
+        sender.
         """
         return None
 
@@ -131,28 +133,27 @@ class Operator(ABC, Generic[C]):
         return tuple(found)
 
     def checked(self, call: C, group: dist.ProcessGroup) -> C:
-        """Check a call before anything else, every time. A compiled call, which no public function has seen, is checked here
-        alone."""
+        """Check every call first. A compiled call bypasses the public function, so this is its only check."""
         return call
 
     def repeats(self, call: C) -> bool:
-        """Return whether calls that differ only in the addresses of tensors are equal in everything else (see
+        """Return True if calls that differ only in the addresses of tensors are equal otherwise (see
         `weft.operator.replay`).
 
-        Then the form holds nothing that was read from tensors, and the public function changes no result, except for `averages`.
+        Then the form contains no values read from tensors, and the public function changes no result, except for `averages`.
         """
         return True
 
     def averages(self, call: C) -> bool:
-        """Return whether the public function divides the first result by the number of ranks, in place."""
+        """Return True if the public function divides the first result by the number of ranks, in place."""
         return False
 
     def takes_rows(self, rows: int, world: int) -> bool:
-        """Return whether a call with so many rows in its first argument can be made, if a call with other rows can."""
+        """Return True if a call may have `rows` rows in its first argument, given a valid call with other rows."""
         return True
 
     def note(self, call: C) -> None:
-        """Remember what later calls can use of one that was made."""
+        """Remember values of this call for later calls."""
 
     # --- memory ---
 
@@ -169,8 +170,8 @@ class Operator(ABC, Generic[C]):
         return list(self.outputs(call, world).values())
 
     def does_not_fit(self, p: Any, call: C) -> str:
-        """Return why this call cannot be made in the room that `p` leaves; empty if it can. Not called if the call runs unfused
-        without gradients."""
+        """Return why this call exceeds the sizes of `p`; empty if it fits. Not called if the call runs unfused without
+        gradients."""
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
@@ -178,11 +179,11 @@ class Operator(ABC, Generic[C]):
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Raise errors that only the results show. On CPU, where the results are there."""
+        """Raise errors that only the results show. Called on CPU, where the results are complete."""
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
-        """Return (rows, weights): this rank multiplies so many rows with each of the weights [K, N], or with those of experts
-        [E, K, N]. `weft.operator.flops` counts them. results: of the call, or their gradients."""
+        """Return (rows, weights): this rank multiplies `rows` rows with each of the weights [K, N], or with the weights of
+        experts [E, K, N]. `weft.operator.flops` counts them. results: of the call, or their gradients."""
         return 0, []
 
     # --- gradients ---
@@ -192,13 +193,14 @@ class Operator(ABC, Generic[C]):
         return self.tensors(call)
 
     def beside(self, saved: Sequence[torch.Tensor | None]) -> Any:
-        """Begin other work for backward right after the call, and return it."""
+        """Begin additional work for backward right after the call, and return it."""
 
     def gradients(
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
         turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the wanted gradients, for each tensor of the call. All ranks want the same. They are sums over ranks, not means.
+        """Return the wanted gradients, for each tensor of the call. All ranks want the same gradients. Gradients are sums
+        over ranks, not means.
 
         grads: of the results.
         """
@@ -206,7 +208,7 @@ class Operator(ABC, Generic[C]):
             f"{self.name} has gradients of {', '.join(self.gradients_of)}: its spec must say them"
         )
 
-    # --- the way without overlap, where the steps of the serial schedule do not say it ---
+    # --- the unfused call, if it is not the steps of the serial schedule ---
 
     def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor] | None:
         """Return the results of torch's collectives and GEMMs; None: `weft.runtime.unfused` runs the serial schedule."""
@@ -219,9 +221,9 @@ class Operator(ABC, Generic[C]):
     ) -> Chosen:  # fmt: skip
         """Return the executors of calls with this call's `key`, if kernels of the operator's own run it. Collective.
 
-        Default: the planner chooses a schedule, and an executor of schedules runs it. For an operator that overrides this, options
-        of the call choose, so no schedule is pinned; calls are alike if their `key` is; `inputs` checks every call, and its
-        tensors may be of any type; results are what the executor returns, so `outputs` has none.
+        Default: the planner chooses a schedule, and an executor of schedules runs it. For an operator that overrides this:
+        Options of the call choose the executor, so no schedule is pinned. Calls with equal `key` are equal. `inputs` checks
+        every call, and its tensors may be of any type. The executor returns the results, so `outputs` is empty.
         """
         raise NotImplementedError
 
@@ -261,7 +263,7 @@ class Operator(ABC, Generic[C]):
         self.has_executors = type(self).own_executors is not Operator.own_executors
         """True if kernels of the operator's own run it."""
         self.sizes_are_alike = type(self).size is Operator.size and not self.has_executors
-        """True if calls of one description have one size on all ranks."""
+        """True if calls of one description have the same size on all ranks."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
         """The name in messages."""
 
@@ -275,7 +277,7 @@ class Operator(ABC, Generic[C]):
         return self.flat(call)
 
     def wanted(self, call: C) -> tuple[bool, ...]:
-        """Return, for each field that can be differentiated, whether its gradient is wanted."""
+        """Return, for each differentiable field, True if its gradient is wanted."""
         if not self._none or not torch.is_grad_enabled():
             return self._none
         return tuple([_wants(call[i]) for i in self.differentiable])

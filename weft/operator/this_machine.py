@@ -1,4 +1,4 @@
-"""The machine that plans are made for: the name of its device, and its model with what was calibrated and measured."""
+"""The machine of this process, for planning: its device name, and its model with calibrated and measured numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from weft.symm import Communicator
 
 
 def know_machine(comm: Communicator, deadline_s: float | None) -> None:
-    """Have ranks plan by the same self-calibration, if their GPUs need one: measure it, or take the first rank's. Collective."""
+    """Have ranks plan with the same self-calibration, if their GPUs need one: measure it, or use the first rank's.
+    Collective."""
     if self_calibrate(comm, device_name(comm.device), deadline_s):
         model_by_name.cache_clear()
 
@@ -24,7 +25,8 @@ def know_machine(comm: Communicator, deadline_s: float | None) -> None:
 def machine_model(device: torch.device, world_size: int) -> Model | None:
     """Return the model of this machine by the best source (`weft.plan.source`), with the GEMMs that this process has measured.
 
-    None on CPU, and for unknown GPUs (AMD's without a file). The same object until either changes.
+    None on CPU, and for unknown GPUs (AMD's without a file). Returns the same object until the source or the GEMM times
+    change.
     """
     model = calibrated_model(device, world_size)
     return None if model is None else gemms.informed(model, device_name(device))

@@ -1,19 +1,19 @@
-"""One call of an operator, made by its ranks together: it is counted, one thread makes it, and peers are notified of an error
-that one rank meets alone.
+"""One call of an operator on all ranks: it is counted, one thread makes it, and peers are notified of an error on one rank.
 
 A rank that fails alone must notify its peers, or its next call pairs with their current one: wrong results on every rank, and no
 error. Errors that leave a call are handled as follows.
 
 - A weft error: all ranks raise it alike, or it has ended the group already.
-- Ctrl-C at any time, and any error after this rank has told its peers that it takes part: it ends the group, with its cause.
-- torch's activation checkpointing leaves the last call that it needs by an exception, on all ranks: the call has been made.
+- Ctrl-C at any time, and any error after this rank has published that it takes part: it ends the group, with its cause.
+- torch's activation checkpointing raises an exception in the last call that it needs, on all ranks: the call counts as made.
 - Any other, on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the group lives on.
-- Any other, on GPUs, where hosts do not meet: peers are notified of bad input over the sockets (`weft.symm.calls`). A peer that
-  has not come to this call yet, or refuses it too, raises as well, and the group lives on. A peer that has made the call ends the
-  group. This rank's next call waits until it knows which. An error that is not about input (no memory) ends the group at once.
+- Any other, on GPUs, where hosts do not meet: peers are notified of bad input over the sockets (`weft.symm.calls`). A peer
+  that has not reached this call yet, or refuses it too, raises as well, and the group lives on. A peer that has made the
+  call ends the group. This rank's next call waits until it knows which. An error that is not about input (no memory) ends
+  the group at once.
 
-A call that begins while another thread of this rank is in a call of the group ends the group: which of the two a peer's call
-would meet is chance.
+A call that begins while another thread of this rank is in a call of the group ends the group: a peer's call could pair with
+either.
 
 At the first call of a shape hosts meet on GPUs too, and compare how many calls each has made. Later calls are compared off the
 critical path, by a digest. `WEFT_CHECK_CALLS=1` has every call compared by place (`weft.symm.calls`).
@@ -41,7 +41,7 @@ from weft.operator.agreement import agreement_on
 from weft.runtime.meeting import said_on
 from weft.symm.calls import GroupCalls, calls_of
 
-_TOLD = "_weft_told"  # of an error: peers have been told
+_TOLD = "_weft_told"  # attribute of an error: peers have been notified
 
 
 class together:
@@ -124,7 +124,7 @@ class together:
         device, deadline_s = _device_of(self._like, group), _usable(self._deadline_s)
         is_input, said = isinstance(error, ValueError | TypeError), said_on(group) != self._said
         text = str(error) if is_input else f"{self._operator}: {error!r}"
-        if said and isinstance(error, NotApplicableError):  # to what ranks have agreed on: all raise it
+        if said and isinstance(error, NotApplicableError):  # every rank raises it
             return
         refused = agreement_on(device).refuse(error, text, group, device, deadline_s, said)
         if not refused and (comm := symm.open_communicator(group, device.type)) is not None:
@@ -134,20 +134,20 @@ class together:
 def failed(
     error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
 ) -> None:
-    """Notify peers of an error that left a call on GPUs without `together`. May raise the error that it becomes."""
+    """Notify peers of an error in a call on GPUs without `together`. May raise the error that replaces it."""
     call = together(operator, group, lambda: device, deadline_s)
     call._calls, call._said = calls_of(group), said_on(group)
     call._tell(error)
 
 
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
-    """Notify peers of `error`, which left a layer on this rank outside of every call of an operator.
+    """Notify peers of `error`, which a layer raised on this rank outside of every call of an operator.
 
-    It becomes the refusal of this rank's next call. A call that has returned has published all that its peers wait for, so the
-    refusal pairs with the next call that they make, and on CPU the group lives on. On GPUs a peer that has already made that call
-    ends the group with the cause. last: the layer makes no other call. Then the peers' next call is another layer's, and programs
-    that catch errors layer by layer would go on one call apart: the group ends with the cause. what: the layer; like: as for
-    `together`.
+    It becomes the refusal of this rank's next call. A call that has returned has published everything that its peers wait
+    for. So the refusal pairs with the peers' next call, and on CPU the group lives on. On GPUs a peer that has already made
+    that call ends the group with the cause. last: the layer makes no other call. Then the peers' next call is another
+    layer's, and programs that catch errors layer by layer would go on one call apart: the group ends with the cause. what:
+    the layer; like: as for `together`.
     """
     if isinstance(error, WeftError | _StopRecomputationError) or group.size() == 1 or getattr(error, _TOLD, False):
         return
@@ -187,7 +187,7 @@ def _are_compared() -> bool:
 
 
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a call. For arguments without a usable device, return a device on which the peers hear of the
+    """Return the device of a call. For arguments without a usable device, return a device on which peers receive the
     refusal."""
     if callable(like) and not isinstance(like, torch.Tensor):
         return like()

@@ -62,11 +62,12 @@ def all_gather_matmul(
 
     A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor
         pass its to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
-    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op, of one shape on all
-        ranks: pad a vocabulary that ranks divide unevenly, or the call is a `DisagreementError` before anything is sent.
+    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op, shapes must be
+    equal on all ranks: pad a vocabulary that ranks divide unevenly. Otherwise the call raises `DisagreementError` before
+    anything is sent.
     gather_dim: any dimension but the last.
     group: a process group, or its name.
-    return_A: also return the gathered A (costs its memory, and a copy of the arrived rows).
+    return_A: also return the gathered A, which costs its memory and a copy of the arrived rows.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
         "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
         "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that
@@ -170,7 +171,7 @@ class _AllGatherMatmul(Operator[_Call]):
         return results[0].shape[0], call.Bs
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save the gathered x if the caller gets it anyway: then it need not be gathered again."""
+        """Save the gathered x if the call returns it: then backward need not gather it again."""
         return [results[-1] if call.return_x else call.x, *call.Bs]
 
     def gradients(
@@ -179,8 +180,8 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        # All ranks need gradients of weights, or none does, but not of the same weights: each may freeze other weights than its
-        # peers, and change that from call to call. So gradients of frozen weights are computed too: otherwise ranks would run
+        # Either all ranks need gradients of weights, or no rank does. But each rank may freeze different weights, and
+        # change them from call to call. So gradients of frozen weights are computed too: otherwise ranks would run
         # different schedules.
         if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
             made = _all_at_once(x, Bs, grads, group, turn)
@@ -233,7 +234,8 @@ def _scattered_by_dual(
     # With column-major Bs, as of linear layers, the copy reads and writes rows.
     grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
     (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
-    # The first call may have selected serial. Then later calls use the other branch, and so must this one, for equal bits.
+    # The first call may have selected serial. Then later calls use the other branch, and this call must do so too, for
+    # equal bits.
     return found if overlaps(dual, like, group, turn) else None
 
 

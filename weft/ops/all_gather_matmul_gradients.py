@@ -46,7 +46,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}
         for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
-            # Copied without a warning: autograd made it; the gradient of a sum is one expanded element.
+            # Copy without a warning, because autograd made the tensor: the gradient of a sum is one expanded element.
             grad = grad.contiguous() if is_scattered(grad) else grad
             tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
         return tensors

@@ -1,7 +1,7 @@
-"""weft.all_gather_scaled_matmul: fp8 GEMMs with scales that start before all of their input has arrived.
+"""weft.all_gather_scaled_matmul: scaled fp8 GEMMs that start before all of their input has arrived.
 
-The scaled sibling of `weft.all_gather_matmul`. Scales of rows travel with their rows: each schedule sends them beside the data,
-under the same signal.
+The scaled variant of `weft.all_gather_matmul`. Scales of rows travel with their rows: each schedule sends them with the
+data, under the same signal.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def all_gather_scaled_matmul(
     A_scale: fp32. Its shape decides, as in torch's op, in this order. A_shard's shape with a last dimension of 1: one scale for
         each row, gathered with the rows, also if a rank has one row. The shape of all of A with a last dimension of 1: one scale
         for each row, the same tensor on every rank, of which a rank uses its own rows' scales. One element of another shape, such
-        as a scalar: the scale of all of A; each rank uses its own, and nothing checks that ranks agree. With uneven `rows`, one
-        of which is 1, one element of a row's shape is the scale of each of this rank's rows.
+        as a scalar: the scale of all of A; each rank uses its own, and nothing checks that ranks agree. With uneven `rows`
+        that include a 1, one element of a row's shape is the scale of each of this rank's rows.
     B_scales: fp32, one element each; with a scale for each row of A, [1, N_i] (or one element, for all columns).
     biases: for each B [N_i] or None, in the dtype of its result, which must be bf16 or fp16; for fp8 results in bf16. None: no
         bias.
@@ -168,7 +168,7 @@ def _scale_of_rows(
     if A_scale.numel() == 1:
         if shape != of_rows(1) or 1 not in sizes:
             return False, A_scale.reshape(1, 1)
-        # On a rank with one row, such a scale is its row's. So it is a scale of rows here too.
+        # On a rank with one row, such a scale is the row's scale. So it is a scale of rows here too.
         return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
         f"A_scale has shape {tuple(shape)}: pass one element, or, for each row a scale, {tuple(of_rows(extent))} or "

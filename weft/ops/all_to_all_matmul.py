@@ -1,7 +1,7 @@
 """weft.all_to_all_matmul: MoE dispatch - tokens go to the ranks of their experts, whose GEMMs start as tokens arrive.
 
-The number of tokens, and where they go, change from call to call: neither is part of a shape. Memory for arriving tokens is
-allocated once, for `capacity` tokens a rank. `weft.runtime.unfused.experts` has the way without overlap.
+The number of tokens and their destinations change from call to call: neither is part of a shape. Memory for arriving tokens
+is allocated once, for `capacity` tokens a rank. `weft.runtime.unfused.experts` has the unfused implementation.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ def all_to_all_matmul(
         calls. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
         copied at every call.
-    splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks. They add
-        up to T. Their values are checked on CPU; on GPUs a check would wait for the device, so the caller must ensure it.
+    splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks.
+        Their sum must be T. The values are checked on CPU. On GPUs a check would wait for the device, so the caller must
+        ensure it.
     group: a process group, or its name; default: the world.
-    max_rows: None: y has exactly the rows that came. The host waits for their number once, mostly while the GEMMs run. n: y has n
-        rows, and those beyond the rows that came are not written. Unless the schedule is "serial", the host waits for nothing,
-        and the call can be captured in a CUDA graph. May differ between ranks and calls.
-    return_received: also return the number of rows that came.
-    capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks; default:
-        a little above the largest T at the first call of this shape.
+    max_rows: None: y has exactly the rows that arrived. The host waits for their number once, mostly while the GEMMs run.
+        n: y has n rows, and rows beyond the arrived rows are not written. Unless the schedule is "serial", the host waits
+        for nothing, and the call can be captured in a CUDA graph. May differ between ranks and calls.
+    return_received: also return the number of rows that arrived.
+    capacity: the most tokens that a rank has in any call (it may send all of them to one peer), the same on all ranks;
+        default: a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
         "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
         "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that
@@ -88,8 +89,8 @@ def all_to_all_matmul(
 
     Memory: y, with room for an eighth more if it is allocated before its rows are known; and symmetric memory of (W - 1) x
         capacity x K elements: on CPU for the largest shape, on GPUs for each of the last 64. Shapes captured in a CUDA graph stay
-        and are not among the 64; large shapes that are no longer called are freed sooner. The serial schedule takes twice the rows
-        that come, K wide, instead.
+        and are not among the 64; large shapes that are no longer called are freed sooner. The serial schedule takes twice
+        the arriving rows, K wide, instead.
 
     Calls on one group must come from one thread at a time.
 
@@ -140,7 +141,7 @@ class _AllToAllMatmul(Operator[_Call]):
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of rows that came
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of arrived rows
 
     def note(self, call: _Call) -> None:
         if call.splits.is_cuda:
@@ -259,11 +260,11 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
-        Gradients of tokens alone come from the combine, the dual of this operator, with transposed weights. With gradients of
-        weights, NCCL and cuBLAS calls leave no transfer to hide: tokens come again during one GEMM, and gradients leave during the
-        other. Arrived tokens are not kept. They lie in memory that peers write, so each call would have to copy them. Calls with
-        gradients would then be another shape than those without, with other memory, and possibly another schedule and other bits
-        when a checkpoint recomputes them."""
+        Gradients of tokens alone come from the combine, the dual of this operator, with transposed weights. With gradients
+        of weights, the NCCL and cuBLAS calls already hide all transfers: tokens are sent again during one GEMM, and
+        gradients leave during the other. Arrived tokens are not saved. They are in memory that peers write, so each call
+        would have to copy them. Then calls with gradients would be another shape than calls without, with other memory.
+        They might use another schedule, and give other bits when a checkpoint recomputes them."""
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:
             return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
@@ -336,7 +337,7 @@ def gradients_of_experts(
 
 
 def expert_weights(w: torch.Tensor) -> torch.Tensor:
-    """Return w as executors need it: on CPU one matrix below the other, on GPUs with any strides that GEMMs support."""
+    """Return w in the executors' layout: on CPU one matrix below the other, on GPUs with any strides that GEMMs support."""
     if w.device.type != "cpu":
         return strided(w, "w_experts")
     if not w.is_contiguous():

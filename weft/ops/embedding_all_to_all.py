@@ -1,7 +1,7 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
-The path of a call: `weft.operator.calls` finds what is prepared for the plan, which is the sharding with the options. The spec
-checks the input, and selects the transport at the first call. `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, for
+The path of a call: `weft.operator.calls` finds the compiled operator of the plan (sharding and options). The spec checks
+the input, and selects the transport at the first call. `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, for
 both, `weft.runtime.embedding_unfused` runs a rank's side of the call; `csrc/embedding_all_to_all.cpp` or
 `weft.kernels.embedding_all_to_all` does the work.
 """
@@ -41,7 +41,7 @@ from weft.timeline import Timeline
 from weft.words import counted, kind
 
 Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int]
-"""A plan as a call has it: the sharding, written as text, and the options."""
+"""A plan in a call's form: the sharding as text, and the options."""
 
 
 def embedding_all_to_all(
@@ -133,8 +133,8 @@ _written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume
 
 
 def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of this rank's call. If the arguments do not tell, a later check refuses them, and notifies the other
-    ranks."""
+    """Return the device of this rank's call. If the arguments do not determine it, a later check refuses them and notifies
+    the other ranks."""
     try:
         like = weights[0] if len(weights) else as_jagged(features).values
         if like.is_cuda or like.is_cpu:
@@ -145,7 +145,7 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.de
 
 
 class _Call(NamedTuple):
-    """The call. keys, stride, whole: as in `JaggedInput`. rank: this one. From `sharding` on: the plan, as a `Form`.
+    """The call. keys, stride, whole: as in `JaggedInput`. rank: this rank. From `sharding` on: the plan, as a `Form`.
 
     Lists of numbers and of texts may be tuples."""
 
@@ -170,9 +170,9 @@ class _Call(NamedTuple):
 def form_of(
     plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None
 ) -> _Call:
-    """Return the call, of which `inputs` of the spec checks the rest."""
+    """Return the call. The spec's `inputs` checks the remaining arguments."""
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
-    if torch.compiler.is_compiling():  # which sees gradients wanted here alone
+    if torch.compiler.is_compiling():  # a compiled call sees wanted gradients only here
         require_no_gradient(weights)
     return _Call(weights, values, offsets, of_values, batch_sizes, keys, stride, whole, rank, *plan)  # type: ignore[arg-type]
 
@@ -201,7 +201,7 @@ def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
     before = plan.checked_tables.get(rank)
     known = layout is not None and layout == before
     if known:
-        layout = before  # this object has its hash cached
+        layout = before  # this object has a cached hash
     device = weights[0].device if known and weights else None
     checked = check_jagged(jagged, plan.sharding, rank, call.batch_sizes, device or weights, layout)
     if not known:
@@ -218,7 +218,7 @@ _FORM = _Call._fields.index("sharding")
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
-    """Return the samples of a rank, as far as unchecked input says."""
+    """Return the number of a rank's samples from unchecked input."""
     if call.batch_sizes is not None:
         return call.batch_sizes[rank]
     blocks, world = len(sharding.local_slots(call.rank) if call.keys is None else call.keys), sharding.world_size
@@ -227,13 +227,13 @@ def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
 
 
 class _EmbeddingAllToAll(Operator[_Call]):
-    """The operator. Its calls differ in their ids, so what is prepared is for a plan, and with transport="auto" for a half octave
-    of samples.
+    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a half
+    octave of samples.
 
     "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`), for the middle of the half
     octave (`weft.plan.nearby`), on GPUs that have a model. Elsewhere, and with one rank, it is `direct`. Under
-    `weft.plan.use("autotune")` all of them are timed, on CPU too. All ranks take the same: a plan is the first rank's, and
-    measured times are the slowest rank's.
+    `weft.plan.use("autotune")` all of them are timed, on CPU too. All ranks take the same transport: a plan is the first
+    rank's, and measured times are the slowest rank's.
     """
 
     name, form = "embedding_all_to_all", _Call
@@ -243,7 +243,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
         "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     """Each rank checks its weights against the sharding."""
-    tags = (torch.Tag.cudagraph_unsafe,)  # results are lent
+    tags = (torch.Tag.cudagraph_unsafe,)  # results are lent, not owned
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         """Take "direct" for "auto" if there is no choice."""
@@ -279,7 +279,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
         return [call.values.new_empty(shape, dtype=sharding.dtype)]
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
-        return 0, []  # torch counts no operations of embeddings either
+        return 0, []  # torch's counter, too, counts 0 for embeddings
 
     def own_executors(
         self, p: EmbeddingAllToAll, call: _Call, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
@@ -293,7 +293,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _octave(most: int) -> int:
-    """Return the half octave of a call with so many samples of a rank."""
+    """Return the half octave of a call with at most `most` samples per rank."""
     return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
 
 
@@ -301,7 +301,7 @@ OPERATOR = registered(_EmbeddingAllToAll())
 
 
 def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
-    """Return what is prepared for calls with this plan on `communicator`."""
+    """Return the compiled operators of this plan on `communicator`."""
     plans = [p]
     if p.options.transport == "auto" and (comm.device.type == "cpu" or comm.world_size == 1):
         plans.append(p.sent_by("direct"))  # see `checked`
@@ -337,7 +337,8 @@ def _executors(prepared: CompiledOperator) -> set[Executor]:
 
 
 def _is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """True if there is a transport to choose. On GPUs ranks find out together: one may know a machine file that others do not."""
+    """True if there is a choice of transports. On GPUs ranks decide together, because a machine file may exist on some
+    ranks only."""
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
 
@@ -363,7 +364,7 @@ def _transport(
 
 
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
-    """Return the choice by this machine's model, if there is one; by cached times, if there are some of each transport."""
+    """Return the choice by this machine's model, if it has a model, or by cached times, if every transport has a time."""
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:
         return "direct"
@@ -382,8 +383,8 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
 def _fastest(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
 ) -> Transport:
-    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Executors that lose, and
-    were made for it, are closed."""
+    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Losing executors
+    that were made for the measurement are closed."""
     mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
     names, made = found.candidates, executors_on(comm)
     before = {other for other, executor in made.items() if not executor.gone}

@@ -68,16 +68,16 @@ def matmul_all_gather(
     equal calls give equal bits; two schedules may multiply in parts of different sizes, which round differently. The first call
     of a shape is collective set-up of milliseconds to seconds: make it before capturing a CUDA graph.
 
-    Memory: the result; symmetric memory of the size of x @ w, which is kept: that of the largest x for all calls that
-        differ in its rows only, as for `weft.all_gather_matmul`. The serial schedule takes x @ w during the call, and to join
-        columns as much as the result again. Backward, if it overlaps, keeps symmetric memory of the size of the others' parts of
-        the result, and memory of the size of this rank's part.
+    Memory: the result; symmetric memory of the size of x @ w, which is kept. All calls that differ only in rows share the
+        memory of the largest x, as for `weft.all_gather_matmul`. The serial schedule takes x @ w during the call, and to
+        join columns as much memory as the result again. Backward, if it overlaps, keeps symmetric memory of the size of the
+        others' parts of the result, and memory of the size of this rank's part.
 
     Differentiable in x and w, once; all ranks must request the same gradients. They are sums over ranks: a rank's gradient of y
     goes to the x and w of the ranks that made its parts, as in all-gather's own backward. If all ranks compute the same loss from
     y, as replicated layers do, it counts once for each rank: divide it by the number of ranks. Backward is a reduce-scatter of
-    the result's gradient and two GEMMs. If both gradients are requested, rows that have come from all ranks are multiplied while
-    others travel, if that is faster. The overlap has not been tried on GPUs yet: there backward is serial.
+    the result's gradient and two GEMMs. If both gradients are requested, rows that have arrived from all ranks are
+    multiplied while others travel, if that is faster. The overlap has not been tried on GPUs yet: there backward is serial.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
     for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
@@ -119,8 +119,8 @@ class _MatmulAllGather(Operator[_Call]):
 
         grad x = own @ w^T      grad w = x^T @ own
 
-    If both are requested, they are an operator of their own (`weft.ops.matmul_all_gather_gradients`); otherwise NCCL's
-    reduce-scatter and the one GEMM.
+    If both are requested, they are an operator of their own (`weft.ops.matmul_all_gather_gradients`). Otherwise backward is
+    NCCL's reduce-scatter and one GEMM.
     """
 
     name, form = "matmul_all_gather", _Call

@@ -77,7 +77,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
 
 
 def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn) -> torch.Tensor:
-    """Return the part of the sum over ranks of g in which this rank's product lay."""
+    """Return this rank's part of the sum of g over ranks: the gradient of this rank's product."""
     if p.world_size == 1:
         return g
     if p.columns:

@@ -1,4 +1,4 @@
-"""weft.matmul_all_reduce: a GEMM whose finished rows are reduced by other ranks, and return as sums, while it computes others."""
+"""weft.matmul_all_reduce: a GEMM whose finished rows are reduced by other ranks while it computes other rows."""
 
 from __future__ import annotations
 
@@ -104,10 +104,11 @@ def matmul_all_reduce(
     Differentiable in x, w, bias, residual and norm, once; all ranks must request the same gradients. Gradients of x and w are sums
     over ranks: a rank's gradient of y goes to all ranks' x and w, as in `torch.distributed.nn.functional.all_reduce`. So each
     rank may have a loss of its own: the gradients belong to the sum of the losses. If all ranks compute the same loss from y, as
-    replicated layers do, it counts once for each rank: divide it by the number of ranks. Gradients of bias, residual and norm are
-    of this rank's own results, as if it had added and normed behind the all-reduce. Backward is a reduce-scatter of the sum's
-    gradient, and `all_gather_matmul` of that, which overlaps; or one all-reduce if ranks do not have equally many rows. The
-    gradient of the norm, before that, is torch's kernel on GPUs, and a dozen elementwise kernels on CPU.
+    replicated layers do, it counts once for each rank: divide it by the number of ranks. Gradients of bias, residual and
+    norm belong to this rank's own results, as if it had added and normed after the all-reduce. Backward is a reduce-scatter
+    of the sum's gradient, followed by `all_gather_matmul`, which overlaps. If ranks do not have equally many rows, it is
+    one all-reduce. The gradient of the norm, before that, is torch's kernel on GPUs, and a dozen elementwise kernels on
+    CPU.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
     for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
@@ -230,7 +231,7 @@ class _MatmulAllReduce(Operator[_Call]):
     def unfused(
         self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
-        """Run the serial schedule, but add bias and residual with torch, which rounds each time."""
+        """Run the serial schedule, but add bias and residual with torch, which rounds after each addition."""
         following = [one for one in (call.bias, call.residual) if one is not None]
         if (not following and call.norm is None) or not p.m * p.n:
             return None

@@ -1,7 +1,7 @@
 """weft.matmul_all_to_all: MoE combine - rows return to their tokens' ranks as the GEMMs of experts finish them.
 
 It follows `weft.all_to_all_matmul`, whose splits and result have the number of rows for each rank.
-`weft.runtime.unfused.experts` has the way without overlap.
+`weft.runtime.unfused.experts` has the unfused implementation.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ def matmul_all_to_all(
     are all `len(h) // W`.
 
     h: [R, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), ordered as the result of `all_to_all_matmul`: by local
-        expert, and for one expert by source rank. R may be more than the rows that came, as with `max_rows`; further rows are
+        expert, and for one expert by source rank. R may be more than the arrived rows, as with `max_rows`; further rows are
         ignored, and their gradients are zero. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
         copied at every call.
-    received: [W, E] int64 (int32 is converted), on h's device: the number of rows that came from each rank for each local expert,
-        as `all_to_all_matmul(..., return_received=True)` returns it.
+    received: [W, E] int64 (int32 is converted), on h's device: the number of rows that arrived from each rank for each
+        local expert, as `all_to_all_matmul(..., return_received=True)` returns it.
     splits: [W * E] int64 (int32 is converted), on h's device: the number of this rank's tokens for each expert of all ranks, as
         passed to `all_to_all_matmul`. The values of both are checked on CPU; on GPUs a check would wait for the device, so the
         caller must ensure them.
     group: a process group, or its name; default: the world.
     rows: the number of this rank's tokens, the sum of splits. Then the host waits for nothing, unless the schedule is "serial",
-        and the call can be captured in a CUDA graph. None: the number from the dispatch that took these very splits; otherwise it
-        is read from the device, and the host waits. Pass it on all ranks or on none.
+        and the call can be captured in a CUDA graph. None: the number from the dispatch that got these same splits;
+        otherwise it is read from the device, and the host waits. Pass it on all ranks or on none.
     capacity: the most tokens that a rank has in any call, the same on all ranks; default: a little above the largest number at
         the first call of this shape.
     schedule: pin one by name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block), forward only;
@@ -94,9 +94,9 @@ def matmul_all_to_all(
     which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
     Memory: y; and of (W - 1) x capacity x N elements, for each kept shape, as for `weft.all_to_all_matmul`, symmetric
-        memory and, for schedules with by=kernel, as much other memory. The serial schedule takes twice the rows that came, N
-        wide. Backward takes the rows of y's gradient that come here, twice if there are several experts; and, if it overlaps, as
-        much symmetric memory as an overlapped forward.
+        memory and, for schedules with by=kernel, as much other memory. The serial schedule takes twice the arrived rows, N
+        wide. Backward takes the rows of y's gradient that arrive on this rank, twice if there are several experts. If it
+        overlaps, it also takes as much symmetric memory as an overlapped forward.
 
     Calls on one group must come from one thread at a time.
 
@@ -164,7 +164,7 @@ class _MatmulAllToAll(Operator[_Call]):
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
-    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of rows that came
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of arrived rows
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         h, _, received, splits, rows, _, total = call
@@ -284,8 +284,8 @@ class _MatmulAllToAll(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
-        If the dispatch, the dual of this combine, overlaps, grad h is a dispatch with transposed weights. It also brings the rows
-        of grad y for the gradients of weights. Otherwise NCCL brings them, once for both."""
+        If the dispatch, the dual of this combine, overlaps, grad h is a dispatch with transposed weights. It also returns
+        the rows of grad y for the gradients of weights. Otherwise NCCL exchanges them once for both gradients."""
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
         grad_h = grad_w = None
         dual = self._dual(p, group, grad, w, beside, turn, wanted[1]) if wanted[0] and p.world_size > 1 else None
@@ -306,7 +306,7 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
-        """Return a function that makes grad h, only for rows that came from a rank, and with return_x the rows of grad y.
+        """Return a function that makes grad h, only for rows that arrived from a rank, and with return_x the rows of grad y.
 
         Returns None if it would not be faster than NCCL and cuBLAS calls."""
         call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most, return_x)

@@ -1,4 +1,4 @@
-"""weft.matmul_reduce_scatter: a GEMM whose finished rows leave for their owners, which reduce them, while it computes others."""
+"""weft.matmul_reduce_scatter: a GEMM whose finished rows go to their owners for reduction while it computes other rows."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def matmul_reduce_scatter(
     first call of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA
     graph.
 
-    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B, that of the largest A for
-        all calls that differ in its rows only, as for `weft.all_gather_matmul`; the serial schedule's A @ B during the call.
+    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B. All calls that differ only
+    in rows share the memory of the largest A, as for `weft.all_gather_matmul`. The serial schedule takes A @ B during the
+    call.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
     for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.

@@ -1,8 +1,7 @@
-"""weft.scaled_matmul_reduce_scatter: an fp8 GEMM with scales whose finished rows leave for their owners while it computes others.
+"""weft.scaled_matmul_reduce_scatter: a scaled fp8 GEMM whose finished rows go to their owners while it computes other rows.
 
-The scaled sibling of `weft.matmul_reduce_scatter`. Products travel, and are reduced, in the result's dtype: fp8 cannot hold sums.
-Scales do not
-travel: scales of rows are cut as the rows are.
+The scaled variant of `weft.matmul_reduce_scatter`. Products are sent and reduced in the result's dtype, because fp8 cannot
+hold sums. Scales are not sent: scales of rows are split like the rows.
 """
 
 from __future__ import annotations

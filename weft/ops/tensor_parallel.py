@@ -1,4 +1,4 @@
-"""Linear layers of tensor parallelism without sequence parallelism: activations between layers are whole on every rank.
+"""Linear layers of tensor parallelism without sequence parallelism: activations between layers are replicated.
 
 A block needs one all-reduce forward and one backward, and each is part of a GEMM (`weft.matmul_all_reduce`):
 
@@ -6,7 +6,7 @@ A block needs one all-reduce forward and one backward, and each is part of a GEM
     row       y = all-reduce of x @ w^T, + b + residual, its RMSNorm,     no collective
               of this rank's input features
 
-All ranks go on with the same y, so the gradient that comes back is whole and equal on every rank. This is DTensor's convention
+All ranks continue with the same y, so the incoming gradient is whole and equal on every rank. This is DTensor's convention
 for a replicated tensor. It differs from the operators' own gradients, which sum the ranks' losses.
 
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3: its f and g.

@@ -223,7 +223,7 @@ def _is_stock(module: nn.Module) -> bool:
 
 
 def _dimension(placement: Placement, ndim: int) -> int:
-    """Return the divided dimension; -1 if there is none."""
+    """Return the divided dimension; -1 without a divided dimension."""
     # Under torch 2.11's tracing placements have no type. Only weights have a strided Shard, which is no plain Shard.
     divided = placement.is_shard() if torch.compiler.is_compiling() else type(placement) is Shard
     return placement.dim % ndim if divided else -1  # type: ignore[attr-defined]

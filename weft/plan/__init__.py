@@ -1,4 +1,4 @@
-"""The choice of a schedule: candidates, their costs, the choice and the reason. Needs no torch.
+"""The planner: candidates, their predicted costs, the choice and its reason. Needs no torch.
 
     weft.plan.choose(problem, model)                                    the choice, cached
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...           pinned

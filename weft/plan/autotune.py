@@ -1,8 +1,8 @@
-"""Autotuning: the few most promising candidates are run, and the slowest rank's times decide.
+"""Autotuning: run the few most promising candidates, and choose by the slowest rank's times.
 
-Candidates alternate, so that a GPU that warms up slows all of them. The median of each counts. Times are cached in memory and on
-disk. Their key is the machine, the versions, and the schedules of external builders, which change without a version. Cached
-times count only if all ranks have them: ranks must run the same candidates, or none.
+Candidates alternate, so that a GPU that warms up slows all of them. The time of a candidate is its median. Times are cached
+in memory and on disk. Their key is the machine, the versions, and the schedules of external builders, which change without
+a version. Cached times are used only if all ranks have them: ranks must run the same candidates, or none.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def autotune(
 
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
-    """Return cached microseconds by candidate, measured by this process or another with the versions installed here."""
-    if not _known and not store.any_of("autotune"):  # most users have none, and should not pay for keys
+    """Return cached microseconds by candidate, measured by this or another process with the installed versions."""
+    if not _known and not store.any_of("autotune"):  # most users have no cached times, and need not compute keys
         return {}
     key = _key(problem, machine, mode)
     if str(key) not in _known:
@@ -96,7 +96,7 @@ def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
 
 
 def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
-    """Return the times that `autotune` kept; none without a file. `UnreadableError` for a broken or edited file."""
+    """Return the times that `autotune` cached; empty without a file. Raise `UnreadableError` for a broken or edited file."""
     content = store.read(path)
     if content is None:
         return {}

@@ -1,8 +1,9 @@
-"""Calibration: numbers measured on this machine, in place of those in its file, saved with the versions that they hold for.
+"""Calibration: numbers measured on this machine, which replace the machine file's. They are saved with the installed
+versions.
 
     GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its
                   errors at the nearest of them
-    transfers     copies by engine and by kernel, the library's collective, by bytes: the model interpolates
+    transfers     copies by engine and by kernel, NCCL's collective, by bytes: the model interpolates
     the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM beside a copy
 
 This module knows no device: `calibrate` asks a `Measure` for the times.
@@ -50,7 +51,7 @@ class Measure(Protocol):
         """Return the time since the beginning, the same on all ranks."""
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Return the time of [m, k] @ [k, n] by the library, on random data, with its launch."""
+        """Return the time of [m, k] @ [k, n] by cuBLAS, on random data, launch included."""
 
     def launch_us(self) -> float:
         """Return the time from the end of a kernel to the start of the next: the time of each of many empty kernels."""
@@ -68,7 +69,7 @@ class Measure(Protocol):
         """Return the time of a copy by the kernel of schedules, with its launch: stores to a peer (`put`), or loads from it."""
 
     def all_gather_us(self, count: int) -> float:
-        """Return the time of the library's all-gather in which every rank receives `count` bytes from others."""
+        """Return the time of NCCL's all-gather in which every rank receives `count` bytes from others."""
 
     def signal_us(self, remote: bool) -> float:
         """Return the time from a set to the end of the wait for it, in another lane of this rank or at a peer (`remote`)."""
@@ -101,7 +102,7 @@ class Calibration:
     beside: tuple[tuple[str, float, float], ...] = ()  # by, time over the time alone, bytes/us
 
     def apply(self, model: Model) -> Model:
-        """Return `model` with these numbers. `ValueError` if they are for another number of ranks, or implausible."""
+        """Return `model` with these numbers. Raise `ValueError` if they are for another number of ranks, or implausible."""
         if model.world_size != self.world_size:
             raise ValueError(f"calibrated with {self.world_size} ranks, and the model has {model.world_size}")
         changed: dict[str, Any] = {
@@ -154,8 +155,8 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    `ValueError` if it was made with other versions than are installed here; `UnreadableError` if its file is broken. Both name
-    the fix.
+    Raises `ValueError` if it was made with other than the installed versions, `UnreadableError` if its file is broken. Both
+    name the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 
@@ -168,11 +169,11 @@ def calibrate(
     budget_s: float = 100.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure what `base` only assumes. Collective: all ranks get the same numbers.
+    """Measure the numbers that `base` assumes. Collective: all ranks get the same numbers.
 
     base: the model of the machine's file, which limits sizes to 20 ms each.
     budget_s: no new GEMM begins after this time; the coarse grid is always measured.
-    say: called with what is measured next.
+    say: called with the name of the next measurement.
     """
     launch = measure.launch_us()
     found: dict[str, Any] = {"launch_us": launch, "host_step_us": measure.host_step_us()}

@@ -1,6 +1,7 @@
 """The choice of a schedule: the fastest candidate on the machine's model, if it is clearly faster than the serial schedule.
 
-Times are predicted (`weft.plan.predict`). If measured times are given (`weft.plan.autotune`), only these are compared.
+Times are predicted (`weft.plan.predict`). If measured times are given (`weft.plan.autotune`), only measured times are
+compared.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ ALIKE, ALIKE_US = 0.03, 3.0
 this order: no host wait for sizes, no staging, fewest GEMMs, fewest steps, and copies that use no compute units."""
 
 _KEPT = 256
-"""Capacity of the cache of choices: more than the shapes of a model, fewer than those of a service with every length. Each choice
-keeps its model alive, which may be its own (`weft.plan.gemms`)."""
+"""Capacity of the cache of choices: more than the shapes of a model, fewer than those of a service with every length. Each
+choice keeps its model alive, and each choice may have its own model (`weft.plan.gemms`)."""
 
 
 class NoOverlapWarning(UserWarning):
@@ -73,14 +74,15 @@ def choose(
 ) -> Choice:
     """Choose a schedule for `problem` on `model`. The choice is cached for this model object.
 
-    pinned: the name of the candidate to take; by default the one that `weft.plan.use` names. "heuristic" takes the pick of
-        FiCCO's heuristic for the model's machine, if that can do `problem`. "autotune" pins none.
-    measured: microseconds by candidate, including serial: the choice is then between these.
+    pinned: the name of the candidate to take; by default the name from `weft.plan.use`. "heuristic" takes the pick of
+        FiCCO's heuristic for the model's machine, if the pick supports `problem`. "autotune" pins none.
+    measured: microseconds by candidate, including serial: the choice is then among these candidates.
     among: names of the candidates to consider; by default all.
-    near: the choice is made for sizes around this one; the warning says so.
+    near: the choice also applies to neighbouring sizes; the warning says so.
 
-    Warn (`NoOverlapWarning`), once in a process, if serial is taken though there are others. `ValueError` for an unknown mode or
-    name; `NotApplicableError`, a `ValueError` too, if the pinned candidate cannot do `problem`.
+    Warn (`NoOverlapWarning`), once in a process, if serial is taken although there are other candidates. Raise `ValueError`
+    for an unknown mode or name; `NotApplicableError`, a `ValueError` too, if the pinned candidate does not support
+    `problem`.
     """
     pinned = pinned or pin.pinned()
     if pinned == pin.HEURISTIC:
@@ -149,7 +151,7 @@ def _pinned_choice(
 
 
 def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
-    """Return the row to take, and the reason in a sentence."""
+    """Return the chosen row, and the reason in a sentence."""
     timed = [
         row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
     ]
@@ -290,8 +292,8 @@ _warned = False
 def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = False) -> None:
     """Warn (`NoOverlapWarning`), once in a process, that `problem` takes the serial schedule though there are others.
 
-    mode: None if all calls are alike. reason: why, with times. near: sizes around `problem` take it too, and `problem` itself may
-    never have been called.
+    mode: None if the choice is the same in all modes. reason: with times. near: neighbouring sizes take serial too, and
+        `problem` itself may never have been called.
     """
     global _warned
     if _warned or env.quiet() or not problem.has_work:

@@ -1,8 +1,8 @@
 """Readable explanations of a choice: candidates, predicted and measured times, losses, the choice and its reason.
 
-Losses (`weft.sim.losses`) are factors of a queued run; 1 is no loss. `DIL` is the loss from cutting an operation up, `CIL` the
-loss from concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms are those of "Design Space
-Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
+Losses (`weft.sim.losses`) are factors of a queued run; 1 is no loss. `DIL` is the loss from splitting an operation, `CIL`
+the loss from concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms are those of "Design
+Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
 
 from __future__ import annotations

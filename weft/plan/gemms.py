@@ -1,4 +1,4 @@
-"""GEMMs measured in this process: which ones a choice needs, how long each is timed, and the known times.
+"""GEMMs measured in this process: the GEMMs that a choice needs, the duration of their measurement, and the known times.
 
 Without measurements, the model's time of a GEMM is a formula, corrected by its neighbours on a grid. Between grid points it is up
 to 30% off. So the first call with weights of a shape on GPUs times their GEMMs with the call's rows, half of them, a quarter ...
@@ -6,7 +6,7 @@ to 30% off. So the first call with weights of a shape on GPUs times their GEMMs 
 choices for all sizes with such weights.
 
 On demand ("autotune") the pieces of schedules with fast predictions are timed too (`wanted`). Measured times may make other
-schedules the fastest ones, whose pieces are only predicted: so there is a second round.
+schedules the fastest, whose pieces are only predicted. So there is a second round.
 
 The clock matters. An idle GPU starts at a higher clock, until its power limit lowers it some 10 to 20 ms later, and schedules are
 chosen for sustained work. So if any GEMM is long, the first one timed, the longest, runs for 15 ms before its timing starts. The
@@ -47,7 +47,7 @@ _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
     """Return the whole GEMMs of `problem`, and the same GEMMs with half the rows, a quarter ...
 
-    The times of all sizes of its family derive from them. Empty if weft's own kernels do the work.
+    The times of all sizes of its family derive from them. Empty if weft's own kernels compute the GEMMs.
     """
     found: dict[MatmulShape, None] = {}
     for m, n, k, dtype in library_gemms(problem):
@@ -60,7 +60,7 @@ def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
     """Return the GEMMs to measure for `problem`: the whole ones, then those of the schedules that may win, the best first.
 
-    Empty if weft's own kernels do the work.
+    Empty if weft's own kernels compute all GEMMs.
     """
     whole = library_gemms(problem)
     if not whole:

@@ -7,10 +7,11 @@
 
 2MNK is the combined metric of the paper, op-to-byte ratio times memory traffic. The paper's threshold is the machine's op-to-byte
 ratio times memory bandwidth: the peak rate. The metric is in FLOP and the threshold in FLOP/s, and the paper does not give the
-time that relates them. Here it is `heuristic.threshold` in the machine file. So the heuristic asks how long the GEMM takes at the
-peak rate.
+time that relates them. Here it is `heuristic.threshold` in the machine file. So the heuristic compares the GEMM's time at
+the peak rate with a fixed time.
 
-`schedule="heuristic"` runs the pick (`pick_here`). If there is no pick, or it cannot do the problem, the choice is the usual one.
+`schedule="heuristic"` runs the pick (`pick_here`). If there is no pick, or the pick does not support the problem, the
+planner's usual choice applies.
 
 M is the number of gathered rows. Before experts it is the tokens of all ranks, each counted once per selected expert; ranks are
 assumed to receive equal shares. N is the number of columns that one GPU computes, as the caller gives it: N / W for a weight
@@ -37,7 +38,7 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
     """Return the name of the pick; None if the heuristic does not cover this operator.
 
     As in the paper, the pick has as many steps as ranks, and copies by the copy engine. Copies are by kernel if the host may not
-    know sizes. The pick may be unable to do the problem (`pick_here`).
+    know sizes. The pick may not support the problem (`pick_here`).
     """
     if isinstance(problem, AllGatherMatmul):
         m, flops = problem.m, problem.flops
@@ -55,7 +56,7 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
 
 
 def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
-    """Return (the pick for the machine of this name, "") if it can do `problem`; else (None, the reason)."""
+    """Return (the pick for the machine of this name, "") if it supports `problem`; else (None, the reason)."""
     try:
         pick = static_pick(problem, _machine(machine_name))
     except KeyError as error:  # fp64, as on CPU, has no rate in machine files

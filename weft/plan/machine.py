@@ -1,4 +1,4 @@
-"""The identity of this machine and its versions, for which measured numbers hold. Needs no torch."""
+"""The name of this machine and its versions, for which measured numbers are valid. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("weft", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def machine_name(driver: Path = _NVIDIA) -> str:
-    """Return the first GPU's name as its driver gives it ("NVIDIA H200"), or the CPU's with its cores ("Xeon ..., 2 cores")."""
+    """Return the first GPU's name from its driver ("NVIDIA H200"), or the CPU's name with its cores ("Xeon ..., 2 cores")."""
     for information in sorted(driver.glob("gpus/*/information")):
         if found := re.search(r"^Model:\s*(.+?)\s*$", information.read_text(errors="replace"), re.MULTILINE):
             return found[1]

@@ -1,8 +1,9 @@
-"""Choices that nearby sizes share: a new M of known weights costs a table lookup, or a few simulations, and no measurement.
+"""Choices shared by nearby sizes: a new M of known weights costs a table lookup or a few simulations, without measurement.
 
 Sizes of a family of problems (`Problem.family`) are grouped by half octaves. The choice is made for the middle size of each group,
-regardless of the size that is called first. The first group of a family is planned among all candidates. The others are planned
-among the few that were the fastest there, and those that are worth a try at any size (`Problem.worth_running`).
+regardless of the size that is called first. The first group of a family is planned among all candidates. The other groups
+are planned among the few fastest candidates of the first group, and the candidates that are worth a try at any size
+(`Problem.worth_running`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def names_near(
     """Return the schedule to take for `problem` in each of these modes.
 
     base: the model without the GEMMs that this process has timed. Choices stay when further GEMMs are timed.
-    itself: choose for exactly this size, since the choice for sizes around it does not apply.
+    itself: choose for exactly this size, because the choice for neighbouring sizes does not apply.
     """
     family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))

@@ -3,9 +3,9 @@
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"):
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
-A pin holds in this thread (or task) until the block ends. Autograd's backward runs in threads of its own. All ranks must pin the
-same. A name is one that `weft.plan.explain` lists, also with other numbers (`weft.builders.named`). Two rules pick a schedule:
-"autotune" the fastest one by measurement, "heuristic" the pick of FiCCO's static heuristic.
+A pin holds in this thread (or task) until the block ends. Autograd's backward runs in threads of its own. All ranks must
+pin the same schedule. `weft.plan.explain` lists the names, which may also have other numbers (`weft.builders.named`). Two
+rules pick a schedule: "autotune" the fastest one by measurement, "heuristic" the pick of FiCCO's static heuristic.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 def use(schedule: str | None) -> Iterator[None]:
     """Pin `schedule` wherever a schedule is chosen. None pins nothing.
 
-    "autotune" takes the fastest schedule by measurement, "heuristic" the pick of FiCCO's heuristic. If that picks nothing that can
-    run, a warning says why, and the choice is the usual one. Operators raise `ValueError` if they have no schedule of this name.
-    Embeddings obey only "autotune": their transport is pinned by `transport=`.
+    "autotune" takes the fastest schedule by measurement, "heuristic" the pick of FiCCO's heuristic. If the heuristic's pick
+    cannot run, a warning gives the reason, and the usual choice applies. Operators raise `ValueError` if they have no
+    schedule of this name. Embeddings support only "autotune": their transport is pinned by `transport=`.
     """
     token = _pinned.set(schedule)
     try:
@@ -47,7 +47,7 @@ pinned_around: Callable[[], str | None] = _pinned.get
 def pinned(given: object = None) -> str | None:
     """Return an operator's `schedule` argument or, if it is None, the schedule of the innermost `use` around the caller.
 
-    `ValueError` if it is not a string.
+    Raises `ValueError` if it is not a string.
     """
     name = _pinned.get() if given is None else given
     if name is None or isinstance(name, str):

@@ -6,8 +6,8 @@ takes at least the host's time to issue one.
 
 Bounds save simulations. A run is no shorter than the steps of any lane, each alone; a single run is no shorter than the host's
 time to issue its steps. Schedules are simulated by rising bounds. A schedule whose bound is over `HOPELESS` times the best so far
-is not simulated. Equal schedules under two names are simulated once. The schedules of the last problem are cached, since a problem
-is often decided several times: for calls and for graphs, before and after its GEMMs are measured.
+is not simulated. Equal schedules under two names are simulated once. The schedules of the last problem are cached, because
+a problem is often planned several times: for calls and for graphs, before and after its GEMMs are measured.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ Progress: TypeAlias = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Row:
-    """The results for one candidate. Without a predicted time, `why_not` says why: it has no schedule, or cannot be the fastest."""
+    """The results for a candidate. Without a predicted time, `why_not` has the reason: it has no schedule, or cannot be the
+    fastest."""
 
     candidate: Candidate
     predicted_us: float | None = None
@@ -81,13 +82,13 @@ class Row:
     dynamic: int = 0
     """Number of copies, tiles and collectives with dynamic sizes."""
     rough: bool = False
-    """True if it reduces in 16 bits or fewer, and so errs more than one GEMM. It is then taken only if pinned. False if the
-    problem rounds partial sums anyway."""
+    """True if it reduces in 16 bits or fewer, and so has a larger error than one GEMM. Then it is taken only if pinned.
+    False if the problem rounds partial sums anyway."""
     stages: bool = False
     """True if kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Models are least accurate
     for these."""
     matmuls: frozenset[MatmulShape] = frozenset()
-    """The distinct library GEMMs of a rank."""
+    """The distinct cuBLAS GEMMs of a rank."""
     problem: Problem | None = field(default=None, repr=False)
     model: Model | None = field(default=None, repr=False)
 
@@ -147,13 +148,13 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """Return a lower bound for all schedules: the time of the whole GEMMs.
 
-    Pieces may be predicted to be faster, from small GEMMs measured at a higher clock, but they are not.
+    Predictions for pieces may be lower, from small GEMMs measured at a higher clock, but pieces are not faster.
     """
     return gemms_us(problem, model, launches=False)
 
 
 def library_gemms(problem: Problem) -> tuple[MatmulShape, ...]:
-    """Return the library GEMMs of a rank in the serial schedule, the largest first."""
+    """Return the cuBLAS GEMMs of a rank in the serial schedule, the largest first."""
     (serial,) = candidates(problem, ("serial",))
     return tuple(sorted(_examined(serial, serial.build()).row.matmuls, reverse=True))
 
@@ -192,7 +193,7 @@ def _built(
 ) -> list[_Built]:
     """Build all candidates that calls take, or those in `among`, and also those in `needed`.
 
-    Of candidates with equal schedules only the first keeps it.
+    If candidates have equal schedules, only the first keeps the schedule.
     """
     known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
     wanted = needed | (among or frozenset())

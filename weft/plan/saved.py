@@ -27,7 +27,8 @@ def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mappin
 
     what: "calibration", for example: part of the file's name and of messages.
 
-    `UnreadableError` for a broken file, or another machine's. `ValueError` if the file is of other versions than installed here.
+    Raises `UnreadableError` for a broken file or another machine's file, `ValueError` if the file is of other than the
+    installed versions.
     """
     path = store.path_of(what, machine, world_size)
     content = store.read(path)

@@ -1,9 +1,9 @@
-"""Self-calibration: a few numbers of GPUs that have neither a machine file nor a calibration, measured within two seconds.
+"""Self-calibration: a measurement of up to two seconds, for GPUs with neither a machine file nor a calibration.
 
     a number is used if        derived / 2 <= measured <= 2 derived
 
-Derived numbers (`weft.hw.derived`) say what the hardware can do. A busy machine may measure many times slower, and saved numbers
-are kept for good. So a number outside this range is dropped and reported. `weft plan calibrate` drops nothing.
+Derived numbers (`weft.hw.derived`) estimate the hardware's speed. A busy machine may measure many times slower, and saved
+numbers are kept permanently. So a number outside this range is dropped and reported. `weft plan calibrate` drops nothing.
 
 `weft.operator.self_calibrate` measures, at a group's first choice of a schedule.
 """
@@ -59,7 +59,7 @@ class _Number(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCalibration:
-    """The raw measurements; None for a number that there was no time for. `apply` puts them into a model."""
+    """The raw measurements; None for a number without time to measure it. `apply` puts them into a model."""
 
     machine: str
     world_size: int
@@ -168,14 +168,14 @@ def adopt(found: SelfCalibration) -> None:
 
 
 def save(found: SelfCalibration) -> None:
-    """Keep these numbers for other processes, if possible. One rank does this."""
+    """Save these numbers for other processes, if possible. Called on one rank."""
     store.keep(store.path_of(WHAT, found.machine, found.world_size), asdict(found))
 
 
 def find(machine: str, world_size: int) -> SelfCalibration | None:
     """Return the numbers measured with `world_size` ranks, by this process or another; None if there are none.
 
-    `ValueError` if other versions were installed then; `UnreadableError` if the file is broken or another machine's.
+    Raises `ValueError` if other versions were installed then, `UnreadableError` if the file is broken or another machine's.
     """
     here = _known.get((machine, world_size))
     return here or saved.load(SelfCalibration, WHAT, machine, world_size, _HOLDS, _AGAIN)

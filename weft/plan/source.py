@@ -1,4 +1,4 @@
-"""Sources of a machine's model, best first: the first one that exists and is usable.
+"""Sources of a machine's model, best first. The first existing and usable source applies.
 
 calibration         `weft plan calibrate`, for this machine, number of ranks, and the versions that are installed
 machine file        `weft/hw/*.toml`
@@ -25,7 +25,7 @@ class Calibrated(NamedTuple):
     note: str
     """The source of its numbers."""
     refused: bool
-    """True if there is a calibration that is not used: the note says why, and the fix."""
+    """True if a calibration exists but is not used: the note has the reason and the fix."""
     source: Source
 
 

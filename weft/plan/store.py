@@ -55,7 +55,7 @@ def _kinds_in(folder: str, changed_ns: int) -> frozenset[str]:
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` like `write`; warn once if that is impossible."""
+    """Write `content` like `write`; warn once on failure."""
     try:
         write(path, content)
     except OSError as error:
@@ -73,7 +73,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return the file's content; None without a file. `UnreadableError` if weft did not write it."""
+    """Return the file's content; None without a file. Raise `UnreadableError` if weft did not write it."""
     try:
         content = reading.read_json(path, fix=FIX)
     except (FileNotFoundError, NotADirectoryError):

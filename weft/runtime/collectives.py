@@ -26,7 +26,7 @@ from weft.symm import Communicator
 all_gather_by_torch: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_by_torch: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 COALESCING = c10d._world.pg_coalesce_state
-"""Groups whose collectives torch collects to make them at once."""
+"""Groups whose collectives torch coalesces."""
 gather_now, scatter_now, _exchange_now = (
     getattr(dist.ProcessGroup, new, None) or getattr(dist.ProcessGroup, old)
     for new, old in (
@@ -90,7 +90,7 @@ def _finished(work: dist.Work | None) -> None:
         work.wait()
 
 
-_LOOK_S = 0.1  # how long a wait for a collective lasts before it checks the group
+_LOOK_S = 0.1  # interval at which a wait for a collective checks the group
 
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
@@ -131,5 +131,5 @@ def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *h
 
 
 def leave(*held: object) -> None:
-    """Keep objects to the end of the process and beyond the interpreter's: gloo's threads may use them forever."""
+    """Keep objects until the process ends, even past interpreter exit: gloo's threads may use them at any time."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -22,7 +22,8 @@ def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
 
 
 def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:
-    """Return the executor of `plan`, whose transport is fixed, on `communicator`. Collective if there is none, or a closed one.
+    """Return the executor of `plan`, whose transport is fixed, on `communicator`. Collective if there is no open executor
+    yet.
 
     Ranks have compared their plans.
     """

@@ -110,11 +110,12 @@ def pool_alone(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> Callable[[], None] | None:  # fmt: skip
-    """Pool all of `plan`, which is for a world of one, into `out` [global batch, its columns]. Return a function that warns of
+    """Pool all of `plan`, whose world size is 1, into `out` [global batch, its columns]. Return a function that warns of
     bad indices.
 
     On GPUs this call itself warns of bad indices of earlier calls, and returns None. rank: named in warnings. widest: the most
-    columns of a feature block pooled elsewhere. It shapes the kernel, so that sums have the same bits wherever tables are.
+    columns of a feature block pooled elsewhere. It determines the kernel, so that sums have the same bits for any placement
+    of tables.
     """
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":

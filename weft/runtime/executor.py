@@ -5,8 +5,8 @@
     weft.runtime.cuda   streams and copy engines
 
 The constructor is collective: ranks compare schedules, every rank learns if a schedule does not fit a rank, and they allocate
-memory. An executor then refuses by name each kind of step that it has no code for. `weft.runtime.unfused` is not an executor: it
-takes the steps of the serial schedule as a list of torch calls, and keeps nothing.
+memory. An executor refuses each kind of step that it does not implement, and names the step. `weft.runtime.unfused` is not
+an executor: it runs the steps of the serial schedule as a list of torch calls, and keeps no memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from weft.timeline import Timeline
 
 
 class Executor(ABC):
-    """The guarantees of every executor. The defaults are for executors that keep nothing on a device."""
+    """The interface and the guarantees of every executor. The defaults are for executors that keep no memory on a
+    device."""
 
     schedule: Schedule
 
@@ -36,14 +37,15 @@ class Executor(ABC):
 
         tensors: every input and output buffer by name. An output whose number of rows only the run knows is a function from that
         number to a tensor. deadline_s: how long a wait for another rank may last. timeline: gets a span for every step of this
-        rank. like_before: the caller knows that only the addresses of the tensors differ from an earlier run, so they need not be
+        rank. like_before: True if only the addresses of the tensors differ from an earlier run; then they need not be
         checked.
 
         Bad tensors are refused before anything is written.
         """
 
     def warm_up(self, tensors: dict[str, Any]) -> None:
-        """Load what a run with such tensors needs, before a graph captures one. Nothing runs, and other ranks take no part."""
+        """Load the kernels for a run with such tensors, before a graph captures the run. Nothing runs, and other ranks take
+        no part."""
         return
 
     @abstractmethod
@@ -76,7 +78,7 @@ class Executor(ABC):
 
     @property
     def lent(self) -> int:
-        """The number of results in the executor's memory that somebody still holds."""
+        """The number of results in the executor's memory that callers still hold."""
         return 0
 
     @property

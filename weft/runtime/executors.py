@@ -24,7 +24,7 @@ def executor(
 
     name: on GPUs, executors of one family with the same name share memory, and ranks compare only the first schedule of a family
     and name. Pass the candidate's name if weft's own builder made it, "" otherwise. On CPU, all executors of a group share memory.
-    The memory serves calls in inference mode and others, whichever comes first.
+    The memory serves calls both in and outside of inference mode, in any order.
     """
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")

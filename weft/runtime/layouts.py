@@ -1,4 +1,4 @@
-"""Layouts of tensors, read in one native call: asking torch takes a Python call for each property of each tensor."""
+"""Layouts of tensors, read in one native call. torch's API needs a Python call for each property of each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _made() -> _core.LayoutReader | None:
 
 
 READER = _made()
-"""The native reader; None if each property must be asked of torch."""
+"""The native reader; None if each property must be read with torch's API."""
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:

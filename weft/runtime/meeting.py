@@ -1,16 +1,17 @@
 """The meeting of a group's ranks on CPU, before each call begins.
 
-Each rank publishes what it is about to do (a `Topic`), or why it refuses, and reads what its peers publish. This is one small
-all-gather through shared memory, microseconds. So nothing is computed, sent or counted until all ranks are known to do the same:
+Each rank publishes its next call (a `Topic`), or the reason for a refusal, and reads its peers' messages. This is one small
+all-gather through shared memory, which takes microseconds. No rank computes, sends or counts anything until all ranks are
+known to make the same call:
 
     a rank refuses            `RefusedError` on every rank, with the reason. Nothing was begun: the group lives on
     topics differ             `DisagreementError` on every rank. Ranks are out of step, by at least one call: the group ends
-    a rank does not come      `DeadlineError`, `PeerLostError`: the group ends
+    a rank does not arrive    `DeadlineError`, `PeerLostError`: the group ends
 
 All calls of a group use one meeting, whichever operator makes them. So ranks' calls are compared by position: the n-th call of
 one rank meets the n-th call of every peer.
 
-On GPUs hosts do not meet, which would cost more than the call: see `weft.operator.together`.
+On GPUs hosts do not meet, because a meeting would cost more than the call: see `weft.operator.together`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _BYTES = 4096
 _CALL, _REFUSAL = b"C", b"R"
 _EXTRA = 16  # bytes that a call may add for peers to read
 _NOTHING = bytes(_EXTRA)
-_LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which the call takes along
+_LAYERS = struct.Struct("<QQ")  # fingerprints of the options of layers, which the call carries
 _LAYERS_AT = 1 + _EXTRA
 _AT = _LAYERS_AT + _LAYERS.size  # where the compared part begins
 _DIGEST = 16
@@ -52,8 +53,8 @@ T = TypeVar("T")
 class Topic:
     """The call that a rank is about to make, which is compared with its peers' calls.
 
-    text: for people; cut if it is too long. details: compared as well. difference: collective, on ranks whose texts are alike;
-    returns how their details differ. hint: further help if only sizes differ.
+    text: for messages; cut if it is too long. details: compared as well. difference: collective, on ranks with equal texts;
+        returns how their details differ. hint: advice if only sizes differ.
     """
 
     def __init__(
@@ -71,18 +72,18 @@ class Meeting:
         self.comm = comm
         self.calls = 0  # calls that this rank has published
         self.schedules = 0  # schedules made to run on this group
-        self.lock = threading.Lock()  # held by a call until the work that it has begun is in order, or done
+        self.lock = threading.Lock()  # held by a call until its work is enqueued in order, or done
         self._publishing = threading.Lock()
         self._exchange = Exchange(comm, _BYTES)
         self._layers = calls_of(comm.group).layers
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Forget the meeting of this communicator, which ends."""
+        """Drop the meeting of this communicator at its end."""
         _meetings.pop(self.comm, None)
 
     def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
-        """Return when every rank is about to do the same. Return each rank's `extra`, 16 bytes, by rank."""
+        """Wait until every rank is about to make the same call. Return each rank's `extra`, 16 bytes, by rank."""
         noted = self._layers.take()
         compared = _LAYERS.pack(*noted.records) + topic.compared
         payloads = self._publish(_CALL + extra + compared, topic.text, deadline_s)
@@ -115,7 +116,7 @@ class Meeting:
                 raise DeadlineError(f"{error}. {_MISSED}") from error
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
-        """End the group. Every rank has read the same payloads, so each ends it for itself."""
+        """End the group. Every rank has read the same payloads, so each rank ends its own side."""
         texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
         calls = by_rank(enumerate(texts))
         if len(set(texts)) == 1:
@@ -125,11 +126,11 @@ class Meeting:
         self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint * sizes_differ)
 
     def _end_layers(self, noted: Noted) -> NoReturn:
-        """Gather the options and disagree. Every rank does, because all have read the same fingerprints."""
+        """Gather the options and call `disagree`. Every rank does so, because all have read the same fingerprints."""
         self.disagree(difference(self.comm.all_gather(noted.texts, what="options of layers")))
 
     def disagree(self, text: str, hint: str = "") -> NoReturn:
-        """End the group and raise `DisagreementError`. For errors that all ranks find alike."""
+        """End the group and raise `DisagreementError`, for an error that every rank finds."""
         self.comm.end(text)
         raise DisagreementError(
             f"{text}. Call the same, in the same order, on every rank{hint and '; '}{hint}. The ranks are out of step: this group "
@@ -148,7 +149,7 @@ def _refusals(payloads: list[bytes]) -> str:
 def shown(comm: Communicator, details: str) -> Callable[[], str]:
     """Return a topic's `difference`, which shows the details of each rank.
 
-    Of details in several lines "name: value", it shows the first line that differs.
+    If the details are several lines "name: value", it shows the first line that differs.
     """
     return lambda: _difference(comm, details)
 

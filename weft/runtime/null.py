@@ -1,8 +1,8 @@
-"""The executor that does nothing, in the right order: it runs any schedule anywhere and tells in which order its steps go.
+"""The executor without effect: it runs any schedule on any machine, and returns the order of its steps.
 
-It is the simulator's engine on a machine where everything takes no time, so it needs no processes, no torch and no memory. It
-finds schedules that would hang. Its timeline is the order that signals impose, which the timeline of another executor may not
-contradict.
+It is the simulator's engine on a machine on which steps take no time, so it needs no processes, no torch and no memory. It
+finds schedules that would hang. Its timeline is the order that signals impose. The timelines of other executors must agree
+with this order.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class NullSchedule(Executor):
     ) -> dict[str, Shaped]:  # fmt: skip
         """Check the tensors' shapes and append the rank's steps to `timeline`.
 
-        tensors: every input and output buffer by name, with its shape; they are not read or written. deadline_s: above 0,
-        otherwise unused. timeline: gets the rank's steps in order, each from one whole number to the next instead of times; the
-        next run continues there.
+        tensors: every input and output buffer by name, with its shape; the tensors are not read or written. deadline_s:
+        above 0, otherwise unused. timeline: gets the rank's steps in order, each from one whole number to the next instead
+        of times; the next run continues there.
         """
         if deadline_s is not None and deadline_s <= 0:
             raise ValueError(f"deadline_s={deadline_s} must be above 0")

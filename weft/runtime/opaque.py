@@ -17,7 +17,7 @@ import torch.fx
 P = ParamSpec("P")
 T = TypeVar("T")
 looks_at_frames: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
-"""Returns None if no compiled function runs on this thread. Keeping Dynamo out takes longer than a launch."""
+"""A function that returns None if no compiled function runs on this thread. Disabling Dynamo takes longer than a launch."""
 
 
 def frames_are_looked_at() -> bool:
@@ -28,7 +28,7 @@ def frames_are_looked_at() -> bool:
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function` wrapped so that Dynamo calls it without tracing it or its callees.
 
-    Nearly free if Dynamo does not look at this thread's frames. Loading Dynamo takes seconds, and this does not load it.
+    The wrapper is nearly free if Dynamo does not trace this thread's frames. It does not load Dynamo, which takes seconds.
     """
 
     untraced: Callable[P, T] | None = None
@@ -47,10 +47,10 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def never_left_out(name: str) -> None:
-    """Tell torch.compile that peers wait for calls of this operator of weft.
+    """Mark this operator of weft for torch.compile as having side effects: peers wait for its calls.
 
     Otherwise torch.compile removes a call with unused or empty results on this rank alone. Two calls with equal arguments may
-    still be merged. Ordered effects (of `torch.library`) would keep both, but they have kept backward from being compiled
-    (pytorch's issue 172248), and memory from being reused.
+    still be merged. Ordered effects (of `torch.library`) would keep both calls, but they prevented the compilation of
+    backward (pytorch's issue 172248) and the reuse of memory.
     """
     torch.fx.node.has_side_effect(getattr(torch.ops.weft, name).default)

@@ -1,17 +1,17 @@
 """Result buffers that peers write: a few output buffers in symmetric memory, lent to the user as tensors.
 
 A tensor handed to the user stays valid as long as the user holds it or any view of it. A buffer is offered to the peers again
-only after the user has dropped it. The offer comes in the order of this rank's stream (GPU) or program (CPU), so work that was
-enqueued on the old contents comes first. (As with any tensor: if another stream reads it, make the stream of the next call wait
-for that stream before you drop it.)
+only after the user has dropped it. The offer is made in the order of this rank's stream (GPU) or program (CPU), so work on
+the old contents runs first. (As with any tensor: if another stream reads it, make the stream of the next call wait for that
+stream before you drop it.)
 
 With `count` buffers, a user may hold `count - 1` results while the next one is computed. A user who holds more gets copies: the
 result is copied out of the last free buffer, which costs a pass over it and is counted in `copied`. With `count=1` results are
 never copied, and holding one across the next call is an error.
 
-A call that a CUDA graph has captured writes the same buffer in every replay, whoever holds earlier results. So the buffer belongs
-to the graph for good. A call that captures the last free buffer has its result copied out, in replays too, and so has every later
-call that gets that buffer.
+A call that a CUDA graph has captured writes the same buffer in every replay, even if earlier results are still held. So the
+buffer belongs to the graph permanently. If a captured call gets the last free buffer, its result is copied out, in replays
+too. The same applies to every later call that gets this buffer.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class OutputPool:
         self._region: Any = None
         self._free: list[int] = []
         self._captured = False
-        self._dropped: list[int] = []  # buffers of graphs whose result nobody holds
+        self._dropped: list[int] = []  # buffers of graphs whose results are no longer held
         self._shared: set[int] = set()  # written by replays, and copied from
         self._of_graphs: list[Any] = []  # memory from before the pool grew, which replays write
 
     def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
         """Make each buffer hold `slot_bytes`. Return True if the pool grew.
 
-        Collective if it has to grow: then it calls `quiesce` first. deadline_s: for each wait for a peer then.
+        Collective if it has to grow: then it calls `quiesce` first. deadline_s: for each wait for a peer in that case.
         """
         if slot_bytes <= self.slot_bytes and self._region is not None:
             return False
@@ -80,7 +80,7 @@ class OutputPool:
 
     @property
     def lent(self) -> int:
-        """The number of results in these buffers that somebody still holds."""
+        """The number of results in these buffers that callers still hold."""
         return 0 if self._region is None else self.count - len(self._free) - len(self._dropped)
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class OutputPool:
                 self._shared.add(slot)
             else:
                 free = self._dropped
-        # The lease holds the memory and not the region, which is closed with the communicator. It also binds the current list of
-        # free slots: after growth the old slots go back to a list that nobody reads.
+        # The lease holds the memory, but not the region, which is closed with the communicator. It also binds the current
+        # list of free slots: after growth the old slots return to an unused list.
         lease = _Lease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
         tensor = lent(address, list(shape), dtype, self._comm.device, lease)
@@ -144,7 +144,7 @@ class LendingExecutor(Executor):
 
     @property
     def was_captured(self) -> bool:
-        """True: the memory stays until a collective close. Holders of results read it, as replays of graphs do."""
+        """True: the memory stays until a collective close. Holders of results and replays of graphs read it."""
         return True
 
     @property

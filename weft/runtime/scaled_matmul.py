@@ -1,7 +1,7 @@
 """One fp8 GEMM with scales: out = (a * scale_a) @ (b * scale_b) + bias.
 
 On GPUs it is `torch._scaled_mm`: sums of products of fp8 numbers, in fp32, which are scaled, added to the bias and rounded once.
-On CPU it computes the same by an fp32 matmul, whatever the CPU's torch makes of `_scaled_mm`. This is for tests and development,
+On CPU it computes the same by an fp32 matmul, independent of torch's `_scaled_mm` for CPU. This is for tests and development,
 since it makes fp32 copies of both operands.
 """
 

@@ -372,7 +372,7 @@ def _period(node: ast.AST, name: str) -> int:
     period = 1
     for part in ast.iter_child_nodes(node):
         period = math.lcm(period, _period(part, name))
-        if not period:  # 0 stays 0, whatever the other terms are
+        if not period:  # 0 stays 0 for any other terms
             break
     return period
 

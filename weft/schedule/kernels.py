@@ -46,7 +46,7 @@ class TileKernel:
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatmul(TileKernel):
-    """GEMMs of (source, expert) segments that lie where an exchange left them (`weft.kernels.grouped_matmul`).
+    """GEMMs of (source, expert) segments in the places where an exchange stored them (`weft.kernels.grouped_matmul`).
 
     counts, tokens, inbox, weights, y: buffers. experts: number on each rank. slot_rows: rows of the inbox for each other rank.
     Sources are `n_sources` ranks from the `first_source`-th after this one on, 0 being this rank. The kernel takes `n_experts` of

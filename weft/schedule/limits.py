@@ -4,7 +4,7 @@
 |---|---|
 | size, place, extent, count | 2^40, and at least 0 |
 | ranks | 4096 |
-| steps of a rank, loops unrolled | 100,000; tiles are one step, whatever their extent |
+| steps of a rank, loops unrolled | 100,000; tiles are one step, for any extent |
 | where ranks differ, these steps and sizes on all ranks together | 2^19 |
 """
 

@@ -6,7 +6,7 @@ compute.DTYPE_matmul_best               of the best size: whole tiles in whole w
 compute.matmul_keeps (if known)         share of a library GEMM's units that later kernels do not get until it ends
 compute.sustained                       time of a long matmul in long work, over a short measurement of it
 compute.grouped_matmul                  share of the matmul rate that a kernel for the segments of many experts reaches
-compute.library_grouped_matmul          share of the matmul rate that the library's grouped kernel reaches, and
+compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches, and
 memory.library_grouped_matmul           its share of memory.copy_bandwidth
 memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
 memory.copy_bandwidth, .l2              bytes read and written
@@ -16,7 +16,7 @@ link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores t
 copy_engine.latency, .bandwidth, .count, .row
 kernel_copy.units                       programs of a copying kernel
 collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
-collective.small, .large_latency        (if the library has a second algorithm for small collectives) its bytes per second,
+collective.small, .large_latency        (if NCCL or RCCL has a second algorithm for small collectives) its bytes per second,
                                         and the additional start time of the algorithm for large ones
 contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
 contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth

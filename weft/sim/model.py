@@ -1,7 +1,8 @@
 """The performance model of a machine: its numbers and the formulas over them, in microseconds and bytes.
 
 A matmul [m, k] x [k, n] is cut into tiles, which the compute units take in waves. The last wave may be partly empty. Small
-tiles fill the units better and reuse operands worse. A long k may be split. The library is assumed to find the best way.
+tiles fill the units better and reuse operands worse. A long k may be split. The vendor's BLAS is assumed to choose the
+fastest tile and split.
 
     time(tile, s) = ceil(tiles s / units) 2 rows cols (k / s + ramp) / (rate of a unit x efficiency(tile)) + reduction(s)
     efficiency(rows, cols) = 1 / (1 + tile_half (1 / rows + 1 / cols))
@@ -105,7 +106,7 @@ class Model:
     stored_end_us: float = 0.0
     """Time from the last store of a GEMM into a peer's memory to the GEMM's end."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
-    """Shares of the matmul rate and of the memory's rate that the library's grouped matmul reaches."""
+    """Shares of the matmul rate and of the memory's rate that torch's grouped matmul reaches."""
     host_read_us: float = 20.0
     """Time from the end of a kernel to the start of a step that the host launches after it has read the kernel's result."""
     host_call_us: float = 0.0
@@ -120,8 +121,8 @@ class Model:
     all_reduce: float = 1.0
     """Time of an all-reduce, over the time of an all-gather of as many bytes as it sends."""
     small_collective_bytes_per_us: float | None = None
-    """Rate of the library's algorithm for small collectives; None without one. The other algorithm takes `large_collective_us`
-    longer to start. The faster one is used."""
+    """Rate of NCCL's (or RCCL's) algorithm for small collectives; None without such an algorithm. The other algorithm takes
+    `large_collective_us` longer to start. The faster one is used."""
     large_collective_us: float = 0.0
     lanes_run_us: float = 0.0
     """Additional time of a run with several lanes, which begin behind the caller's stream and which it then waits for."""

@@ -14,7 +14,7 @@ from weft.sim.fair import Load
 
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
-    """Return `loads` without resources that cannot run short. lanes: the loads of each lane, one of which it has at a time."""
+    """Return `loads` without resources that cannot run short. lanes: the loads of each lane, which has one load at a time."""
     most: dict[int, float] = {}
     for of_lane in lanes:
         takes: dict[int, float] = {}

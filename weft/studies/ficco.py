@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "AsyncTP": (ASYNCTP,),
     "FiCCO 1D": EIGHT[:4],
     "FiCCO 2D": EIGHT[4:],
-    "FiCCO by the library": tuple(_all_of("1d", "2d", by="collective").values()),
+    "FiCCO by collectives": tuple(_all_of("1d", "2d", by="collective").values()),
     "FiCCO by a kernel": tuple(_all_of("1d", "2d", by="kernel").values()),
     "weft's choice": (WEFT,),
     "weft, autotuned": (AUTOTUNE,),

@@ -5,9 +5,9 @@
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-All arms alternate in each repetition, with lanes (`weft.studies.inefficiency_measure`) of a fixed number of calls. Beside each
-other, GEMM and all-gather are both repeated, so often that both lanes take equally long. Only the time in which both run counts:
-their marks show what each did in it. Its share of the whole is recorded as `overlap`.
+All variants alternate in each repetition, with lanes (`weft.studies.inefficiency_measure`) of a fixed number of calls.
+Beside each other, GEMM and all-gather are both repeated, so often that both lanes take equally long. Only the time in which
+both run counts: their marks show what each did in it. Its share of the whole is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -343,8 +343,8 @@ def make_lanes(
 def _repeat(
     arms: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Return for each arm and repetition the seconds of a call, or for pairs the values of `together`; each repetition starts
-    with another arm."""
+    """Return for each variant and repetition the seconds of a call, or for pairs the values of `together`; each repetition
+    starts with another variant."""
     names, found = list(arms), {name: list[float]() for name in arms}
     for repetition in range(repetitions + 1):
         start = repetition % len(names)

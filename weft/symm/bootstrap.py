@@ -2,16 +2,17 @@
 
 Protocol. Each rank listens on a socket in the abstract namespace under a random 128-bit name, and publishes the name and a random
 token through the process group's store. A rank connects to every lower rank and accepts from every higher one. It sends one
-packet on that connection, which says who it is, shows the token of the rank that it meant to reach, and passes one end of a fresh
-socket pair. Only the pair is used from there on (an accepted socket would keep the listener's name). When a rank has all its
-sockets, it sends "ready" with the peer's token on each of them, and waits for the same from all. Then it closes the listener and
-wipes its published entry: nothing has a name, and only the pairs remain.
+packet on that connection: its identity, the token of the rank that it means to reach, and one end of a new socket pair.
+From then on only the pair is used (an accepted socket would keep the listener's name). When a rank has all its sockets, it
+sends "ready" with the peer's token on each of them, and waits for the same from all. Then it closes the listener and wipes
+its published entry: nothing has a name, and only the pairs remain.
 
-Entries say which kernel and network namespace a rank is in, since no such socket leads elsewhere: all ranks refuse a group on
-several hosts. A rank that fails half-way leaves the reason in its entry and hangs up. The reason is for ranks whose entries it
-had seen. If it is an error of its own and not a missed deadline, it is also for every other rank once, even one that comes later.
+Entries contain a rank's kernel and network namespace, because such sockets do not leave them: all ranks refuse a group on
+several hosts. A rank that fails half-way leaves the reason in its entry and hangs up. The reason is for ranks whose entries
+it had seen. If it is an error of its own and not a missed deadline, the reason is also for every other rank once, even for
+a rank that arrives later.
 
-Ranks do not wait for a dead peer: an entry contains the pid, and `ended` tells what is known otherwise.
+Ranks do not wait for a dead peer: an entry contains the pid, and `ended` returns other knowledge of the peer's end.
 
 Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. A connection that
 has not identified itself delays nobody: the listener is polled together with all such sockets. Entries of an earlier attempt that
@@ -47,10 +48,10 @@ from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it checks that they are alive
-_REASON_S = 1.0  # how long a rank that hung up may take to say why: it does so before, but the store may be slow
+_REASON_S = 1.0  # wait for the reason of a rank that hung up: the store may be slow
 NO_TRANSPORT = "a transport between hosts is missing: make one group per host (and container)"
 _MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the oldest is closed
-MAX_PACKET = 64 * 1024  # far below every default socket buffer (208 KiB), so that a send of one message never stalls
+MAX_PACKET = 64 * 1024  # far below the default socket buffer (208 KiB), so that a send of one message never blocks
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-_heard: set[tuple[int, str]] = set()  # by this rank: errors of others, by the name of the attempt that they ended
+_heard: set[tuple[int, str]] = set()  # by this rank: errors of other ranks, by the name of the attempt that they ended
 _spare = [
     os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 ]  # for last words in a store that is a file, when no other one is left
@@ -109,13 +110,13 @@ def connect(
 ) -> list[Peer]:
     """Return a connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
 
-    Raises `RefusedError` if the ranks are not all on this host; `DeadlineError` naming the ranks that have not come within
-    `deadline_s` seconds; `PeerLostError` if another rank died or gave up in the middle, with its reason, or if the store is gone
-    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError` for an error of
-    this rank (no descriptor is left, say). After any error nothing stays open, and the peers are notified.
+    Raises `RefusedError` if the ranks are not all on this host; `DeadlineError` naming the ranks that have not arrived
+    within `deadline_s` seconds; `PeerLostError` if another rank died or gave up in the middle, with its reason, or if the
+    store is gone with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError`
+    for an error of this rank (no descriptor is left, say). After any error nothing stays open, and the peers are notified.
 
-    ended: returns what is known from elsewhere of a rank whose process has ended, else "". Of a rank that died before it came
-    here nothing else is known, not even its pid, so the others wait for it until the deadline.
+    ended: returns knowledge from elsewhere of a rank whose process has ended, else "". If a rank died before it arrived
+        here, not even its pid is known, so the others wait for it until the deadline.
     """
     if world_size == 1:
         return []
@@ -150,8 +151,8 @@ def _connect(setup: _Setup) -> list[Peer]:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """Publish the last words although no descriptor was left. The sockets are closed now; if there were none yet, the spare one
-    helps."""
+    """Publish the last words although no descriptor was left. Closed sockets have freed descriptors; without sockets, the
+    spare descriptor is used."""
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
         setup.say(words)
@@ -216,7 +217,7 @@ class _Setup:
             self._reach(other)
         while len(self.peers) < self.world_size - 1:
             self._accept()
-        # All ranks must have met the same attempt of each rank: a rank that failed and came back has a new name.
+        # All ranks must have met the same attempt of each rank: a rank that failed and returned has a new name.
         names = [self.entries[r].name for r in range(self.world_size)]
         attempt = hashlib.sha256(" ".join(names).encode()).hexdigest()
         for peer in self.peers.values():
@@ -264,7 +265,7 @@ class _Setup:
         if (cause and (self.rank, cause) not in _heard) or self.name in entry["met"]:
             _heard.add((self.rank, cause))
             self.cause = cause
-            if entry["refused"]:  # this rank would find the same, had it seen all entries
+            if entry["refused"]:  # this rank would find the same error from all entries
                 raise RefusedError(entry["gave_up"])
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}")
 
@@ -369,8 +370,8 @@ class _Setup:
             raise self._lost(rank, str(error)) from error
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
-        """Return the error for a known rank that has hung up, with its reason or the news of its death. Either may take it a
-        moment."""
+        """Return the error for a known rank that has hung up, with its reason or the news of its death. Either may take a
+        moment to arrive."""
         until = time.monotonic() + _REASON_S
         self.gave_up.pop(rank, None)
         # It may have hung up on a rank whose entry it had not read yet: its words are the reason all the same.
@@ -387,12 +388,12 @@ class _Setup:
         time.sleep(0.002)
 
     def _still_wait_for(self, missing: list[int]) -> None:
-        """Raise if no time is left, or if one of these ranks will never come."""
+        """Raise if no time is left, or if one of these ranks will never arrive."""
         for rank in missing:
             self._raise_if_ended(rank)
         if self.has_looked_again:
             raise self._too_late(missing)
-        # This process may have been stopped, and the ranks may have come meanwhile.
+        # This process may have been stopped, and the ranks may have arrived meanwhile.
         self.has_looked_again = time.monotonic() >= self.until
 
     def _raise_if_ended(self, rank: int) -> None:

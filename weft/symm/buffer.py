@@ -14,14 +14,15 @@ from weft.symm.communicator import Communicator, communicator
 
 
 class SymmetricBuffer:
-    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write all of them.
+    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write the tensors of all
+    ranks.
 
-    Zero at first. Reads and writes are plain loads and stores: a `Signal` (or another synchronisation) must tell when a peer's
-    write has arrived. `local` is this rank's tensor, `peer(rank)` any rank's (group ranks). After `close()` both raise, while
-    tensors taken before stay valid. The system gets the memory back when the last rank drops it.
+    Zero at first. Reads and writes are plain loads and stores: a `Signal` (or another synchronisation) must order them
+    after a peer's writes. `local` is this rank's tensor, `peer(rank)` any rank's (group ranks). After `close()` both raise,
+    while tensors taken before stay valid. The system gets the memory back when the last rank drops it.
 
-    Raises `DisagreementError` if ranks ask for different shapes or dtypes, or `OutOfSharedMemoryError` if there is no room, on
-    every rank; and the errors of `weft.symm.communicator.communicator`.
+    Raises on every rank: `DisagreementError` if ranks request different shapes or dtypes, `OutOfSharedMemoryError` if there
+    is no room, and the errors of `weft.symm.communicator.communicator`.
     """
 
     def __init__(

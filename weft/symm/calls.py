@@ -1,15 +1,15 @@
-"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not meet, peers hear of refusals and
-compare calls.
+"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not meet, peers are notified of
+refusals and compare calls.
 
-A rank that refuses a call notifies its peers, and each peer answers. A peer that has not come to this call yet refuses it too,
-and the group lives on. It also lives on if the peer has refused the call by itself. A peer that has made the call has sent what
-the refusing rank will never answer: that ends the group. Until all have answered, the rank that refused makes no other call,
-since that call would pair with the one that its peers have made.
+A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached this call yet refuses it
+too, and the group lives on. It also lives on if the peer has refused the call by itself. If a peer has made the call, the
+refusing rank will never take part in it: that ends the group. The refusing rank makes no other call until all peers have
+answered, because its next call would pair with the call that its peers have made.
 
 Each rank keeps a digest of its calls up to each call. The watchdog thread sends the newest digest to the peers, a few times a
-second, and each peer compares it with its own digest up to the same call. A difference ends the group: ranks have made calls of
-other sizes, dtypes or options, and their results are wrong. This costs a call less than a microsecond. A difference is found
-after the fact, by when ranks have made up to a quarter of a second of calls.
+second, and each peer compares it with its own digest up to the same call. A difference ends the group: ranks have made
+calls of different sizes, dtypes or options, and their results are wrong. This costs a call less than a microsecond. A
+difference is found after the fact, up to a quarter of a second later.
 
 `WEFT_CHECK_CALLS=1` is a mode for finding ranks that make different calls. Each rank sends its peers the number and the place of
 every call (operator, file and line). A peer's watchdog thread compares it with its own call of this number, off the critical
@@ -32,7 +32,7 @@ from weft.symm.layers import NOTHING, Layers, MadeLayers, Noted, words_differ
 
 _NUMBER = struct.Struct("<q")
 _DIGEST = struct.Struct("<qQQQ")  # a call's number, the digest up to this call, and the words of layers
-_KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message is on its way
+_KEPT = 1 << 14  # digests: more calls than a rank makes while a peer's message travels
 
 
 class GroupCalls(_core.CallCounts):
@@ -47,7 +47,7 @@ class GroupCalls(_core.CallCounts):
         self.misused = ""  # the misuse, found before a communicator could notify the peers
         self.made = MadeCalls()
         self.layers = Layers(self)
-        """Their options, for the next call to take along."""
+        """The options of layers, which the next call carries."""
         self._here: set[int] = set()
         self._there: dict[int, str] = self.refused_by_peers
         self._refused_last = 0
@@ -95,7 +95,7 @@ class GroupCalls(_core.CallCounts):
     def answer(self, message: bytes) -> bytes | None:
         """Return the answer to a peer's refusal: this rank will not make the call.
 
-        None during that call: this rank then either refuses it as well and says so, or makes it, which ends the group.
+        None during that call: this rank then either refuses it too and notifies the peer, or makes it, which ends the group.
         """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]
@@ -128,7 +128,7 @@ def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None
 
 
 class MadeCalls(_core.CallDigest):
-    """A digest up to each call of this rank, and whether peers have made the same calls.
+    """The digest up to each call of this rank, and the comparison with peers' digests.
 
     `note(fingerprint, what)` adds a call, or a part of a call. fingerprint: equal on all ranks that call the same.
     """
@@ -162,7 +162,7 @@ class MadeCalls(_core.CallDigest):
         if number > self.last:
             self._early[rank] = message[: _DIGEST.size] + what
             return ""
-        if number <= self.last - _KEPT // 2:  # about to be overwritten; newer news will be compared
+        if number <= self.last - _KEPT // 2:  # about to be overwritten; a newer message will be compared
             return ""
         between = f"between call {self._agreed + 1} and call {number} of this group"
         if self.digest_at(number) != digest:

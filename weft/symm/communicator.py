@@ -34,7 +34,7 @@ from weft.symm.groups import is_registered, store_of
 from weft.symm.memory import Region
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
-_LOOK_S = 0.1  # how long a native wait may last before Python checks for Ctrl-C and goodbyes
+_LOOK_S = 0.1  # interval at which a native wait returns to Python to check for Ctrl-C and goodbyes
 _COME_OUT_S = 1.0  # how long the exit of the process waits for threads
 _LET_GO_S = 0.1  # and then, while they live, for their clean-up
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -44,7 +44,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Give set-up waits of this thread this deadline, unless it is None or a wait has its own.
 
-    It is a caller's deadline, or the deadline of calls in which ranks compile or measure between set-up steps.
+    It is a caller's deadline, or the deadline of calls that compile or measure between set-up steps.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -70,7 +70,7 @@ class Communicator:
         self.device = device
         reached = {self.rank, *(peer.rank for peer in peers)}  # by sockets, over which mapped memory is exchanged
         self.mapped = tuple(rank in reached for rank in range(self.world_size))
-        """By rank: True if its memory can be addressed here. True for every rank of a group on one host."""
+        """For each rank, True if this process can address its memory. True for every rank of a group on one host."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the communicator
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
@@ -126,13 +126,13 @@ class Communicator:
 
     @property
     def health(self) -> _core.Health:
-        """Its `is_well()` is true if `check` would find nothing, as far as that shows at once."""
+        """The native health record. Its `is_well()` is True if `check` would raise nothing, without a full check."""
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
         """Have every `check()` call the method `look`, as long as its object exists.
 
-        It is for objects that may know of a failure before the group does, and then poison the group.
+        For objects that may detect a failure before the group does, and then poison the group.
         """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
@@ -141,7 +141,8 @@ class Communicator:
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Declare this group unusable here, because of `text`. Every peer finds the same and declares it for itself."""
+        """Declare this group unusable here, because of `text`. Every peer finds the same fault and declares its own side
+        unusable."""
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
@@ -189,8 +190,8 @@ class Communicator:
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         while True:
-            # Checked before the counter is read: a peer that has said goodbye has by then written all it ever will. And a process
-            # that was stopped past its deadline may find that the counter has been raised meanwhile.
+            # Check before reading the counter: a peer that has said goodbye has finished all its writes. And a process that
+            # was stopped past its deadline may find that the counter has been raised meanwhile.
             left, remaining = self._who_left(peer), until - time.monotonic()
             patience_s = 0.0 if left else max(0.0, min(remaining, _LOOK_S))
             outcome, found = _core.signal_wait(address, wanted, patience_s, control.failed_address)
@@ -304,10 +305,10 @@ def communicator(
     interpreter exits; each of these is an orderly goodbye.
 
     Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this rank;
-    `RefusedError` if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a
-    rank does not come, late or dead; `PeerLostError` if a rank fails or dies after it has come, or is known to have ended from
-    another group, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or thread for
-    it.
+    `RefusedError` if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError`
+    if a rank does not arrive in time; `PeerLostError` if a rank fails or dies after its arrival, or is known from another
+    group to have ended, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or
+    thread for it.
     """
     if not isinstance(device, torch.device):
         device = torch.device(device)
@@ -333,7 +334,7 @@ def communicator(
             failures.tell(group, group.rank())
             raise
         made = Communicator(group, device, peers)
-        if misused := calls_of(group).misused:  # misuse from before there was a communicator to notify
+        if misused := calls_of(group).misused:  # misuse from before the communicator existed
             made.poison(misused)
         with _cache_lock:
             _cache.append(made)
@@ -349,7 +350,7 @@ def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | Non
             if known.device != device:
                 raise ValueError(f"this group has a communicator on {known.device}: close it to use {device}")
             return known
-        if not is_registered(known._group()):  # destroyed, though something still refers to it
+        if not is_registered(known._group()):  # destroyed, although references to it remain
             known._close("its process group was destroyed")
     return None
 
@@ -382,16 +383,16 @@ def close_all() -> None:
 def _leave_all() -> None:
     """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
-    Threads that wait in native code are notified of the end of their communicator. A thread that returned from native code while
-    the interpreter ends would abort the process. So would a thread that drops tensors then, as it does with the traceback that it
-    leaves with: `_LET_GO_S` is for that.
+    Threads that wait in native code are notified of the end of their communicator. A thread that returned from native code
+    while the interpreter ends would abort the process. So would a thread that drops tensors then, for example with a
+    traceback: `_LET_GO_S` gives it time.
     """
     came_out = _threads_inside()
     close_all()
     until = time.monotonic() + _COME_OUT_S
     while (inside := _threads_inside()) and time.monotonic() < until:
         came_out |= inside
-        time.sleep(0.001)  # lets them get the interpreter's lock
+        time.sleep(0.001)  # lets them acquire the GIL
     until = time.monotonic() + _LET_GO_S
     while came_out & sys._current_frames().keys() and time.monotonic() < until:
         time.sleep(0.001)

@@ -1,14 +1,15 @@
-"""The control plane of a group: news that a rank has failed or left, and small messages during set-up.
+"""The control plane of a group: notifications that a rank has failed or left, and small messages during set-up.
 
 A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.bootstrap`), so that news arrives while this rank
 computes or waits:
 
 - *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
-- *goodbye*: the peer left in order, and why. This is no failure, until a rank waits for something only that peer could do;
+- *goodbye*: the peer left in order, and why. This is no failure unless a rank waits for a signal that only that peer could
+  set;
 - *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on their position;
 - *lost*: a peer saw another rank die. Every rank sees that by itself too; the message makes all ranks name the same cause;
-- *call*: a peer's call, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: a call that it
-  does not make, and *answer*: it will not make a call that this rank refused (`weft.symm.calls`);
+- *call*: a peer's call, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: a call
+  that the peer does not make; *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
@@ -54,7 +55,7 @@ class Control:
     """The control plane of rank `rank` of `world_size`. It takes over the sockets of `peers`.
 
     failed: called with a failure at once, in the thread that notices it. afterwards: called on the watchdog's thread when all
-    callbacks have run. If there is no descriptor or no thread for a watchdog, the peers are notified before the error is raised.
+    callbacks have run. Without a descriptor or a thread for a watchdog, the constructor notifies the peers and raises.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class Control:
         self._begun = {peer.rank: b"" for peer in peers}  # beginnings of messages whose end has not arrived
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._calls, self._log = calls, CallLog(rank, world_size, self.poison)
-        # Guards everything above and the life of descriptors. Reentrant: an interrupt may strike inside a Condition's own
-        # __enter__, which is Python, and would leave the lock taken forever.
+        # Guards all attributes above and the life of descriptors. Reentrant: an interrupt inside a Condition's own
+        # __enter__, which is Python, would leave the lock taken forever.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
@@ -234,8 +235,8 @@ class Control:
 
     @contextlib.contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """Fail the group if a collective does not complete. A rank that has sent or taken only a part would be out of step
-        forever."""
+        """Fail the group if a collective does not complete. A rank that has sent or received only a part would stay out of
+        step."""
         try:
             yield
         except BaseException as error:  # Ctrl-C, say. No effect if the group has failed before
@@ -265,7 +266,7 @@ class Control:
                 if remaining > 0:
                     self._changed.wait(remaining)
                     continue
-                # This process may have been stopped, with messages in its sockets that the watchdog has not read yet.
+                # This process may have been stopped, and the watchdog may have unread messages in its sockets.
                 self._changed.wait_for(lambda: all(self._inbox.values()) or self._word.value, _LAST_LOOK_S)
                 has_looked_again = True
             return {rank: inbox.popleft() for rank, inbox in self._inbox.items()}

@@ -21,7 +21,7 @@ from weft.symm.memory import SharingRanks, lent
 from weft.words import counted
 
 _CPU = torch.device("cpu")
-_KEEP_FREE = 0.05  # share of free memory: a machine without any is no better off than a refused request
+_KEEP_FREE = 0.05  # share of free memory that stays free: a refusal is better than an exhausted machine
 
 
 class CpuRegion:
@@ -66,8 +66,8 @@ class CpuRegion:
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
     """Reserve memory and exchange it; see `Communicator.allocate`. After each of three rounds all ranks know the same."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # 1. Check that there is room for all ranks before any rank takes memory: reserving more than there is wakes the kernel's
-    # out-of-memory killer instead of failing.
+    # 1. Check that there is room for all ranks before any rank reserves memory: reserving too much triggers the kernel's
+    # out-of-memory killer instead of an error.
     rooms = comm.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])
@@ -102,7 +102,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
 
 
 def _room() -> tuple[int, str]:
-    """Return the free bytes, and the error of asking for them or ""."""
+    """Return the free bytes, and the error of the query or ""."""
     try:
         return available_bytes(), ""
     except OSError as trouble:  # no descriptor to read it with

@@ -1,9 +1,9 @@
 """Symmetric memory on GPUs: slabs of device memory that every rank maps, from which regions are cut.
 
 A slab is one allocation of each rank (`weft.symm.cuda_driver`), mapped by every rank of the group over NVLink or PCIe peer
-access. It lives as long as its communicator and the tensors over it. Regions are cut from slabs and may be given back to them. All
-ranks cut alike: `allocate` is collective, takes the same size everywhere, and places the region where every rank has room. Every
-wait is one of the communicator's, with its deadline.
+access. It lives as long as its communicator and the tensors over it. Regions are cut from slabs and may be given back to
+them. All ranks cut slabs in the same way: `allocate` is collective, gets the same size on every rank, and places the region
+where every rank has room. Every wait is one of the communicator's, with its deadline.
 
 A group of one rank needs no peer: its slab is ordinary memory.
 """
@@ -147,7 +147,8 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
     if len(set(sizes)) > 1:
         raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
     wanted = _rounded(nbytes)
-    # Small regions avoid the rest of large slabs: they would keep such a slab when all else in it has gone.
+    # Small regions avoid the free parts of large slabs: otherwise they would keep such a slab after its other regions are
+    # gone.
     small = wanted <= _SLAB_BYTES // 8
     kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
     place = smallest_place([[() if k else f for f, k in zip(free, kept, strict=True)] for _, free in asked], wanted)
@@ -187,7 +188,7 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same bytes in as few intervals as possible, ascending."""
+    """Merge the intervals into as few as possible, in ascending order."""
     result: list[Interval] = []
     for first, end in sorted(intervals):
         if result and first <= result[-1][1]:

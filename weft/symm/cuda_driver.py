@@ -1,8 +1,8 @@
 """Device memory that other processes can map, from CUDA's driver: made, sent as a file descriptor, mapped, cleared.
 
-torch's symmetric memory does the same, but waits for peers inside, without a deadline and holding the interpreter's lock. A peer
-that dies or stops meanwhile blocks every thread of the process. Nothing here waits. Descriptors travel over a communicator's
-sockets (`weft.symm.cuda`), which have deadlines and notice a death.
+torch's symmetric memory does the same, but waits for peers inside, without a deadline and holding the interpreter's lock. A
+peer that dies or stops meanwhile blocks every thread of the process. This module never waits. Descriptors travel over a
+communicator's sockets (`weft.symm.cuda`), which have deadlines and notice a death.
 
 The driver library comes with the GPU's driver, and is loaded at the first use.
 """
@@ -145,8 +145,8 @@ class Mapping:
         self.address, self.nbytes, self.device = address, nbytes, device
 
     def __del__(self) -> None:
-        # Enqueued work may still use the mapping. If that cannot be waited for (a capture, a broken device, the end of the
-        # interpreter), the memory stays mapped until the process ends.
+        # Enqueued work may still use the mapping. If waiting for it is impossible (a capture, a broken device, interpreter
+        # exit), the memory stays mapped until the process ends.
         with contextlib.suppress(Exception):
             torch.cuda.synchronize(self.device)
             with torch.cuda.device(self.device):

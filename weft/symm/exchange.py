@@ -1,4 +1,4 @@
-"""A small all-gather through shared memory: the ranks of a CPU call agree on it in microseconds, without sockets.
+"""A small all-gather through shared memory: CPU ranks agree on a call in microseconds, without sockets.
 
 Every rank publishes its payload in its own memory, raises its own counter to the epoch, and reads each peer's payload when the
 peer's counter reaches the epoch. Two slots, used by alternate epochs, are enough: a rank that publishes epoch e + 1 has finished
@@ -47,7 +47,7 @@ class Exchange:
         """Return every rank's payload of this round, by rank.
 
         Raises `ValueError` if the payload is longer than `nbytes` (nothing is published then: this rank may call again with a
-        shorter payload), and the errors of `Communicator.wait`, in which `name` says what the ranks were agreeing on.
+        shorter payload), and the errors of `Communicator.wait`, in which `name` names the subject of the exchange.
         """
         if len(payload) > self.nbytes:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Failures of process groups, and the callbacks that want to hear of them.
+"""Failures of process groups, and callbacks for them.
 
 Failures belong to groups and not to communicators: a group that has failed on a type of device stays failed when its
 communicators are closed.
@@ -27,8 +27,8 @@ _log = logging.getLogger("weft")
 def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], None]:
     """Have `callback(error)` called when `group` fails: a rank died, was late, left too early, or met an error in a call.
 
-    For launchers that continue with the remaining ranks. `error` says what happened: a `PeerLostError`, whose `rank` is the lost
-    rank, or a `PoisonedGroupError`. Every living rank is notified, whether it computes, waits or sleeps.
+    For launchers that continue with the remaining ranks. `error` is a `PeerLostError`, whose `rank` is the lost rank, or a
+    `PoisonedGroupError`. Every living rank is notified, whether it computes, waits or sleeps.
 
     The callback runs at most once, on weft's thread that watches the group, right after waits for peers have been released. If
     the group has failed already, it runs at once, on this thread. Keep it short, and call no collective in it: note the error,
@@ -36,7 +36,7 @@ def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], Non
     seconds. Exceptions of the callback are logged. A group that ends in order (it is destroyed, the process exits) has not
     failed.
 
-    Not collective. weft watches a group from the first call of weft on it; a group without calls does not fail.
+    Not collective. weft watches a group from weft's first call on it; a group without calls does not fail.
 
     Returns a function that removes the callback. Raises `ValueError` if this rank cannot make calls on `group`.
     """
@@ -75,7 +75,7 @@ def tell(group: dist.ProcessGroup, rank: int) -> None:
 
 @contextlib.contextmanager
 def logged(rank: int) -> Iterator[None]:
-    """Log an exception of a callback: it may not keep other callbacks from running."""
+    """Log an exception of a callback, so that other callbacks still run."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Process groups as torch keeps them: the group that a caller passes or names, and the store that its ranks share."""
+"""torch's process groups: look-up of the group that a caller passes or names, and of its store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def is_registered(group: dist.ProcessGroup | None) -> bool:
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """Return the process group that a caller passes, or names. Refuse None: the ranks of a default group would wait."""
+    """Return the process group that a caller passes or names. Refuse None, because ranks of a default group would wait."""
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(

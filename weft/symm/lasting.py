@@ -1,8 +1,8 @@
-"""Device memory that is kept from call to call.
+"""Device memory that outlives a call.
 
-A call may run while torch allocates from a temporary pool: `torch.compile(mode="reduce-overhead")` has first calls allocate from
-the pool of the CUDA graphs that it is about to capture, and these graphs overwrite whatever lies there. Such a pool applies to
-one thread, so lasting memory is allocated on another thread.
+A call may run while torch allocates from a temporary pool: in `torch.compile(mode="reduce-overhead")`, first calls allocate
+from the pool of the CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. Such a pool
+applies to one thread, so lasting memory is allocated on another thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Return what `make` returns, with the tensors that it allocates on `device`, in order on this thread's stream."""
+    """Call `make` on another thread, where its tensors on `device` become lasting memory, and return its result. Work is
+    ordered on this thread's stream."""
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)

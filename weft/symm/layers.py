@@ -1,13 +1,14 @@
-"""Options of layers, which ranks compare in addition to the layers' calls.
+"""Options of layers. Ranks compare them in addition to the layers' calls.
 
 A layer applies options around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do not see
 them. So a layer notes its options when its forward begins, and the group's next call carries them:
 
     on CPU    in the meeting of that call (`weft.runtime.meeting`)
-    on GPUs   in the hosts' meeting at the first call of a shape, and in a digest beside that of calls (`weft.symm.calls`)
+    on GPUs in the hosts' meeting at the first call of a shape, and in a digest beside the digest of calls
+    (`weft.symm.calls`)
 
-There are two records, since a single rank may call a layer whose forward is not collective, such as a norm. Compiled graphs note
-nothing. So a record that is empty on a rank is not compared.
+There are two records, since a single rank may call a layer whose forward is not collective, such as a norm. Compiled graphs
+note no options. So a record that is empty on a rank is not compared.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class MadeLayers:
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
     def difference(self, rank: int) -> str:
-        """Return the layers that only this rank has called, and those that only `rank` has called."""
+        """Return the layers that only this rank has called, and the layers that only `rank` has called."""
         here, there = list(self._texts), self._of_peers.get(rank, [])
         mine, theirs = ([one for one in some if one not in others] for some, others in ((here, there), (there, here)))
         if not mine and not theirs:

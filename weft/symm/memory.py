@@ -1,6 +1,6 @@
-"""The interface of symmetric memory on any type of device, and what allocators need of the ranks that share it.
+"""The interface of symmetric memory on any type of device, and the part of a communicator that allocators use.
 
-`weft.symm.cpu` and `weft.symm.cuda` allocate it for a communicator, which is above them.
+`weft.symm.cpu` and `weft.symm.cuda` allocate it for a communicator, which is a layer above.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Region(Protocol):
         """Return a view of `rank`'s memory. It stays valid after `close`, for as long as it is held."""
 
     def owner(self, rank: int) -> Any:
-        """Return an object that keeps `rank`'s memory mapped here while it is held, as a view does."""
+        """Return an object that keeps `rank`'s memory mapped here while the object is held, like a view."""
 
     def close(self) -> None:
-        """Give up the memory. It is unmapped when the last view goes. Other ranks keep what they have mapped."""
+        """Release the memory. It is unmapped with its last view. Other ranks keep their mappings."""
 
     def give_back(self) -> None:
-        """Close the region, and let later regions use its memory. Nothing on any rank may use it any more, views included."""
+        """Close the region, and let later regions use its memory. No view or kernel on any rank may use it any more."""
 
 
 class SharingRanks(Protocol):

@@ -1,7 +1,8 @@
 """A process group's store, queried on a thread of its own.
 
-Another process may keep the store: rank 0, unless a launcher keeps it. torch waits for its answer without end, whatever the
-store's own timeout. If that process is stopped, the caller hangs in native code, which no deadline and no Ctrl-C can interrupt.
+Another process may keep the store: rank 0, unless a launcher keeps it. torch waits for its answer without a limit,
+regardless of the store's own timeout. If that process is stopped, the caller hangs in native code, which no deadline and no
+Ctrl-C can interrupt.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class PatientStore:
     def __init__(self, store: dist.Store, rank: int, until: float) -> None:
         self._store, self._rank, self._until = store, rank, until
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], queue.SimpleQueue] | None] = queue.SimpleQueue()
-        self._is_stuck = False  # a query was left without an answer: by the deadline, or by Ctrl-C
-        # If no thread can be started, queries run on the caller's thread: to be able to report that matters more.
+        self._is_stuck = False  # a query was abandoned, at the deadline or by Ctrl-C
+        # If no thread can be started, queries run on the caller's thread, so that this rank can still report the error.
         self._thread: threading.Thread | None = threading.Thread(
             target=self._answer, name=f"weft-store-{rank}", daemon=True
         )

@@ -1,8 +1,8 @@
 """Timelines as Chrome / Perfetto JSON, laid out like Kineto's, so that Perfetto and trace analysis tools read it.
 
-There is a process per rank (and per arm, if several timelines share a file), and a thread per lane. Spans are complete events
-("X") in microseconds, of category `kernel`, or `gpu_memcpy` with a name starting with "Memcpy" if a span only moves bytes. A
-counter ("C") per rank sums the bytes that left it. Open the file at https://ui.perfetto.dev.
+There is a process per rank (and per variant, if several timelines share a file), and a thread per lane. Spans are complete
+events ("X") in microseconds, of category `kernel`, or `gpu_memcpy` with a name starting with "Memcpy" if a span only moves
+bytes. A counter ("C") per rank sums the bytes that left it. Open the file at https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from weft.trace.picture import bytes_sent
 
 
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """Return the events of `timelines` (name of the arm -> its timeline); each starts at time 0. Raises ValueError if all are
-    empty."""
+    """Return the events of `timelines` (name of the variant -> its timeline); each starts at time 0. Raises ValueError if
+    all are empty."""
     if not any(timelines.values()):
         names = ", ".join(map(repr, timelines))
         raise ValueError(

@@ -43,8 +43,8 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 
 
 def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
-    """Write a PNG: a panel per timeline (name of the arm -> its timeline) with a row per lane, on one time axis, and the bytes
-    sent.
+    """Write a PNG: a panel per timeline (name of the variant -> its timeline) with a row per lane, on one time axis, and
+    the bytes sent.
 
     `title` describes the run; it becomes the file's description. Raises ValueError if a timeline is empty.
     """

@@ -262,8 +262,8 @@ class MatmulAllReduceCall(Reduced):
         little = ({**norm, "eps": 1.0000001e-6}, {**norm, "eps": 1e-6})
         return {
             **super().different(),
-            "norm": (norm, {}, (f"{new}: [8, 8] @ [8, 3] on each of 2 ranks, added up, all",)),
-            "eps": ({**norm, "eps": 0.5}, norm, ("added up and normed (eps 0.5), all of it to each",)),
+            "norm": (norm, {}, (f"{new}: [8, 8] @ [8, 3] on each of 2 ranks, reduced, all",)),
+            "eps": ({**norm, "eps": 0.5}, norm, ("reduced and normed (eps 0.5), all of it to each",)),
             "eps by little": (*little, ("eps=1.0000001e-06); rank 1: MatmulAllReduce(",)),
         }
 

@@ -322,7 +322,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
         by_row = {"A_scale": scales(0, (24, 1), 1), "B_scale": scales(0, (1, 16), 1)}
         return {
             "scales": (by_row, {}, ("scaled by row",)),
-            "out": ({"out_dtype": torch.half}, {}, ("added up in fp16",)),
+            "out": ({"out_dtype": torch.half}, {}, ("reduced in fp16",)),
             "bias": ({"bias": torch.zeros(16, dtype=BF16, device=device())}, {}, ("with a bias",)),
             "fast": ({"use_fast_accum": True}, {}, ("use_fast_accum=True",)),
         }

@@ -1,4 +1,4 @@
-"""Timing across ranks: arms alternate, a repetition takes as long as its slowest rank, and calls come in three modes.
+"""Timing across ranks: variants alternate, a repetition takes as long as its slowest rank, and calls come in three modes.
 
 - `single`: a call, a synchronisation, and the next call, as in a loop that waits for each result. Ranks start together, and then
   their collectives keep them together. (Pauses between calls would let the device idle, after which any launch takes longer.)
@@ -9,9 +9,9 @@
   the common start.
 - `graph`: a call captured in a CUDA graph and replayed, many times as in `queued`: how decoding runs.
 
-Arms alternate in each repetition, since clocks, temperature and neighbours drift. The order changes each time: an arm that always
-follows the same arm would be measured at the clock that this one leaves behind. Repetitions go on while a difference that is to
-be published is within twice its noise, up to a limit.
+Variants alternate in each repetition, since clocks, temperature and neighbours drift. The order changes each time: a
+variant that always follows the same variant would be measured at the clock that this one leaves behind. Repetitions go on
+while a difference that is to be published is within twice its noise, up to a limit.
 
 Timed results can be inspected: the last repetition hands on the output of each row's last call.
 """
@@ -167,13 +167,14 @@ def time_arms(
 ) -> dict[str, Timing]:  # fmt: skip
     """Time `arms` alternately, on all ranks at once; every rank returns the same.
 
-    The slowest arm gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through `input_sets`.
-    `advance` is called after each repetition with its share of the whole. For `graph` an arm is the call that replays. `waiting`:
-    arms that wait for the device in each call.
+    The slowest variant gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through
+    `input_sets`. `advance` is called after each repetition with its share of the whole. For `graph` a variant is the call
+    that replays. `waiting`: variants that wait for the device in each call.
 
-    claims: pairs of arms whose difference matters; while it is not clear, the two are repeated up to `_LONGER` times as often.
-    before_last, inspect: called before the last repetition, and in it after each arm's row, with the arm's name, the input set and
-    the output of the row's last call, in the same order on all ranks.
+    claims: pairs of variants whose difference matters; while it is not clear, the two are repeated up to `_LONGER` times as
+        often.
+    before_last, inspect: called before the last repetition, and in it after each variant's row, with the variant's name,
+    the input set and the output of the row's last call, in the same order on all ranks.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
@@ -191,7 +192,7 @@ def time_arms(
             mine[name].append(taken.measure(repetition))
             if looking:
                 inspect(name, *taken.last)
-            taken.last = (0, None)  # frees its memory for the other arms
+            taken.last = (0, None)  # frees its memory for the other variants
 
     def found() -> dict[str, Timing]:
         timings = {}

@@ -1,8 +1,8 @@
-"""Checks and timings of arms, the same for every operator: first calls, checks on poisoned memory, graphs, timings.
+"""Checks and timings of variants, the same for every operator: first calls, checks on poisoned memory, graphs, timings.
 
-An arm is one way to compute the output of a workload. An arm is timed only after its output was compared with the float64
-reference. The timed output is compared too: the last output of a row of calls, or of replays of a graph. A time with a wrong
-output is dropped.
+A variant is one way to compute the output of a workload. A variant is timed only after its output was compared with the
+float64 reference. The timed output is compared too: the last output of a row of calls, or of replays of a graph. A time
+with a wrong output is dropped.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ class Workload(ABC):
     waiting: Collection[str] = ()
     """Arms that wait for the device in each call: they are not enqueued ahead, and not captured."""
     claims: Collection[tuple[str, str]] = ()
-    """(arm, baseline) pairs with published differences: they are repeated until the difference exceeds its noise."""
+    """(variant, baseline) pairs with published differences: they are repeated until the difference exceeds its noise."""
 
     @abstractmethod
     def reference(self, which: int) -> Any:
         """Return this rank's output for that input set, in float64 and two-dimensional. Collective."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
-        """Return pairs of arms that run the same schedule: their difference is noise, and no claim."""
+        """Return pairs of variants that run the same schedule: their difference is noise, and no claim."""
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
-        """Note the first call of arm `name`."""
+        """Note the first call of variant `name`."""
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Return the largest error that arm `name` may have, given all arms' errors."""
+        """Return the largest error that variant `name` may have, given all variants' errors."""
 
     def differs(self, name: str, how: str) -> str:
-        """Return the beginning of the message about a wrong arm."""
+        """Return the beginning of the message about a wrong variant."""
         return f"{name}{how} differs from the float64 reference"
 
     def poison(self, name: str, output: torch.Tensor) -> None:
-        """Fill a discarded output of the arm with NaN."""
+        """Fill a discarded output of the variant with NaN."""
         output.fill_(math.nan)
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """Return the rows of an arm's output that must equal the reference; arms may leave other rows undefined."""
+        """Return the rows of a variant's output that must equal the reference; variants may leave other rows undefined."""
         return output
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Any) -> float:
@@ -96,9 +96,10 @@ memory before it is checked."""
 
 @dataclass
 class Results:
-    """The results by arm or by (mode, arm); the same on every rank.
+    """The results by variant or by (mode, variant); the same on every rank.
 
-    wrong: messages about arms that differ from the reference; they are not timed, or not in every mode. not_captured: reasons.
+    wrong: messages about variants that differ from the reference; they are not timed, or not in every mode. not_captured:
+        reasons.
     graphs: of captured calls, by input set."""
 
     errors: dict[str, float]
@@ -153,7 +154,7 @@ def measure_arms(
 ) -> Results:  # fmt: skip
     """Check `arms`, then time them and the calls `beside` them, whose results are not checked. Collective.
 
-    In `graph` mode, arms that wait for the device are left out."""
+    In `graph` mode, variants that wait for the device are left out."""
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(arms, work.ranks, work.called)
     found = check(arms, work)
@@ -163,9 +164,9 @@ def measure_arms(
     step(f"{work.name}: checking every variant", STEPS)
 
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
-        """Return (times; errors of the last output of each arm's row)."""
+        """Return (times; errors of the last output of each variant's row)."""
         seen: dict[str, float] = {}
-        references: dict[int, Any] = {}  # all arms' last calls are on the same input set
+        references: dict[int, Any] = {}  # all variants' last calls are on the same input set
 
         def inspect(name: str, which: int, output: Any) -> None:
             if name in arms:
@@ -209,7 +210,7 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
 
 
 def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda name: None) -> dict[str, float]:
-    """Return milliseconds of each arm's first call with a synchronisation, the slowest rank's. called: gets each name.
+    """Return milliseconds of each variant's first call with a synchronisation, the slowest rank's. called: gets each name.
     Collective."""
     found = {}
     for name, arm in arms.items():
@@ -223,11 +224,11 @@ def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda
 
 
 def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: Results | None = None) -> Results:
-    """Add the error of each arm, relative to the largest element, over all input sets, to `found`. Collective.
+    """Add the error of each variant, relative to the largest element, over all input sets, to `found`. Collective.
 
-    Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that memory that
-    is not written anew shows. With a recorder, the checked call is the replay of a captured call, into memory full of NaN. The
-    first arm is the baseline; if it is wrong, raise RuntimeError.
+    Before each checked call the variant computes another input set and its result is filled with NaN and dropped, so that
+    memory that is not written anew shows. With a recorder, the checked call is the replay of a captured call, into memory
+    full of NaN. The first variant is the baseline; if it is wrong, raise RuntimeError.
     """
     found = found or Results(dict.fromkeys(arms, 0.0))
     for which in range(work.input_sets):
@@ -246,7 +247,7 @@ def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: R
 
 
 def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
-    """Return True and note it if an arm's error is too large; raise RuntimeError if `must`."""
+    """Return True and note it if a variant's error is too large; raise RuntimeError if `must`."""
     if error <= (limit := work.limit(name, found.errors)):
         return False
     found.wrong[name] = (
@@ -260,7 +261,7 @@ def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str,
 def _output(
     name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Results
 ) -> torch.Tensor | None:
-    """Return the arm's output in memory that was full of NaN; None if it cannot be captured."""
+    """Return the variant's output in memory that was full of NaN; None if it cannot be captured."""
     graph, output = None, None
     if name in found.not_captured:
         return None

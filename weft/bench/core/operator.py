@@ -127,7 +127,7 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def arm(self, name: str) -> Callable[[int], torch.Tensor]:
-        """Return an arm of such a pair, for calls that are not captured."""
+        """Return a variant of such a pair, for calls that are not captured."""
 
     @abstractmethod
     def resized(self, size: int) -> Self:

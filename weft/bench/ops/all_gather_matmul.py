@@ -148,7 +148,7 @@ class GatherVariants(TorchVariants):
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
-        """The peers' memory for the copies, allocated late: the first call of an arm pays for its own memory."""
+        """The peers' memory for the copies, allocated late: the first call of a variant pays for its own memory."""
         return self.places(self.problem.rows[self.ranks.rank], self.config.k, self.operands)
 
 

@@ -58,7 +58,7 @@ class Traffic:
 
 
 class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
-    """The arms' data and records."""
+    """The variants' data and records."""
 
     baselines = BASELINES
     claims = tuple((DEFAULT, baseline) for baseline in BASELINES)
@@ -66,8 +66,8 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     # --- variants and their records ---
 
     def arms(self, wanted: Sequence[str]) -> tuple[Mapping[str, Arm], dict[str, Call], list[str]]:
-        """Return the arms; beside serial variants their pooling alone, beside the variant that selects the baseline's exchange
-        alone."""
+        """Return the variants; beside serial variants their pooling alone, beside the variant that selects the baseline's
+        exchange alone."""
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_arm(name, self) for name in names if why_not(name, self.ranks.device) is None}
         pools: dict[str, Call] = {
@@ -154,7 +154,7 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
         return Scale(scale, scale)
     free = free_bytes(ranks)
     if ranks.device.type == "cuda":
-        # FBGEMM keeps a copy of the tables. All arms together keep about ten outputs; the reference counts as two.
+        # FBGEMM keeps a copy of the tables. All variants together keep about ten outputs; the reference counts as two.
         share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
         rows_bytes = 2e9 if options.quick else math.inf
     else:
@@ -193,7 +193,8 @@ class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
     # --- tables in documents ---
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return the baselines of the default variant only. Every arm's time is shown, but more ratios would not be readable."""
+        """Return the baselines of the default variant only. Every variant's time is shown, but more ratios would not be
+        readable."""
         variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]

@@ -118,7 +118,7 @@ Pool = Callable[[int], torch.Tensor]
 
 
 class SerialArm:
-    """An arm that pools, then exchanges, then unpacks."""
+    """A variant that pools, then exchanges, then unpacks."""
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool]):
         self.work, sharding = work, work.config.sharding
@@ -288,7 +288,7 @@ POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Return why arm `name` cannot run here, None if it can; raise ValueError for an unknown name."""
+    """Return why variant `name` cannot run here, None if it can; raise ValueError for an unknown name."""
     if name not in (*POOLS, PER_TABLE, CHOOSES) and parse(name) is None:
         raise ValueError(
             f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE, CHOOSES))}, or direct or put, optionally with -natural and "

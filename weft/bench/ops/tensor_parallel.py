@@ -48,9 +48,9 @@ VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
 
 
 class Comparison(Variants):
-    """A block's inputs and arms on one rank. Making one is collective.
+    """A block's inputs and variants on one rank. Making one is collective.
 
-    The results of an arm are its output and all gradients. The reference is the result of `serial`."""
+    The results of a variant are its output and all gradients. The reference is the result of `serial`."""
 
     baselines, claims, input_sets = (BASELINE, ASYNCTP), ((WEFT, BASELINE), (COMPILED, ASYNCTP)), 1
 
@@ -85,7 +85,7 @@ class Comparison(Variants):
     # --- compared results ---
 
     def results(self, name: str, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return this rank's part of `y` and of all gradients, after a call of this arm that returned `y`."""
+        """Return this rank's part of `y` and of all gradients, after a call of this variant that returned `y`."""
         gradients = {f"the gradient of {n}": local(p.grad) for n, p in self.blocks[name].module.named_parameters()}
         return {"y": local(y.detach()), "the gradient of x": local(self.x.grad)} | gradients
 

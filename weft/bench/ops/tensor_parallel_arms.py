@@ -63,7 +63,7 @@ class Arm(NamedTuple):
 
 
 def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Arm]:
-    """Return `compute`, `serial` and the arms of `wanted`, all with the same weights. Collective."""
+    """Return `compute`, `serial` and the variants of `wanted`, all with the same weights. Collective."""
     model = block.model
     torch.manual_seed(0)
     sequence_dim = None if model.whole else 0

@@ -8,17 +8,17 @@ chunk. `weft.builders.output_map.steps` derives the waits, copies and sums from 
     dma_map(c, to=, op=, after=)    the chunk stays until it has `after` updates, including the GEMM's own; then a copy engine
                                     sends it
 
-op="update" adds to the peer's product for the same chunk. op="store" is all that the peer has of the chunk. Chunks are numbered
-as their rank computes them, and ranks are staggered: rank r computes the rows of rank r + 1 first, those of r + 2 next, its own
-last. So the configuration that 4.4 describes, of a ring reduce-scatter on four ranks, is
+op="update" adds to the peer's product for the same chunk. op="store" writes the chunk at the peer, which has no product of
+its own for it. Chunks are numbered as their rank computes them, and ranks are staggered: rank r computes the rows of rank r
++ 1 first, those of r + 2 next, its own last. So 4.4's configuration of a ring reduce-scatter on four ranks is
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
     ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
     schedule = ring.schedule(MatmulReduceScatter(4, M, N, K, "bf16"))
 
-for every rank at once, as ranks are expressions. If ranks differ by more than their place in the ring, write a map for each:
-`schedule_of([mine(rank) for rank in range(4)], problem)`. The functions below are the paper's maps, and ours.
+for every rank at once, because ranks are expressions. If ranks differ by more than their place in the ring, write a map for
+each: `schedule_of([mine(rank) for rank in range(4)], problem)`. The functions below are the paper's maps, and ours.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (figures 11 and 12), 4.2
 (triggers) and 7.1 (other collectives).
@@ -42,7 +42,7 @@ from weft.schedule.schedule import Schedule
 from weft.schedule.steps import CopyBy
 
 Sender: TypeAlias = Literal["store", "dma"]
-"""The sender of a chunk that only this rank computes: the GEMM's stores (remote_map) or a copy engine (dma_map)."""
+"""The sender of a chunk that only this rank computes: stores by the GEMM (remote_map), or a copy engine (dma_map)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,11 @@ class OutputMap:
         self, problem: Target, *, gemm: Gemm = "chunks", add: Add | None = None,
         by: CopyBy = "dma", engines: int = 1, name: str = "output map",
     ) -> Schedule:  # fmt: skip
-        """Return the schedule that maps every rank's output so.
+        """Return the schedule in which every rank's output follows this map.
 
         gemm: "chunks": a cuBLAS GEMM for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
-        add: what adds the updates of a reduce-scatter. "gemm": the GEMM that computes the same chunk, which waits for them.
-            "reduce": a kernel beside the GEMMs, which wait for nothing; a tracked GEMM needs it.
+        add: what adds the updates of a reduce-scatter. "gemm": the GEMM that computes the same chunk, after a wait for the
+            updates. "reduce": a kernel concurrent with the GEMMs, which do not wait; required for a tracked GEMM.
         by: the kind of copy for dma-mapped chunks, a copy engine or a kernel.
         engines: number of chunks that a rank copies at a time, each to another rank: 1 if one peer can have all of a GPU's
             bandwidth (a switch), world_size - 1 if each link leads to one peer (a mesh).
@@ -275,8 +275,8 @@ def ring_all_gather(
 ) -> OutputMap:
     """7.1: "reuses ring-RS's configuration", with stores for updates.
 
-    This rank's chunks stay and go to the left. Chunks from the right go on, except the last, which the left neighbour has
-    computed. A GEMM stores once, so with first="store" a kernel behind it stores again."""
+    This rank's chunks stay and are also sent to the left. Chunks from the right are sent on, except the last chunk, which
+    the left neighbour has computed. A GEMM stores once, so with first="store" a kernel after it stores again."""
     made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     for chunk in range(world * per_rank):
         distance = chunk // per_rank

@@ -1,7 +1,7 @@
 """The combined output maps of all ranks: where each chunk goes, what it receives, and a check that every result is complete.
 
-Maps are written rank by rank, and a mistake in one is a hang or a wrong sum on another. Here they are compared in numbers, before
-a schedule is made of them. Errors name the chunk, the value and the fix.
+Maps are written rank by rank, and an error in a rank's map causes a hang or a wrong sum on another rank. This module
+compares the evaluated maps before a schedule is made from them. Errors name the chunk, the value and the fix.
 
     reduce_scatter   every rank computes every chunk. Each chunk is sent on once, to a rank that adds its own product, until the
                      owner of the rows has the sum: so the chunks of one owner's rows form a tree, with the owner at its root
@@ -127,11 +127,11 @@ class Routes:
     def arriving(self, rank: int, place: int) -> list[int]:
         """Return the ranks that send this chunk here.
 
-        An all-to-all has none: the results of other ranks have places of their own."""
+        Empty for an all-to-all: the results of other ranks have their own places."""
         return [] if self.collective == "all_to_all" else self.sources[rank].get(place, [])
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
-        """Return when each chunk may be sent on, counted in chunks: later than all that it waits for.
+        """Return the time at which each chunk may be sent on, counted in chunks: later than all chunks that it waits for.
 
         in_turn: a GEMM that adds to an arriving chunk waits for it, and later GEMMs of the rank wait with it. Raises `ValueError`
         if a chunk waits for itself."""
@@ -215,7 +215,7 @@ class Routes:
             self.sends[rank][place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
-        """Return the fault of one call by itself."""
+        """Return the fault in a single call."""
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":

@@ -8,13 +8,14 @@ waits.
     to sums     copies the only update of a chunk that stays into the result, where the GEMM adds its own product
     to y        copies arrived chunks from slots into the result
 
-T3's memory adds where updates meet, and today's does not. So every update is a store into a slot of the receiver, one for each
-arriving chunk, and the receiver adds. add=gemm: the GEMM that computes the same chunk adds (beta = 1, in place on the arrived
-chunk), and waits for it. add=reduce: a kernel behind the GEMM adds, and the GEMM does not wait. Updates from several peers are
-reduced in fp32, nearest behind in the ring first, so that equal calls give equal bits.
+T3's memory adds updates in place, and today's memory cannot. So every update is a store into a slot of the receiver, with a
+slot for each arriving chunk, and the receiver adds. add=gemm: the GEMM that computes the same chunk adds (beta = 1, in
+place on the arrived chunk), and waits for it. add=reduce: a kernel behind the GEMM adds, and the GEMM does not wait.
+Updates from several peers are reduced in fp32, in the order of the ring behind the receiver, so that equal calls give equal
+bits.
 
 gemm=tracked: one kernel computes all chunks in the order of production, and sets a chunk's signal when all its tiles are stored,
-here or in a peer's slot: T3's tracker in software. It waits for nothing, so it needs add=reduce.
+here or in a peer's slot: T3's tracker in software. The kernel does not wait, so it needs add=reduce.
 
 A slot is filled again when its last reader signals it (`free`) to each rank that fills slots here. The signal covers all slots of
 that rank, since a run of other sizes may place its chunks differently.
@@ -113,7 +114,7 @@ class _Plan:
             {place: begin + i for i, place in enumerate(p for p in routes.computed(rank) if p not in stored[rank])}
             for rank in range(routes.world)
         ]
-        """By rank and place, the number of the signal of a tracked chunk that stays here at first."""
+        """The number of the signal of each tracked chunk that stays here at first, by rank and place."""
         sent = 1 + max(
             (routes.number[rank][place] for rank in range(routes.world) for place in self._by(rank, "dma_map")),
             default=0,
@@ -218,8 +219,8 @@ class _RankLanes:
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
         """Return the chunks that stay, in groups that are handled together, by the first of each group.
 
-        No peer is signaled about them one by one. All are one group if they follow each other and no GEMM of one waits for an
-        arriving chunk."""
+        Peers get no signals for single chunks. Adjacent chunks form one group if none of their GEMMs waits for an arriving
+        chunk."""
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
         together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]

@@ -119,14 +119,15 @@ class AllGatherMatmul(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """The problem without M, and M of a shard. Uneven shards are planned as they are."""
+        """The problem without M, and M of a shard. Problems with uneven shards are families of their own."""
         if len(set(self.rows)) > 1:
             return self, 0.0
         return replace(self, rows=(1,) * self.world_size), float(self.rows[0])
 
     @property
     def measured_family(self) -> tuple[Hashable, float]:
-        """The problem without M, and M of the largest shard. Uneven shards are measured apart: other schedules send them."""
+        """The problem without M, and M of the largest shard. Uneven shards are measured separately, because other schedules
+        send them."""
         return (replace(self, rows=(1,) * self.world_size), len(set(self.rows)) > 1), float(max(self.rows))
 
     def resized(self, size: float) -> AllGatherMatmul:

@@ -15,8 +15,8 @@ from weft.words import counted
 class AllToAllMatmul(ExpertsProblem):
     """Every token goes to the rank of its expert and is multiplied there by the expert's weights.
 
-    exact: y has exactly as many rows as arrive, which the host has to know; otherwise y has at least as many rows. return_x:
-    return the tokens that arrive too.
+    exact: y has exactly as many rows as arrive, so the host must read their number; otherwise y has at least as many rows.
+    return_x: return the tokens that arrive too.
 
     Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below the
     other, in; y [rows that arrive, n] by expert and then by source rank, received [ranks, experts] int64, the number of these

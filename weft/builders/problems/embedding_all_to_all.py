@@ -74,7 +74,7 @@ class EmbeddingAllToAll(Problem):
     ) -> EmbeddingAllToAll:  # fmt: skip
         """The problem that transport="auto" plans. M: samples of all ranks. N: columns of each table. K: rows that a bag reads.
 
-        serial pools, calls NCCL's all-to-all, and puts the columns in order.
+        serial pools, calls NCCL's all-to-all, and orders the columns.
 
             weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
 

@@ -47,7 +47,7 @@ class ExpertsProblem(Problem):
         if not self.splits:
             object.__setattr__(self, "splits", self._even_splits())
         if [(len(of_rank), sum(of_rank)) for of_rank in self.splits] != [(everywhere, count) for count in self.rows]:
-            raise ValueError(f"splits must be {everywhere} numbers on each rank that add up to its rows={self.rows}")
+            raise ValueError(f"splits must be {everywhere} numbers on each rank that sum to its rows={self.rows}")
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:

@@ -52,7 +52,7 @@ class MatmulReduceScatter(Problem):
     @property
     def text(self) -> str:
         ranks = counted(self.world_size, "rank")
-        return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, added up, {self.rows} rows to each, {self.dtype}"
+        return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, reduced, {self.rows} rows to each, {self.dtype}"
 
     @property
     def has_work(self) -> bool:

@@ -54,7 +54,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     @property
     def text(self) -> str:
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
-        return f"{product}, fp8 scaled by {self.by}, added up in {self.dtype}, {self.rows} rows to each"
+        return f"{product}, fp8 scaled by {self.by}, reduced in {self.dtype}, {self.rows} rows to each"
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

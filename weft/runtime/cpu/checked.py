@@ -19,7 +19,7 @@ from weft.words import counted
 
 
 class Checked:
-    """A schedule evaluated for `rank`. `ScheduleError` if a step of this rank does not fit its memory.
+    """A schedule evaluated for `rank`. Raises `ScheduleError` if a step of this rank does not fit its memory.
 
     lanes: this rank's lanes with steps; the first one runs on the caller's thread. setters: for each counter of this rank, the
     ranks that set it in a run, one entry per set. rows: for each collective of this rank, in order, the rows of all ranks. shared:
@@ -86,7 +86,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
     faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, expected))]
     faults += unread(schedule, rank)
     if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
-        faults.append("collectives are on several lanes, and their library takes them from one thread: put them on one")
+        faults.append("collectives are on several lanes, and gloo takes them from one thread: put them on one lane")
     sets, where = sets_per_run(ranks), declared(schedule, buffers)[rank]
     open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
     for lane in ranks[rank]:

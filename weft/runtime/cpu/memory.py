@@ -1,7 +1,7 @@
 """Resources that all executors of a group on CPU ranks share: shared memory, counters, scratch memory, and threads for lanes.
 
-A group makes one call at a time. So its schedules use the same memory, which is as large as the largest of them needs. Mappings
-and threads do not grow with the number of shapes. They stay until the communicator closes.
+A group makes one call at a time. So its schedules share one memory, of the size that the largest schedule needs. The number
+of mappings and threads does not grow with the number of shapes. They stay until the communicator closes.
 
 Order of runs. Ranks meet before each run (`weft.runtime.meeting`). A rank meets the others only after all of its lanes have ended
 the last run:
@@ -18,8 +18,8 @@ Counters only grow, and all schedules use the same counters, from the first one.
 counter of this rank has had when the current run ends. All sets of earlier runs are done when a run begins. So a counter that is
 n above its value at the end of the last run has had n sets of the current run.
 
-Growth is collective: ranks make executors in the same order, and the needs of these decide the size. Other executors are bound to
-the new memory at their next run (`MemoryUser.map`).
+Growth is collective: ranks make executors in the same order, and the executors' needs determine the size. Other executors
+are bound to the new memory at their next run (`MemoryUser.map`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from weft.symm import Communicator
 _SLACK = 1.25  # least growth factor: growth is rare, and at most a quarter is wasted
 _COUNTERS = 256  # initial number
 BOUND = 64
-"""Number of programs of a group that stay bound to memory: those that ran last. Others are bound again when they run. Bound steps
-keep views of tensors. Thousands of views, made while the large tensors of calls come and go, would fragment the heap."""
+"""The number of a group's programs that stay bound to memory: the most recently run programs. Others are bound again when
+they run. Bound steps keep views of tensors. Thousands of views, made between allocations of large tensors, would fragment
+the heap."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,8 +173,8 @@ class Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        """End the thread after its queued jobs. The caller may be this thread, if garbage collection closes the communicator in
-        it."""
+        """End the thread after its queued jobs. The caller may be this thread, if garbage collection on it closes the
+        communicator."""
         with self._ending:
             self._ended = True
             self._jobs.put(None)

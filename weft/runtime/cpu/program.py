@@ -30,7 +30,8 @@ from weft.schedule.steps import substitute, variables_of
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A step, and the function that does it. rows: each rank's rows in a collective. late: True if only the run knows its sizes."""
+    """A step, and the function that runs it. rows: each rank's rows in a collective. late: True if the step has dynamic
+    sizes."""
 
     step: Step
     name: str
@@ -109,7 +110,7 @@ class Program:
                     bound.call = _not_bound
 
     def bind(self, tensors: Tensors) -> str:
-        """Bind the steps to these tensors. Return "", or a refusal if a tensor does not fit; then nothing has changed.
+        """Bind the steps to these tensors. Return "" or, without any change, a refusal if a tensor does not fit.
 
         If an exception interrupts it (Ctrl-C, no memory), the next run binds again all steps on the tensors that were new here.
         """
@@ -148,7 +149,7 @@ class Program:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
     def _make_outputs(self, known: dict[str, Held]) -> None:
-        """Make the outputs that the caller gave as functions of their number of rows, once that number is known."""
+        """Make the outputs that the caller passed as functions of their number of rows, once the number is known."""
         for given in self._given:
             make = self.run.tensors.get(given.name)
             if given.rows is None or not variables_of(given.rows) <= known.keys() or not callable(make):
@@ -160,7 +161,7 @@ class Program:
                     self._made[given.name] = tensor
 
     def made(self) -> Tensors:
-        """Return the outputs of the last run that were given as functions."""
+        """Return the outputs of the last run that were passed as functions."""
         made, self._made = self._made, {}
         return made
 
@@ -195,7 +196,8 @@ class _CallerTensor:
         self.key: tuple[int, int, int, int] | None = None  # of the tensor to which all steps are bound
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return the tensor's address, strides and rows; None if the run makes it. `ValueError` if it does not fit."""
+        """Return the tensor's address, strides and rows; None if the run makes the tensor. Raise `ValueError` if it does
+        not fit."""
         if self.rows is not None and callable(tensor):
             return None
         wanted = self.shape if self.rows is None else (tensor.shape[0], self.shape[1])

@@ -36,7 +36,7 @@ class CpuSchedule(Executor):
     """The executor of `schedule` on this rank of `communicator`. It ends with `close()` or with the communicator.
 
     The constructor is collective: ranks compare schedules, and the group's memory may grow. It raises on every rank:
-    `DisagreementError` if the schedules differ, `ScheduleError` if one does not fit its memory or these ranks, or
+    `DisagreementError` if the schedules differ, `ScheduleError` if a schedule does not fit its memory or these ranks, or
     `OutOfSharedMemoryError`.
 
     what: the purpose of the schedule, for errors of ranks that make different calls. kind: a key of schedules that differ only in

@@ -44,7 +44,7 @@ _ELEMENTWISE: dict[str, Any] = {
 
 @singledispatch
 def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
-    """Return a function that does an evaluated step, on memory at `places`. Register kinds of steps with `bind.register`.
+    """Return a function that runs an evaluated step, on memory at `places`. Register kinds of steps with `bind.register`.
 
     rows: each rank's rows in a collective.
     """
@@ -55,7 +55,7 @@ def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], obje
 def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, Held]) -> None:
     """Run the tiles of a step, on memory at `places`, one after another.
 
-    Register a kernel that runs them otherwise with `run_tiles.register`. The executor then does not check the tiles.
+    Register a kernel with its own implementation with `run_tiles.register`. The executor then does not check the tiles.
 
     known: contents that the lane has read, by buffer. `kernel` is evaluated with them.
     """

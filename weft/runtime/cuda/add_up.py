@@ -1,4 +1,5 @@
-"""The launcher of `weft.kernels.add_up`. It compiles all variants before any stream waits, and makes its table once per step."""
+"""The launcher of `weft.kernels.add_up`, the reduction kernel. It compiles all variants before any stream waits, and makes
+its table once per step."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 from weft.symm.lasting import lasting
 
 _ARGUMENTS = 4
-"""How many parts a launch takes as arguments. If there are more parts, only the caller's tensors are arguments, since their
-addresses change from run to run."""
+"""The number of parts that a launch passes as arguments. With more parts, only the caller's tensors are arguments, because
+their addresses change from run to run."""
 _BLOCK_BYTES, _ROW_BYTES = 2048, 8192
 """Bytes of each part that a program reduces at a time: without a norm, and with a norm, where a program handles a whole row."""
 
@@ -62,7 +63,7 @@ class SumVariant(NamedTuple):
 
 
 class AddUp:
-    """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all.
+    """The reduction of `parts` into `out`, on one device. Each part is [rows, cols], or one row that is added to all rows.
 
     If the only part is `out`, the kernel writes nothing but its norm. fixed: addresses of the bases; 0 for the caller's tensors.
     """

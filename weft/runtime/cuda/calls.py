@@ -1,7 +1,7 @@
 """Compute and collective steps as calls of torch, cuBLAS and NCCL: functions of a run's tensors.
 
-Each call is prepared when a schedule is compiled, so that a run only takes views and calls. Results go where the step says, not
-into memory that the library allocates.
+Each call is prepared when a schedule is compiled, so that a run only takes views and calls. Results go where the step says,
+not into memory that torch allocates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.runtime.cuda.regions import Regions, RegionView
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 
-ALIGNMENT = 256  # bytes: more than cuBLAS chooses kernels by
+ALIGNMENT = 256  # bytes: more than the alignments by which cuBLAS chooses kernels
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
@@ -32,8 +32,8 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 class Operation(NamedTuple):
     """One call, a function of a run's tensors.
 
-    what, views: the operation and its operands. Calls for which both are alike run the same kernel; if `what` is None, nothing is
-    known of that. aside: loads the same kernel without writing memory that peers read or add to.
+    what, views: the operation and its operands. Calls with equal `what` and `views` run the same kernel; if `what` is None,
+        the kernel is unknown. aside: loads the same kernel without writing memory that peers read or add to.
     """
 
     call: Callable[[Tensors], None]
@@ -108,4 +108,4 @@ def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
 
 
 def void(_: Any) -> None:
-    """Drop the result of a call that is made for what it writes."""
+    """Drop the result of a call that is made for its side effect."""

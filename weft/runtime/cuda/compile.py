@@ -7,8 +7,8 @@ can capture them. Copies by kernel include the signals around them.
 Each lane is a stream, so signals within a rank are events. A wait for such a signal of the previous run needs no operation: a run
 begins after the previous run has ended on its rank.
 
-Signals that compute lanes set are written by another stream, the monitor: a write to a peer takes microseconds, for which kernels
-need not wait. Each run also notes in memory that it has begun, for the watchdog.
+Another stream, the monitor, writes the signals that compute lanes set: a write to a peer takes microseconds, and kernels
+need not wait for it. Each run also notes in memory that it has begun, for the watchdog.
 
 Calls of torch and NCCL (`weft.runtime.cuda.calls`) and steps of dynamic size (`weft.runtime.cuda.sizes`) are not native
 operations. They stand between native operations in one list (`weft.runtime.cuda.issue`). All find memory through
@@ -48,7 +48,7 @@ _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows only 
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
-    """Compile the rank's steps. Nothing may wait on the device meanwhile, because this loads kernels."""
+    """Compile the rank's steps. No stream may wait on the device meanwhile, because this loads kernels."""
     return Compiler(context, timed).compile()
 
 
@@ -95,8 +95,9 @@ class Compiler:
         joints = [self._event() for _ in range(lanes)]
         last = {group.lane: group for group in self._groups}
         waiting = [group for group in self._groups if self._tokens_in(group)]
-        # Choose who writes the watchdog's words. If only launches of one stream wait: the first and the last of them. Otherwise
-        # the first step of a lane, if its flag is soon cleared and so stays 0 while a run goes on. Otherwise the monitor.
+        # Choose the writer of the watchdog's words. If only launches of one stream wait: the first and the last launch.
+        # Otherwise the first step of a lane, if its flag is soon cleared and so stays 0 during a run. Otherwise the
+        # monitor.
         self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(g.moves for g in waiting) else None
         self._telling = next((group for group in waiting if self._tells(group)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
@@ -130,8 +131,8 @@ class Compiler:
         return self._events - 1
 
     def _tells(self, group: Group) -> bool:
-        """True if the group is a copy lane's first and waits for a flag of the previous run, which nothing but copies can delay
-        the clearing of."""
+        """True if the group is a copy lane's first and waits for a flag of the previous run, and only copies can delay the
+        clearing of the flag."""
         if self._computes[group.lane] or group.moves or group.first:
             return False
         name = self.context.lanes[group.lane]
@@ -192,7 +193,7 @@ class Compiler:
         if not parts:
             return  # nobody waits for this signal
         if self._computes[group.lane] and not mine:
-            # A write to a peer takes microseconds, for which kernels need not wait: the monitor does it.
+            # A write to a peer takes microseconds, and kernels need not wait for it: the monitor writes.
             self._signal_aside(group.lane, parts)
         else:
             self.program.signal(group.lane, parts)

@@ -1,7 +1,7 @@
 """The context of a compiled schedule on GPUs: the steps of one rank, its memory, its streams.
 
-A `Context` is made once and does not change. What changes from run to run is in its `LastRun`. The compiler and its items get the
-context and nothing else, so that no part of the executor needs the executor.
+A `Context` is made once and does not change. Its `LastRun` has the state that changes from run to run. The compiler and its
+items get only the context, so that no part of the executor depends on the executor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """A schedule from the view of one rank.
+    """A schedule as one rank sees it.
 
     given: buffers that the caller passes. order: steps with their lanes, in the order of issue. tokens: flags of all ranks.
     lanes: the first is the caller's stream.
@@ -44,8 +44,8 @@ class RankSchedule:
     def standing_word(self) -> int:
         """The number of the standing word, which lies behind the words of flags.
 
-        While a run stands at waits, the word is 1 + the number of waits known to have passed; otherwise it is 0. It is used
-        unless some lane begins with waits for the previous run alone: their flags are 0 while a run goes on.
+        While a run is blocked in waits, the word is 1 + the number of waits known to have passed; otherwise it is 0. The
+        word is not used if some lane begins with waits for the previous run alone: their flags are 0 during a run.
         """
         return max(len(flags) for flags in self.flags)
 
@@ -103,8 +103,8 @@ class Context(RankSchedule):
     """A rank's schedule with memory and streams.
 
     region: symmetric buffers. words: flags and the standing word. own: the schedule's own buffers on this rank. side: the streams
-    of all lanes but the first. begun_word: pinned memory; [0] is not 0 if a run has begun, [1] is 1 + the rank that sent another
-    number of rows than this rank expected.
+    of all lanes but the first. begun_word: pinned memory; [0] is not 0 if a run has begun, [1] is 1 + the rank that sent a
+    different number of rows than this rank expected.
     """
 
     comm: Communicator
@@ -119,7 +119,7 @@ class Context(RankSchedule):
 
     @property
     def differs_at(self) -> int:
-        """The address at which a kernel notes which rank sent another number of rows than expected."""
+        """The address at which a kernel notes the rank that sent a different number of rows than expected."""
         return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:

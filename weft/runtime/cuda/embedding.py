@@ -291,7 +291,7 @@ def pool_on_gpu(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
     rank: int = 0, widest: int = 1,
 ) -> None:  # fmt: skip
-    """Pool one rank's input into an ordinary tensor `out` [batch, total_dim], with the same kernel in a world of one.
+    """Pool one rank's input into an ordinary tensor `out` [batch, total_dim], with the same kernel and a world size of 1.
 
     Warn of bad input of earlier calls, as `rank`. widest: see `EmbeddingKernel`.
     """

@@ -87,7 +87,7 @@ class _Variant:
     tables: Tables
     """Staging, state and record."""
     programs: dict[int, _core.StreamProgram | None]
-    """By grid: a launch whose arguments are passed in each call; None if Triton has to launch."""
+    """For each grid, a launch whose arguments are passed in each call; None if Triton has to launch."""
 
 
 class EmbeddingKernel:
@@ -102,8 +102,8 @@ class EmbeddingKernel:
         self._weight_of_slot = [local[slot.table] for slot in self._slots]
         self._staged = plan.options.transport == "put" and self.world_size > 1
         self._item_bytes = sharding.dtype.itemsize
-        # The slots of all ranks shape the kernel, not only its own. The order in which a bag is reduced must depend neither on
-        # the owner of the table nor on the number of ranks.
+        # The slots of all ranks determine the kernel. The order in which a bag is reduced must depend neither on the owner
+        # of the table nor on the number of ranks.
         dims = [widest, *(slot.dim for slot in sharding.slots)]
         self._mean_bytes = sum(slot.dim for slot in self._slots) / max(1, len(self._slots)) * self._item_bytes
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))

@@ -2,8 +2,9 @@
 
 Each wait has a 64-bit word in its rank's symmetric memory. A flag is a 1 in the low half of the word. A set
 raises the flags of all waits for its counter. A wait ends when its flag is raised, and the flag is cleared before it can be
-raised again. Executors on CPU count upwards instead, which needs other numbers in every run, but a graph repeats its own. Kernels
-that wait and read the count from memory would occupy a part of the GPU: GEMMs that need all of it would have to wait.
+raised again. Executors on CPU use counters instead. Their values differ in every run, but a graph repeats its values.
+Kernels that wait and read the count from memory would occupy a part of the GPU: GEMMs that need the whole GPU would have to
+wait.
 
     word    low half    1: the flag is raised. Peers write 1, the rank itself writes 0
             high half   POISONED: the group has failed, and no wait may last. Only the rank itself writes it
@@ -19,7 +20,7 @@ raised the flag, provided that this rank waits for that set before it raises the
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
-and S cannot come before the clear. If there is no such set, the flag is cleared right behind the wait. `flags_of` then verifies
+and S cannot precede the clear. If there is no such set, the flag is cleared right behind the wait. `flags_of` then verifies
 that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 
@@ -105,8 +106,7 @@ def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
 
 
 def _require_all(schedule: Schedule, rank: int, wait: Wait, lanes: Lanes) -> None:
-    """Raise `ScheduleError` unless each wait for tiles waits for all of them: tiles that set a counter many times raise one flag
-    at the end."""
+    """Raise `ScheduleError` unless a wait waits for all tiles: tiles that set a counter many times raise one flag at the end."""
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
         if times not in (0, wait.count):
@@ -125,12 +125,12 @@ def words_for(flags: dict[StepPlace, Flag]) -> dict[Key, list[int]]:
 
 
 def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> list[tuple[str, Flag]]:
-    """Return the waits that a run without progress may stand at: lanes and flags, one for each rank. Empty if no run stands at a
-    wait.
+    """Return the waits in which a run without progress may be blocked: lanes and flags, one for each rank. Empty if no run
+    is blocked.
 
-    words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run stands while the flag of
-    a wait for the previous run is clear, since a run clears that flag first. Flags that this run has cleared are clear too, so
-    that several may be found; signals of this run are likelier.
+    words: the rank's words. standing: 1 + the number of waits known to have passed, or 0. With 0, a run is blocked while
+        the flag of a wait for the previous run is clear, because a run clears that flag first. Flags that this run has
+        cleared are clear too, so several waits may be returned; signals of this run are likelier.
     """
     found = [(lane, t) for (lane, _), t in flags.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(flag.previous for _, flag in found):

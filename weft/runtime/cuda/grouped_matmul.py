@@ -106,7 +106,7 @@ def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
 def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False) -> None:
     """Compile and load the kernels for these weights [E, K, N], for any alignment of the rows; takes seconds.
 
-    Without it the first launch does that, which must not happen behind a stream that waits for a peer.
+    Without it the first launch compiles, which must not happen behind a stream that waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
@@ -127,7 +127,8 @@ def _variant(
 
 
 class GroupedMatmulLauncher:
-    """The rows of some sources and experts, times the weights of their expert. Prepares once what all launches share.
+    """A launcher of GEMMs: the rows of some sources and experts, times the weights of their expert. It prepares the shared
+    state of all launches once.
 
     slots: [at least (W - 1) * slot_rows, K]. The block of the n-th source after this rank begins at row (n - 1) * slot_rows.
     counts: int64 [W, E], rows from each source for each local expert; its rows may have gaps between them. splits: int64 [W * E],
@@ -195,7 +196,8 @@ class GroupedMatmulLauncher:
         self._kernel(grid, (*self._maps, self._counts, self._splits, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Rebind only y, which alone differs in most calls, perhaps in its number of rows. Return False if more has changed."""
+        """Rebind only y, the only change in most calls, perhaps with another number of rows. Return False if more has
+        changed."""
         if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
             return False
         (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]
@@ -205,7 +207,7 @@ class GroupedMatmulLauncher:
         return True
 
     def _bind(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
-        """Rebuild what depends on tensors at new addresses. Return False if there is nothing to launch."""
+        """Rebuild the arguments that depend on tensors' addresses. Return False if there is nothing to launch."""
         _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         before, self._places = self._places, ()
         own, whole = (y, x) if self._back else (x, y)

@@ -5,7 +5,7 @@ of the same source, sets, waits. Elsewhere, neighbouring waits are one operation
 is a group of its own.
 
 A group is issued at the place of one of its steps in the order of issue (`weft.schedule.verify.issue_order`). A launch is
-issued at its last copy or wait, since all that it waits for has then been issued before it.
+issued at its last copy or wait, because then all steps that it waits for have been issued.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class Grouping:
         groups: list[Group] = []
         at = 0
         while at < len(steps):
-            # Sets may be delayed until the waits behind them can end, but only if no other lane can stand in front of these
-            # waits.
+            # Sets may be delayed until the waits behind them can end, but only if no other lane can block these waits.
             sets = self._while(steps, at, Set) if len(self._lanes) == 1 else at
             copy = self._while(steps, sets, Wait)
             if copy < len(steps) and isinstance(first := steps[copy], Copy) and first.by == "kernel":
@@ -119,8 +118,8 @@ class Grouping:
     def _may_put_off(self, lane: int, steps: list[Step], at: int, end: int) -> bool:
         """True if the sets among the steps [at, end) may be issued at the last of these steps.
 
-        False if another lane's wait for a peer is issued before that. In one hardware queue the sets would stand behind that
-        wait, and the peer would wait for the sets.
+        False if another lane's wait for a peer is issued before that. In one hardware queue the sets would be queued behind
+        that wait, and the peer would wait for the sets.
         """
         sets = [place for place in range(at, end) if isinstance(steps[place], Set)]
         if not sets:

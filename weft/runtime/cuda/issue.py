@@ -1,4 +1,4 @@
-"""The items of a compiled schedule, which the host goes through in every run, in one order.
+"""The items of a compiled schedule, which the host issues in every run, in one order.
 
 An item is (kind, what, where). It is a range [what, where) of native operations of the program, a call of torch or NCCL on the
 stream of lane `where`, a launch on that stream, or a step of dynamic size (`weft.runtime.cuda.sizes`). The compiler
@@ -108,10 +108,10 @@ class StreamItems:
             program.run(*self.joining, bases, streams)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Load all kernels, and run each call of torch and NCCL once, on its stream, on whatever the memory holds.
+        """Load all kernels, and run each call of torch and NCCL once, on its stream, on the present contents of memory.
 
-        Calls that run the same kernel run once. Peers may be in a run: memory that they read or have already written stays as it
-        is.
+        Calls that run the same kernel run once. Peers may be in a run: memory that they read or have already written is not
+        changed.
         """
         for name in self._without_gaps:
             if not callable(t := tensors[name]) and not t.is_contiguous():

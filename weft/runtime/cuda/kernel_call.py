@@ -2,8 +2,8 @@
 
 Triton's own launch takes the host longer than the rest of a small call. A program launches the kernel through the driver instead.
 This requires that the kernel's parameters are those of its signature, followed by pointers to scratch memory that it does not
-need. `kernel_call` asks the driver for the sizes of parameters when a schedule is compiled, which detects a Triton version that
-passes something else. In that case, and if the driver cannot answer, Triton launches.
+need. `kernel_call` asks the driver for the sizes of parameters when a schedule is compiled, and so detects a Triton version
+with other parameters. In that case, and if the driver cannot answer, Triton launches.
 """
 
 from __future__ import annotations

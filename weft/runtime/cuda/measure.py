@@ -1,7 +1,7 @@
-"""Times that `weft.plan.calibrate` and self-calibration ask two or more GPUs for: GEMMs, copies, signals and collectives.
+"""Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
-All ranks measure at once, since that is how schedules use the machine: links both ways, every GPU's power. Every answer is
-the slowest rank's. Queued work stands behind a sleep of the device, so that the host is ahead.
+All ranks measure at once, as schedules use the machine: links in both directions, the power of all GPUs. Every result is
+the slowest rank's. Work is queued behind a sleep of the device, so that the host is ahead.
 
 Loading a kernel behind a stream that waits for a peer could hang the device. So copying kernels and the GEMMs that are known before
 are loaded at set-up, each measurement runs once and the device comes to rest before it is enqueued behind a sleep, and signals to a
@@ -56,7 +56,7 @@ class GpuMeasure:
     def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
         """gemms: shapes whose operands are allocated and whose kernels are loaded before anything is timed.
 
-        Raises `RefusedError`, on every rank, if a rank cannot set up: for lack of memory, or if it cannot run such GEMMs.
+        Raises `RefusedError` on every rank if a rank cannot set up, because it lacks memory or cannot run such GEMMs.
         """
         self.comm, self.world_size, device = comm, comm.world_size, comm.device
         self.machine = torch.cuda.get_device_name(device)
@@ -150,7 +150,7 @@ class GpuMeasure:
     def signal_us(self, remote: bool) -> float:
         turns = 64
         if not remote:
-            # Between waits that nothing was done for, the driver does nothing: a kernel on each side, and its time taken off.
+            # The driver skips work between waits without work. So there is a kernel on each side, and its time is subtracted.
             program = _core.StreamProgram(1, 2, 2)
             program.record(0, 0)
             program.wait_event(1, 0)
@@ -167,7 +167,8 @@ class GpuMeasure:
                 program.run(2, 4, [0], streams)
 
             return max(0.0, self._queued(there_and_back) / 2 - self.launch_us())
-        # Rank 0 puts a token into its neighbour's word, which puts one back, and so on: one turn is two signals.
+        # Rank 0 sets a flag in its neighbour's word, and the neighbour sets one back, and so on: a round trip is two
+        # signals.
         program = _core.StreamProgram(2, 1, 0)
         put, take = (False, 1, 0, FLAG), [(True, 0, 0, FLAG), (False, 0, 0, 0)]
         for _ in range(turns):
@@ -199,7 +200,7 @@ class GpuMeasure:
 
         calls = 4
         alone = self.gemm_us(m, n, k, dtype)
-        # More copies than the GEMMs can last, and of those that end while they last the rate.
+        # Enqueue more copies than fit into the GEMMs' time, and take the rate of the copies that end during the GEMMs.
         copies = int(4 * calls * alone * 400e3 / count) + 16
         stamps = [torch.cuda.Event(enable_timing=True) for _ in range(copies + 1)]
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -247,14 +248,14 @@ class GpuMeasure:
         call()
         us = self._once(call, 2, 1)
         calls = calls or max(3, min(50, int(self._effort.enough_us / max(us, 1.0))))
-        # One at least, so that a collective's first call, in which ranks wait for each other, is not timed.
+        # At least one call, so that a collective's first call, in which ranks wait for each other, is not timed.
         warm = max(1, int(self._effort.warm_us / us) if us > _LONG_US else 0)
         return sorted(self._once(call, calls, warm) for _ in range(_ROUNDS))[_ROUNDS // 2]
 
     def _once(self, call: Callable[[], object], calls: int, warm: int = 0) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._meet()
-        # The host of a collective may take longer than the GPUs: they sleep until all calls are there.
+        # The host may take longer for a collective than the GPUs: they sleep until all calls are enqueued.
         torch.cuda._sleep(_SLEEP_CYCLES + int((warm + calls) * self._host_us * _CYCLES_PER_US))
         start = time.perf_counter()
         for _ in range(warm):

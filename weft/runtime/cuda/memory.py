@@ -1,14 +1,15 @@
-"""Memory of executors on GPUs: symmetric memory, flag words, streams, and what happens to them when the group fails.
+"""Memory of executors on GPUs: symmetric memory, flag words and streams, and their release when the group fails.
 
-Executors of schedules that differ in sizes only share one `ScheduleMemory` (`shared`), as large as the largest of them needs. Their
-signals are the same: whichever executor runs next finds the flags that the last run left. Their runs, and replays of graphs that
-have captured some of them, follow each other in the same order on all ranks.
+Executors of schedules that differ only in sizes share one `ScheduleMemory` (`shared`), of the size that the largest needs.
+Their signals are the same: the next executor to run, whichever it is, finds the flags that the last run left. Their runs,
+and replays of graphs that have captured some of them, follow each other in the same order on all ranks.
 
-If a run places its rows differently than the run before, the flags of that run are not enough. Such a flag says that a rank has
-read what its setter sent; but the next run's rows may lie where the rows of other ranks lay. With two ranks there are no others.
-With more, every rank notifies all peers before a run that it has ended its previous runs, and waits until all have
-(`ScheduleMemory.enter`). It does so at a change of sizes, and before every run once a graph has captured one, since replays are not
-announced. Schedules that wait for no flag of the previous run need no such barrier.
+If a run places its rows differently than the previous run, the flags of the previous run are not enough. Such a flag means
+that a rank has read its setter's rows. But the next run may place rows where the previous run had rows of other ranks. With
+two ranks there are no other ranks. With more ranks, every rank notifies all peers before a run that its previous runs have
+ended, and waits for the same from all peers (`ScheduleMemory.enter`). It does so at a change of sizes, and before every run
+once a graph has captured a run, because replays are not announced. Schedules that wait for no flag of the previous run need
+no such barrier.
 
 If a larger memory is needed, executors in the smaller one continue. At their next call they are rebuilt in the larger one, unless
 a graph has captured them. The last executor that leaves closes the smaller memory. If outgrown memories hold more than
@@ -87,7 +88,7 @@ class ScheduleMemory:
                        side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
 
     def serves(self, mine: RankSchedule) -> bool:
-        """True if `mine` differs from the schedules here in sizes only."""
+        """True if `mine` differs from this memory's schedules only in sizes."""
         return not self._closed and self.flags == mine.flags and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
@@ -115,7 +116,7 @@ class ScheduleMemory:
             self.close()
 
     def close(self) -> None:
-        """Close the memory. Executors that are left let go of it."""
+        """Close the memory. Remaining executors drop their references."""
         if self._closed:
             return
         self._closed = True
@@ -200,9 +201,10 @@ class ScheduleMemory:
         self.comm.poison(text)
 
     def _release_waiters(self) -> None:
-        """Overwrite what GEMMs read from peers, then end every wait of this rank's streams. Runs on the watchdog thread.
+        """Overwrite the buffers that GEMMs read from peers, then end every wait of this rank's streams. Runs on the
+        watchdog thread.
 
-        Copies of peers that wait too may still arrive afterwards, until their streams are done. So the overwriting is repeated
+        Copies of waiting peers may still arrive afterwards, until their streams are done. So the overwriting is repeated
         for `_SPOIL_S`.
         """
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
@@ -240,7 +242,7 @@ def _spare(comm: Communicator, outgrown: ScheduleMemory) -> None:
     if sum(memory.nbytes for memory in left) <= SPARE_BYTES:
         return
     torch.cuda.synchronize(comm.device)
-    comm.all_gather(None, what="memory that was outgrown")  # no rank has runs in them any more
+    comm.all_gather(None, what="memory that was outgrown")  # no rank runs in them any more
     while sum(memory.nbytes for memory in left) > SPARE_BYTES:
         left.pop(0).close()
 
@@ -251,8 +253,8 @@ _shared: weakref.WeakKeyDictionary[Communicator, dict[Hashable, tuple[ScheduleMe
 
 
 def shared(kind: Hashable, schedule: Schedule, comm: Communicator) -> tuple[ScheduleMemory, RankSchedule] | None:
-    """Return the memory for `schedule` and the schedule as this rank runs it; None if `schedule` differs from its kind in more
-    than sizes.
+    """Return the memory for `schedule` and the schedule as this rank runs it. Return None if `schedule` differs from its
+    kind in more than sizes.
 
     Schedules of one `kind` share the memory. The call is collective if the memory must be made or made larger; only then do ranks
     compare schedules.

@@ -75,7 +75,8 @@ class CopyLaunch:
         self._sizes, self._early = sizes, int(early)
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
-        # Tensors of the caller may begin at any address. The widest variant serves most, the narrow variants serve odd addresses.
+        # The caller's tensors may begin at any address. The widest variant handles most addresses, the narrow variants
+        # handle odd addresses.
         narrow = {self._item} if adds else {min(self._step, 2), 1}
         self._variants = {step: _compiled_move(device, step, adds) for step in {self._step, *narrow}}
 

@@ -1,8 +1,8 @@
 """Locations of a schedule's regions and words on this rank: addresses for native operations, tensors for calls of torch.
 
-A compiled program gets addresses anew in every run, since the caller's tensors may lie elsewhere. It names memory by the number
-of a base address and bytes from there. The bases are, in this order: the caller's tensors; the schedule's scratch buffers; the
-ranks' symmetric memory; the ranks' words for signals; the word that tells the watchdog of a run. Only the caller's tensors move.
+A compiled program gets new addresses in every run, because the caller's tensors may have moved. It names memory by the
+number of a base address and an offset in bytes. The bases are, in this order: the caller's tensors; the schedule's scratch
+buffers; the ranks' symmetric memory; the ranks' words for signals; the watchdog's word. Only the caller's tensors move.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Regions:
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
         """Return (number of the base or None, where each region begins, row pitch in bytes) for many regions of one buffer.
 
-        If the buffer is the caller's tensor, regions begin at bytes from its base. Otherwise the base is None, and they begin at
-        addresses.
+        If the buffer is the caller's tensor, regions begin at offsets in bytes from its base. Otherwise the base is None,
+        and regions begin at addresses.
         """
         buffer = self._context.buffers[name]
         item = ITEM_BYTES[buffer.dtype]

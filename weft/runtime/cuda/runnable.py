@@ -1,4 +1,4 @@
-"""Errors for steps that the GPU executor cannot run, raised when a schedule is compiled instead of wrong results later."""
+"""Errors for steps that the GPU executor cannot run, raised when a schedule is compiled, to prevent wrong results later."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
 
 
 def _is_atomic(step: Step) -> bool:
-    """True if the step adds item by item atomically, so that others may add to the same place."""
+    """True if the step adds each item atomically, so that other steps may add to the same place."""
     return isinstance(step, Copy)
 
 

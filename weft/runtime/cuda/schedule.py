@@ -9,14 +9,14 @@ Signals between ranks are flags in symmetric memory (`weft.runtime.cuda.flags`).
 compute unit. Every run issues the same operations, so a CUDA graph can capture and replay them. Graphs and single calls may
 alternate, also between ranks.
 
-Order. A write by a stream comes after the copies before it on that stream and makes them visible. A wait holds back all that
-follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
+Order. A write by a stream follows the earlier copies on that stream and makes them visible. A wait blocks all later work on
+its stream. These are the release and acquire that `Set` and `Wait` promise.
 
 Deadlines. A stream that waits has no deadline: `weft.runtime.cuda.watch` checks whether runs make progress. When the group has
 failed, this rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams continue, and the next call raises.
 
-A result computed from data that never arrived does not pass for a valid one. Before the streams continue, all bytes of this
-rank's symmetric buffers become 0xFF, which is NaN in any floating-point type and -1 as a count. This costs a successful call
+A result computed from data that never arrived is recognisable. Before the streams continue, all bytes of this rank's
+symmetric buffers become 0xFF, which is NaN in any floating-point type and -1 as a count. This costs a successful call
 nothing.
 """
 
@@ -84,11 +84,11 @@ class CudaSchedule(Executor):
 
         tensors: every input and output buffer by name, with the sizes that `buffers` says; weights may also be [count, rows,
         columns]. An output whose number of rows only the run knows is a function from that number to a tensor, or a tensor with
-        at least as many rows. If the host reads sizes meanwhile, such a function is asked for up to an eighth more rows, and the
-        result is cut.
+        at least as many rows. If the host reads sizes meanwhile, such a function is called with up to an eighth more rows,
+        and the result is cut.
 
-        deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: the caller knows that only the addresses
-        of the tensors differ from an earlier run, so the tensors are not checked. timeline: wait for the device and append when
+        deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: True if only the addresses of the
+        tensors differ from an earlier run; then the tensors are not checked. timeline: wait for the device and append when
         each step ran.
 
         Raises errors of the group since the last run.
@@ -153,7 +153,7 @@ class CudaSchedule(Executor):
         self.context.check()
 
     def close(self) -> None:
-        """Give up the memory. All enqueued runs must be done."""
+        """Release the memory. All enqueued runs must be done."""
         self.let_go()
         self.memory.leave(self)
 

@@ -1,4 +1,4 @@
-"""Dynamic sizes, which only the run knows (`weft.schedule.steps.Read`).
+"""Dynamic sizes, which are known only in a run (`weft.schedule.steps.Read`).
 
 Read by the device: one small kernel computes all numbers that the lane's copies need, and the copies find them in its memory.
 

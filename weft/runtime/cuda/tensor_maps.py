@@ -35,7 +35,7 @@ class Lent:
 
 
 class Stand(MockTensor):
-    """A contiguous tensor without memory. Its address says how the real tensors are aligned."""
+    """A contiguous tensor without memory. Its address has the alignment of the real tensors."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
         super().__init__(dtype, shape)
@@ -51,7 +51,7 @@ class Stand(MockTensor):
 
 @lru_cache(maxsize=16)
 def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
-    """Return whether tensor maps work on the device (under the interpreter they do), and how many programs run at once."""
+    """Return (True if tensor maps work on the device or under the interpreter, the number of programs that run at once)."""
     if device.type != "cuda":
         return env.triton_interpreted(), 2
     properties = torch.cuda.get_device_properties(device)

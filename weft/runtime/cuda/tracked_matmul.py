@@ -132,7 +132,7 @@ class TrackedMatmulLauncher:
             ),
         )
         self._tiles, self._shape, self._device = len(table), (rows, cols, sets, adds), device
-        # Programs without a tile of their own multiply parts of others' tiles.
+        # Programs without a tile of their own multiply parts of other programs' tiles.
         self._units = tma_and_multiprocessors(device)[1]
         self._most_splits = self._units // max(1, len(table)) if splits is None else splits
         self._arrived = lasting(device, lambda: torch.zeros(max(1, len(table)), dtype=torch.int32, device=device))
@@ -142,7 +142,8 @@ class TrackedMatmulLauncher:
         self._operands: tuple[Any, ...] = ()
 
     def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
-        """Compile and load what `launch` needs for such operands, for any alignment of their rows; takes seconds."""
+        """Compile and load the kernels that `launch` needs for such operands, for any alignment of their rows; takes
+        seconds."""
         for aligned in (True, False):
             variant = self._variant(a, w, aligned)
             if self._device.type == "cuda":
@@ -180,7 +181,7 @@ class TrackedMatmulLauncher:
         return TrackedVariant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
 
     def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
-        """Rebuild what depends on the addresses of tensors."""
+        """Rebuild the arguments that depend on the addresses of tensors."""
         variant = self._variant(a, w, is_aligned(a) and y % ALIGNMENT == 0)
         constants = variant.constants()
         w, programs = w.mT if variant.transposed else w, min(self._tiles * variant.splits, self._units)

@@ -2,8 +2,8 @@
 
 Every run of a schedule sets a mark in a word of pinned host memory when it begins on the device. The thread sees the mark and
 clears it, without any call of CUDA. If no new mark appears for the deadline, the thread reads from the device whether the last
-run stands at a wait. If it does, the thread names the wait and poisons the group, which releases its streams. If not, there was
-nothing to do, and the thread reads nothing again until the next run begins.
+run stands at a wait. If it does, the thread names the wait and poisons the group, which releases its streams. If not, no
+run is blocked, and the thread reads nothing until the next run begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Watched(Protocol):
 
 
 class Watch:
-    """One thread for all executors of a process. It ends when nothing is left to watch."""
+    """One thread for all executors of a process. It ends when there are no executors left to watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

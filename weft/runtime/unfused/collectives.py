@@ -38,7 +38,7 @@ def reduce_scatter(
     if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
-    else:  # not every backend has it for unequal parts, or on CPU
+    else:  # some backends lack reduce-scatter for unequal parts, or on CPU
         total = x.clone()
         turn.run(name, all_reduce_single, total, group=group)
         mine = total.split(rows)[rank].clone()

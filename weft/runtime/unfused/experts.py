@@ -7,7 +7,7 @@
 
 Combine, which sends rows back to their tokens' ranks:
 
-    y         grouped GEMM; put in the order of source ranks; all_to_all_single with the sizes exchanged
+    y         grouped GEMM; index_select to the order of source ranks; all_to_all_single with the sizes exchanged
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def all_to_all_matmul(
     rows = came if max_rows is None else max_rows
     x, arrived = _dispatched(tokens, sizes, group, rows, turn)
     if not return_x:
-        del arrived  # a whole copy of the tokens, which nobody needs while they are multiplied
+        del arrived  # a whole copy of the tokens, not needed during the GEMMs
     y = grouped_matmul(x, w, sizes, cut=rows < came)
     return turn.done(LibraryGroupedMatmul.kind, y), arrived if return_x else None
 
@@ -59,7 +59,7 @@ def all_to_all_matmul(
 def matmul_all_to_all(
     h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn = STRAIGHT
 ) -> torch.Tensor:
-    """Return y [rows, N]: this rank's tokens, each multiplied on its expert's rank. h may have more rows than came."""
+    """Return y [rows, N]: this rank's tokens, each multiplied on its expert's rank. h may have more rows than arrived."""
     if group.size() == 1:
         return turn.done(LibraryGroupedMatmul.kind, grouped_matmul(h[:rows], w, sizes))
     came = sum(sizes.host.came)
@@ -94,7 +94,7 @@ def begin_in_expert_order(
 def send(
     rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn, name: str
 ) -> Any:  # fmt: skip
-    """Begin the exchange. Return what to wait for before reading `out`."""
+    """Begin the exchange. Return the work to wait for before reading `out`."""
     return turn.begin(name, all_to_all_single, out, rows, came, sent, group=group)
 
 

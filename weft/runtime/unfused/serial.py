@@ -1,7 +1,7 @@
 """The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on the caller's stream or
 thread.
 
-Nothing is kept or prepared for it on the device, and it needs no symmetric memory: a call costs what the torch calls cost. Steps
+It keeps and prepares nothing on the device, and needs no symmetric memory: a call costs as much as its torch calls. Steps
 become calls when an `Unfused` is made, and a step allocates the buffer that it writes. On CPU, ranks meet before every collective
 (`weft.runtime.unfused.turn`).
 """
@@ -50,7 +50,7 @@ if READER is not None:
 class Unfused:
     """`schedule`, which has one lane, on `rank`. Inputs may have other numbers of rows, if these are the same on all ranks.
 
-    The constructor raises `ScheduleError` for a step without an entry in `bind`, or one that writes a part of a buffer.
+    The constructor raises `ScheduleError` for a step without an entry in `bind`, or a step that writes a part of a buffer.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -69,7 +69,7 @@ class Unfused:
 
     @property
     def only_scales(self) -> set[str]:
-        """The buffers that plain steps read only as scales of GEMMs, which may be one element of any shape."""
+        """The buffers that plain steps read only as scales of GEMMs. A scale may be one element of any shape."""
         scales, others = set[str](), set[str]()
         for kind, out, read, _ in filter(None, self._plain):
             is_scaled = kind in SCALED_MATMULS
@@ -94,7 +94,7 @@ class Unfused:
             tensors[buffer.name] = like.new_empty(int(buffer.rows), buffer.cols, dtype=TORCH_DTYPE[buffer.dtype])
         return tensors
 
-    # --- what steps are bound to ---
+    # --- binding of steps ---
 
     def name_of(self, step: Step) -> str:
         return span_name(step, self.rank)
@@ -127,7 +127,7 @@ class Unfused:
 
 
 def _plain(step: Step, here: Unfused) -> tuple[str, str, tuple[str, ...], Any] | None:
-    """Return a step as native code (`_core.PlainSteps`) runs it; None if it does not."""
+    """Return a step in the form of native code (`_core.PlainSteps`); None if native code does not support it."""
     if isinstance(step, Tiles):
         src, dst = _columns(step, here)
         return "called", dst, (src,), partial(side_by_side, world_size=here.schedule.world_size)
@@ -247,7 +247,8 @@ def _tiles(step: Tiles, here: Unfused) -> Call:
 
 
 def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
-    """Return the buffers (src, dst) of a kernel that puts the rows of all ranks side by side. Raise `ScheduleError` for another."""
+    """Return the buffers (src, dst) of a kernel that puts the rows of all ranks side by side. Raise `ScheduleError` for
+    other kernels."""
     bodies, world = [step.tile(number) for number in range(int(step.extent))], here.schedule.world_size
     copies = [one for body in bodies for one in body if isinstance(one, Copy) and not one.accumulate]
     if len(copies) == len(bodies) == world:

@@ -1,4 +1,4 @@
-"""How many rows of tokens go to and come from each rank and expert: tables on the device, and what the host has learned of them."""
+"""The number of token rows to and from each rank and expert: tables on the device, and the host's copy of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class OnHost(NamedTuple):
 
 
 class Sizes:
-    """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and what the host needs
-    of them."""
+    """The numbers of rows: splits [ranks * experts] and received [ranks, experts] on the device, and the numbers that the
+    host needs."""
 
     def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
         self.splits, self.received = splits, received
@@ -65,11 +65,11 @@ class _Numbers:
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By the `received` that a dispatch returned: (its version, the splits and their version, the numbers)."""
+"""For each `received` that a dispatch returned: (its version, the splits and their version, the numbers)."""
 
 
 def remember(sizes: Sizes) -> None:
-    """Let the combine after a dispatch find what the host has learned of its tables."""
+    """Keep the host's copy of a dispatch's tables for the following combine."""
     splits, received = sizes.splits, sizes.received
     if not (splits.is_inference() or received.is_inference()):
         _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
@@ -78,7 +78,7 @@ def remember(sizes: Sizes) -> None:
 def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
     """Return the sizes of these tables, with the host's numbers of the dispatch that returned `received`.
 
-    Without these numbers if either table has changed since, and in a captured call, which would keep the numbers forever.
+    The numbers are left out if either table has changed since, and in a captured call, which would keep them forever.
     """
     version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
     if (
@@ -91,16 +91,16 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
 
 
 _totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By the splits that a dispatch got: (their version, how many tokens they sum to)."""
+"""For the splits of each dispatch: (their version, their sum in tokens)."""
 
 
 def remember_total(splits: torch.Tensor, tokens: int) -> None:
-    """Let the combine after a dispatch of `tokens` tokens find their number without reading it from the device."""
+    """Keep the number of a dispatch's tokens, so that the following combine need not read it from the device."""
     if not splits.is_inference():
         _totals[splits] = splits._version, tokens
 
 
 def total_of(splits: torch.Tensor) -> int | None:
-    """Return how many tokens these splits sum to, if a dispatch has told and they have not changed since; else None."""
+    """Return the sum of these splits if a dispatch has recorded it and they have not changed since; else None."""
     version, tokens = _totals.get(splits, (None, 0))
     return tokens if version is not None and version == splits._version else None

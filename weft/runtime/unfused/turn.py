@@ -1,12 +1,13 @@
-"""What an unfused call adds to NCCL / gloo and cuBLAS: deadlines and, on CPU, a meeting before each collective; a timeline.
+"""Additions of an unfused call to NCCL / gloo and cuBLAS: deadlines, a timeline and, on CPU, a meeting before each
+collective.
 
-On CPU, ranks meet before each collective as they do before every call (`weft.runtime.meeting`), which takes microseconds. A rank
-that does not come is missed at the deadline, and a rank that calls something else is named. Both happen before gloo begins a
-collective, which cannot be cancelled and would abort or compute on the wrong bytes. The wait for the collective has the same
-deadline, and checks the group.
+On CPU, ranks meet before each collective as they do before every call (`weft.runtime.meeting`), which takes microseconds.
+If a rank does not arrive, the meeting raises at the deadline. If a rank makes another call, the error names the rank. Both
+happen before gloo begins a collective: gloo cannot cancel a collective, and would abort or compute on the wrong bytes. The
+wait for the collective has the same deadline, and checks the group.
 
-On GPUs hosts do not meet, which would cost more than the call. There a `Turn` only fills a timeline, and NCCL's timeout and
-watchdog apply. A call without a timeline on GPUs, or on one rank, has `STRAIGHT`, which adds nothing.
+On GPUs hosts do not meet, because a meeting would cost more than the call. There a `Turn` only fills a timeline, and NCCL's
+timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, has `STRAIGHT`, which adds nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Turns:
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
         deadline_s: float,
     ) -> Pending:  # fmt: skip
-        """Begin a collective once all ranks have come to it. Return it without waiting for its end."""
+        """Begin a collective once all ranks have reached it. Return it without waiting for its end."""
         topic = self._topics.get(collective)
         if topic is None:
             said = " ".join(self._arguments.get(word, word) for word in collective.split(" "))
@@ -76,7 +77,8 @@ class Turn:
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
     ) -> Any:
-        """Begin `function(*arguments, group=group)` of torch.distributed once all ranks have come. Return what to wait for."""
+        """Begin `function(*arguments, group=group)` of torch.distributed once all ranks have reached it. Return the work to
+        wait for."""
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
         return self._turns.begin(collective, function, arguments, group, self._wait_s)
@@ -149,7 +151,7 @@ class Pending:
         finish(self._work, self._comm, self._name, self._deadline_s, self._arguments)
 
     def __del__(self) -> None:
-        """Keep the tensors of a collective that nobody waits for, because an error came first."""
+        """Keep the tensors of a collective that is never waited for because of an earlier error."""
         if not self._waited and not self._work.is_completed():
             leave(self._group, self._work, self._arguments)
 

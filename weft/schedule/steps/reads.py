@@ -17,7 +17,8 @@ ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 class Read(Step):
     """Read the numbers in `region`, a whole buffer: steps after it on this lane may have sizes and places that depend on them.
 
-    `weft.schedule.expr.total` writes such sizes. They have the values at the time of the read, whatever the buffer holds later.
+    `weft.schedule.expr.total` writes such sizes. They keep the values at the time of the read, even if the buffer changes
+    later.
 
         device     kernels know the numbers
         host       the host knows them too, and waits for them; an output whose size depends on them is allocated then. Copy engines

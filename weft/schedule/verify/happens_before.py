@@ -1,4 +1,4 @@
-"""The happens-before relation of steps, whatever the speed of ranks, links and lanes.
+"""The happens-before relation of steps, for any speed of ranks, links and lanes.
 
 A step is before another if the other can never begin without it. A step begins when the step before it on its lane has happened,
 and besides

@@ -16,8 +16,8 @@ The largest such Y is the greatest fixed point: start with all steps that need a
 nothing changes. If Y is empty, there is no deadlock. Launches that are never open together count as open together, which errs on
 the safe side.
 
-Waits for the previous run are harmless, however many lanes poll: in run e they wait for steps of run e - 1, and so on down to the
-first run, which waits for nothing.
+Waits for the previous run are harmless, for any number of polling lanes: in run e they wait for steps of run e - 1, and so
+on down to the first run, which waits for nothing.
 """
 
 from __future__ import annotations
