@@ -6,7 +6,7 @@
     exposed         time in which a rank has nothing to compute
     ideal           max(library GEMM, communication done whole): nothing cut, nothing disturbed, all hidden
 
-The operator's serial schedule defines the library GEMMs and the communication.
+The operator's serial schedule defines the whole GEMMs and the communication.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and figure 6.
 """
