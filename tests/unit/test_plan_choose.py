@@ -435,7 +435,7 @@ def test_a_second_choice_builds_and_simulates_nothing(monkeypatch: pytest.Monkey
         counted.append("simulated")
         return simulate(*arguments, **options)
 
-    monkeypatch.setattr("weft.plan.predict.simulate", counting)
+    monkeypatch.setattr("weft.sim.run_time.simulate", counting)
     problem, measured = AllGatherMatmul.even(8192, 4096, 4096, 2), {"serial": 900.0, "gather[by=dma]": 700.0}
     builder(AllGatherMatmul)(counted_builder)
     try:

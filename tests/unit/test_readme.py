@@ -114,10 +114,12 @@ def test_the_page_on_tensor_parallelism_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_says_at_its_top_whom_it_helps_and_is_linked(page: str) -> None:
+def test_a_page_opens_with_its_problem_and_is_linked(page: str) -> None:
     title, opening, *_ = (p for p in (ROOT / page).read_text().split("\n\n") if not p.startswith("<!--"))
     assert title.strip().startswith("# ")
-    assert opening.startswith("For who"), "one paragraph: for whom, and what of"
+    is_prose = opening.strip()[0] not in "#|-`>" and opening.count(". ") + opening.count("? ") >= 1
+    assert is_prose, "a paragraph first: the problem that the page solves, and how"
+    assert not opening.startswith("For who")
     assert f"]({page})" in README
 
 
