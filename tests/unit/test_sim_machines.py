@@ -146,3 +146,13 @@ def test_a_part_of_a_thing_is_refused(key: str, value: float) -> None:
     wrong = replace(machine, quantities={**machine.quantities, key: replace(machine[key], value=value)})
     with pytest.raises(ValueError, match=f"NVIDIA H200: {key} = {value:g} .*: it must be a whole number"):
         model_of(wrong, 2)
+
+
+@pytest.mark.parametrize("key", ["link.stores_8_programs", "contention.kernel_copy_units"])
+def test_copying_kernels_that_write_nothing_are_refused(key: str) -> None:
+    machine = load_machine("mi300x")
+    wrong = replace(machine, quantities={**machine.quantities, key: replace(machine[key], value=0)})
+    with pytest.raises(
+        ValueError, match=r"AMD Instinct MI300X: copying kernels of \d+ units write nothing: contention"
+    ):
+        model_of(wrong, 4)

@@ -153,7 +153,13 @@ def share_held(model: Model, bytes_per_us: float) -> float:
 
     If they write more alone, they spent the rest of the time waiting for units, and held none.
     """
-    copying = min(1.0, bytes_per_us / model.kernel_copy_bytes_per_us(put=True))
+    alone = model.kernel_copy_bytes_per_us(put=True)
+    if not alone > 0:
+        raise ValueError(
+            f"{model.name}: copying kernels of {model.kernel_copy_units} units write nothing: contention.kernel_copy_units and "
+            "link.stores_N_programs must be above 0"
+        )
+    copying = min(1.0, bytes_per_us / alone)
     return copying * model.kernel_copy_units / model.compute_units
 
 
