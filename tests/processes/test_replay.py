@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from weft import _core
 from weft.errors import RefusedError
 from weft.launch import Pool
 from weft.operator import calls, replay
+
+_PACKAGE = f"{Path(weft.__file__).parent}/"  # a checkout may be called weft too
 
 GEMMS = [name for name in OPERATORS if name in SCHEDULES and name != "embedding_all_to_all"]
 
@@ -267,7 +270,7 @@ def entered(call: Callable[[], Any]) -> tuple[list[str], Any]:
     names: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and "/weft/" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
             names.append(frame.f_code.co_name)
 
     sys.setprofile(note)
