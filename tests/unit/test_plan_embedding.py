@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 
+import weft
 from weft import plan
 from weft.bench.core.options import DTYPES
 from weft.bench.ops.embedding_presets import Scale, find_presets
 from weft.builders import EmbeddingAllToAll
-from weft.embedding.plan import problem_of
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import plan_of, problem_of
 from weft.hw import known_machines, load_machine
+from weft.operator import this_machine
+from weft.ops import embedding_all_to_all as ops
 from weft.plan.choose import ALIKE_US, decide
 from weft.sim import model_of
 
@@ -120,3 +127,40 @@ def test_tables_that_ranks_do_not_divide_are_dealt() -> None:
 def test_what_cannot_be_explained(given: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plan.explain("embedding_all_to_all", **{"M": 16, "N": 8, "K": 2, "ranks": 2, "hw": "h200", **given})
+
+
+class _OfTwo:
+    """Stands in for a communicator of two GPUs."""
+
+    device, world_size = torch.device("cuda"), 2
+
+
+@pytest.mark.parametrize("kernel_us", [0.5, 9.0])
+def test_sizes_between_two_with_one_choice_are_not_planned(kernel_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However sizes follow each other, choices are as if each were planned, and few are planned."""
+    asked = []
+
+    def spy(p: EmbeddingAllToAll, *rest: object, **options: object) -> plan.Choice:
+        asked.append(p)
+        return decide(p, *rest, **options)  # type: ignore[arg-type]
+
+    model = replace(model_of(load_machine("h100"), 2), signal_kernel_us=kernel_us)
+    monkeypatch.setattr(ops, "decide", spy)
+    monkeypatch.setattr(this_machine, "machine_model", lambda *_: model)
+    monkeypatch.setattr(this_machine, "device_name", lambda _: "of a test")
+    monkeypatch.setattr(ops, "remembered", lambda *_: {})
+    tables = [weft.EmbeddingBagConfig(100_000, 64, f"t{i}", [f"f{i}"]) for i in range(26)]
+    sharding = weft.place_tables(tables, 2)
+    found = plan_of(sharding, EmbeddingOptions(transport="auto"))
+    octaves = [2 ** (half / 2) for half in range(21)]
+    problems = [plan.typical(problem_of(sharding, (max(1, round(size)),) * 2)) for size in octaves]
+    alone = [ops._planned(found, p, _OfTwo()) for p in problems]  # type: ignore[arg-type]  # each on a communicator of its own
+    assert kernel_us < 1 or len(set(alone)) > 1
+    for seed in range(3):
+        asked.clear()
+        comm, order = _OfTwo(), random.Random(seed).sample(range(len(problems)), len(problems))
+        assert [ops._planned(found, problems[i], comm) for i in order] == [alone[i] for i in order]  # type: ignore[arg-type]
+        assert len(asked) <= 3 + 6 * (len(set(alone)) - 1)
+        asked.clear()
+        ops._planned(found, problems[0], comm)  # type: ignore[arg-type]
+        assert not asked

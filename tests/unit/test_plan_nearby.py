@@ -104,3 +104,11 @@ def test_order_and_flags_of_one_size_are_those_of_another(world: int, gathered: 
             assert taken == found, (made[0].name, rank)
             kept += taken.flags is like.flags
     assert kept
+
+
+def test_a_choice_between_two_equal_ones_is_not_planned() -> None:
+    known = {0: "serial", 4: "serial", 9: "direct", 20: "direct"}
+    found = {here: nearby.between(known, here) for here in range(-1, 22)}
+    assert [here for here, name in found.items() if name == "serial"] == [0, 1, 2, 3, 4]
+    assert [here for here, name in found.items() if name == "direct"] == list(range(9, 21))
+    assert nearby.between({}, 3) is None

@@ -9,6 +9,7 @@ both, `weft.runtime.embedding_unfused` runs a rank's side of the call; `csrc/emb
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +33,7 @@ from weft.operator.select import Chosen
 from weft.operator.spec import Across, Operator
 from weft.plan.autotune import remembered
 from weft.plan.choose import CLEARLY_US, decide, warn_once
+from weft.plan.nearby import between
 from weft.runtime.embedding import executor_of, executors_on
 from weft.runtime.executor import Executor
 from weft.runtime.layouts import layout_of
@@ -363,18 +365,45 @@ def _transport(
     return transport
 
 
+_MANY = 1 << 30  # samples: more than any batch
+_planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
+_planned_before = weakref.WeakKeyDictionary()
+"""The first rank's choices by a model, by half octave."""
+
+
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
-    """Return the choice by this machine's model, if it has a model, or by cached times, if every transport has a time."""
+    """Return the choice by this machine's model, if it has a model, or by cached times, if every transport has a time.
+
+    A plan takes milliseconds, many times as long as a call. So the second half octave of samples that occurs is planned together
+    with the smallest and the largest ones, and most others lie between two with the same choice.
+    """
     model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
     if model is None:
         return "direct"
     times = remembered(p, this_machine.device_name(comm.device), "queued")
-    measured = {name: times[name] for name in names} if times.keys() >= names.keys() else None
-    choice = decide(p, model, mode="queued", measured=measured, among=frozenset(names))
-    direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
-    is_close = direct_us is not None and direct_us - choice.predicted_us < CLEARLY_US
-    if choice.candidate.name == "serial" and measured is None and is_close:
-        return "direct"  # one launch: pooling, an all-to-all and copies keep the host busy several times as long
+    if times.keys() >= names.keys():
+        choice = decide(p, model, mode="queued", measured={name: times[name] for name in names}, among=frozenset(names))
+        return _said(p, choice, names)
+    known = _planned_before.setdefault(comm, {}).setdefault(found, {})
+    ends = (p.resized(1), p.resized(p.size_of((_MANY,)))) if known else ()
+    for size in (*ends, p):
+        if between(known, plan.octave(size)) is not None:
+            continue
+        choice = decide(size, model, mode="queued", among=frozenset(names))
+        direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
+        is_close = direct_us is not None and direct_us - choice.predicted_us < CLEARLY_US
+        if choice.candidate.name == "serial" and is_close:
+            taken: Transport = "direct"  # one launch: the calls of serial keep the host busy several times as long
+        else:
+            taken = _said(p, choice, names) if size is p else names[choice.candidate.name]
+        known[plan.octave(size)] = taken
+    transport = between(known, plan.octave(p))
+    assert transport is not None
+    return transport
+
+
+def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
+    """Return the transport of a choice. Warn of a choice without overlap."""
     if choice.candidate.name == "serial":
         warn_once(p, "queued", f"{choice.reason}; weft.plan.explain says more", near=True)
     return names[choice.candidate.name]

@@ -9,12 +9,15 @@ are planned among the few fastest candidates of the first group, and the candida
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from weft.builders import Problem, builders_of, candidates
 from weft.plan.choose import CLEARLY, Choice, choose
 from weft.sim import Mode, Model
+
+T = TypeVar("T")
 
 CONTENDERS = 2
 """Number of fastest schedules at one size, in each mode, that are candidates at other sizes."""
@@ -72,6 +75,18 @@ def octave_of(size: float) -> int:
 def typical(problem: Problem) -> Problem:
     """Return the problem at the middle of this half octave, for which the choice is made."""
     return problem.resized(2 ** (octave(problem) / _PER_OCTAVE))
+
+
+def between(known: Mapping[int, T], here: int) -> T | None:
+    """Return the choice of the nearest half octaves below and above `here` if it is the same; None if it must be planned.
+
+    For two ways whose times are each a constant plus a time per row, the faster one changes at most once.
+    """
+    below = max((one for one in known if one <= here), default=None)
+    above = min((one for one in known if one >= here), default=None)
+    if below is None or above is None or known[below] != known[above]:
+        return None
+    return known[below]
 
 
 def names_near(

@@ -7,6 +7,7 @@ all ranks one after the other under Triton's interpreter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +122,7 @@ class EmbeddingKernel:
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
         self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._room = torch.empty(0, dtype=torch.int64)  # for further batch sizes
         self._works: dict[tuple[tuple[int, ...], int, int | None], _Work] = {}
         self._of_graphs: list[Any] = []  # tables that captured launches read in every replay
         self._variants: dict[VariantKey, _Variant] = {}
@@ -172,22 +174,37 @@ class EmbeddingKernel:
 
     def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the first sample of each rank and the end (int64), the rank of each sample, and the samples in the order of work
-        (int32)."""
+        (int32). Do not wait for the device: batch sizes may be new in every call."""
         tables = self._batches.get(batch_sizes)
         if tables is None:
             refuse_capture(self.device)
             if len(self._batches) >= _CACHED_BATCHES:
                 self._batches.clear()
-            sizes = torch.tensor(batch_sizes)
-            starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-            owners = torch.arange(self.world_size, dtype=torch.int32).repeat_interleave(sizes)
-            order = work_order(batch_sizes, self.rank, self.plan.options.order)
-            if not order.numel():
-                order = order.new_zeros(1)  # a program without work still reads the first unit's sample
-            self._batches[batch_sizes] = tables = lasting(
-                self.device, lambda: (starts.to(self.device), owners.to(self.device), order.to(self.device))
-            )
+            starts, batch = list(accumulate(batch_sizes, initial=0)), sum(batch_sizes)
+            n_starts, n_order = len(starts), max(1, batch)  # a program without work still reads the first unit's sample
+
+            def parts(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                of_samples = words[n_starts:].view(torch.int32)
+                return words[:n_starts], of_samples[:batch], of_samples[batch : batch + n_order]
+
+            words = n_starts + -(-(batch + n_order) // 2)
+            on_host = torch.zeros(words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            firsts, owners, order = parts(on_host)
+            firsts.copy_(torch.tensor(starts))
+            for rank, (begin, end) in enumerate(pairwise(starts)):
+                owners[begin:end] = rank
+            write_order(order[:batch], batch_sizes, self.rank, self.plan.options.order)
+            self._batches[batch_sizes] = tables = parts(self._taken(words).copy_(on_host, non_blocking=True))
         return tables
+
+    def _taken(self, words: int) -> torch.Tensor:
+        """Take int64 [words] of lasting memory from a block for many batch sizes: `lasting` takes longer than a launch."""
+        if words > self._room.numel():
+            block = 16 * (words + 1)
+            self._room = lasting(self.device, lambda: torch.empty(block, dtype=torch.int64, device=self.device))
+        # Tables begin at multiples of 16 bytes, as memory of their own does.
+        taken, self._room = self._room[:words], self._room[words + words % 2 :]
+        return taken
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
         """Return how many pooled vectors a program takes at once with `direct`: about _UNIT_BYTES, but enough units for all
@@ -387,10 +404,12 @@ def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | 
     return program
 
 
-def work_order(batch_sizes: tuple[int, ...], rank: int, order: str) -> torch.Tensor:
-    """Return the samples of the global batch in the order in which `rank` pools them, int32 [sum(batch_sizes)].
+def write_order(samples: torch.Tensor, batch_sizes: tuple[int, ...], rank: int, order: str) -> None:
+    """Write the samples of the global batch in the order in which `rank` pools them. samples: int32 [sum(batch_sizes)].
 
     natural: in the order of the batch. remote_first: rotated, so that the samples of rank + 1 come first and its own last.
     """
-    samples = torch.arange(sum(batch_sizes), dtype=torch.int32)
-    return samples if order == "natural" else samples.roll(-sum(batch_sizes[: rank + 1]))
+    first = 0 if order == "natural" else sum(batch_sizes[: rank + 1])
+    rest = samples.numel() - first
+    torch.arange(first, samples.numel(), dtype=torch.int32, out=samples[:rest])
+    torch.arange(first, dtype=torch.int32, out=samples[rest:])
