@@ -22,7 +22,6 @@ class MatmulAllGatherGradients(MatmulAllGather):
 
     name: ClassVar[str] = "matmul_all_gather_gradients"
     title: ClassVar[str] = "backward of matmul_all_gather"
-    tried_on_gpus: ClassVar[bool] = False
     rounds_sums: ClassVar[bool] = True
 
     @property

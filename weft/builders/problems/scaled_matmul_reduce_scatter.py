@@ -26,7 +26,6 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     """
 
     name: ClassVar[str] = "scaled_matmul_reduce_scatter"
-    tried_on_gpus: ClassVar[bool] = False
     by: Literal["tensor", "row"]
     biased: bool
     fast: bool
