@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from weft.runtime.scaled_matmul import scaled_matmul
 from weft.sim.model import MatmulShape
 
 _SLEEP_US = 100.0
-_HOST_US = 10.0  # of a call of torch.mm
+_HOST_US, _MOST_HOST_US = 10.0, 200.0  # of a GEMM: torch.mm takes 10, scaled GEMMs 20 and more
 _DRAWN = 1 << 24  # random numbers at a time, in fp32
 _CYCLES_PER_US = 2000  # at least the clock of any present GPU
 
@@ -59,7 +60,10 @@ class GemmTimer:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)
         gemm()  # selects and loads a kernel
-        torch.cuda._sleep(int(_CYCLES_PER_US * (_SLEEP_US + _HOST_US * (warm + calls))))
+        start = time.perf_counter()
+        gemm()
+        host_us = min(max(_HOST_US, 2e6 * (time.perf_counter() - start)), _MOST_HOST_US)
+        torch.cuda._sleep(int(_CYCLES_PER_US * (_SLEEP_US + host_us * (warm + calls))))
         for _ in range(warm - 1):
             gemm()
         begin.record()
