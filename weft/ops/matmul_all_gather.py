@@ -77,7 +77,7 @@ def matmul_all_gather(
     goes to the x and w of the ranks that made its parts, as in all-gather's own backward. If all ranks compute the same loss from
     y, as replicated layers do, it counts once for each rank: divide it by the number of ranks. Backward is a reduce-scatter of
     the result's gradient and two GEMMs. If both gradients are requested, rows that have arrived from all ranks are
-    multiplied while others travel, if that is faster. The overlap has not been tried on GPUs yet: there backward is serial.
+    multiplied while others travel, if that is faster.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
     for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
