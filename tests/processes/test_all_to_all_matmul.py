@@ -151,14 +151,14 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
         for when in ("first", "later"):
             for name, total in (("sum", 5), ("few", 3)):
                 assert found[f"{name}, {when}"].startswith(
-                    f"RefusedError: rank 1: splits add up to {total} and tokens has 4 rows: pass the number"
+                    f"RefusedError: rank 1: splits add up to {total} but tokens has 4 rows: pass the number"
                 )
             assert found[f"negative, {when}"].startswith("RefusedError: rank 1: splits has -1 at 1")
         if schedule == "serial":  # which makes memory for what comes
             assert found["capacity"] == "nothing"
         else:
             assert found["capacity"].startswith(
-                "RefusedError: rank 1: tokens has 65 rows, and calls of this shape were prepared for capacity=64: pass the largest"
+                "RefusedError: rank 1: tokens has 65 rows, but calls of this shape were set up for capacity=64: on every rank, pass"
             )
 
 
@@ -173,7 +173,7 @@ def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
 def test_more_rows_than_there_is_room_for(pool: Pool, schedule: str) -> None:
     (error, total), *others = pool.run(too_many_rows, schedule, ranks=2, timeout_s=60)
     assert error.startswith(
-        "TooManyRowsError: 8 rows came to rank 0, from the ranks [4, 4], and max_rows=7: pass at least 8"
+        "TooManyRowsError: 8 rows arrived on rank 0, from the ranks [4, 4], but max_rows=7: pass at least 8"
     )
     assert total == 8 * 8 * 3
     assert others == [("nothing", 0.0)]

@@ -242,9 +242,9 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         (
             "output_shape",
             [],
-            "output_shape=() does not fit A (4, 32) @ B (32, 16): pass (4, 16), or, with A as (4, 32)",
+            "output_shape=() does not match A (4, 32) @ B (32, 16): pass (4, 16), or, with A as (4, 32)",
         ),
-        ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) does not fit A (4, 32) @ B (32, 16)"),
+        ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) does not match A (4, 32) @ B (32, 16)"),
         ("output_shape", [4.0, 16], "output_shape[0]=4.0 is a float: pass a whole number"),
         ("B", [torch.ones(32, 16)], "B is a list: pass a torch.Tensor"),
         ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),

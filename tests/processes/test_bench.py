@@ -65,7 +65,7 @@ def test_names_of_variants() -> None:
         ({"ranks": 0}, "ranks=0 must be at least 1"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"dtype": "fp8"}, "dtype='fp8'"),
-        ({"modes": ("graph",)}, "modes=.*must be of single, queued"),
+        ({"modes": ("graph",)}, "modes=.*supports only single, queued"),
         ({"seconds": 0.0}, r"seconds=0\.0 must be above 0"),
         ({"scale": 3.0}, r"scale=3\.0"),
         ({"variants": ("fbgemm",)}, "variant 'fbgemm' cannot run here: it is compared on GPUs"),

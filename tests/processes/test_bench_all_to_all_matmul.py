@@ -39,7 +39,7 @@ def _options(**given) -> BenchOptions:
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*dispatch, "),
         ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
         ({"variants": ("dispatch[by=kernel,rest=together]",)}, "cannot do any of these shapes: the rest comes from one rank"),
-        ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu has no other"),
+        ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
         ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
         ({"ranks": 4}, "6 experts cannot be spread evenly over 4 ranks: use one of 1, 2, 3, 6"),
         ({"preset": "8x8x8-e2-top3"}, "a token goes to at most experts=2, not to top_k=3"),

@@ -74,7 +74,7 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
         ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it for GPUs only"),
         ({"variants": (UNCUT,)}, r"variant 'shard\[chunks=500,.*' cannot do any of these shapes: .*500"),
         ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' cannot do any of these shapes: .*peer"),
-        ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu has no other"),
+        ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu supports only"),
         ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
         ({"dtype": "fp8"}, "must be a positive multiple of 16 for fp8 GEMMs"),
         ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),

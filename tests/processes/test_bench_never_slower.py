@@ -109,7 +109,7 @@ def test_an_error_of_one_rank_or_a_dead_group_ends_the_run(tmp_path: Path) -> No
             ):
                 assert isinstance(ended, str)
                 assert said in ended
-                assert "run the same command with --json FILE again, and it goes on behind this shape" in ended
+                assert "run the same command with --json FILE again; it continues after this shape" in ended
     first, second = (row["error"] for row in records.read([path]))
     assert "rank 1: MemoryError: full" in first
     assert second == "DeadlineError: waited"

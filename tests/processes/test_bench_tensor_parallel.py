@@ -49,7 +49,7 @@ def _options(**given: Any) -> BenchOptions:
         ({"ranks": 1}, "ranks=1: a block has nothing to communicate"),
         ({"ranks": 3}, "ranks=3 do not divide length=512 of cpu"),
         ({"ranks": 16, "preset": "llama-3-8b"}, "ranks=16 do not divide kv_heads=8 of llama-3-8b"),
-        ({"modes": ("single",)}, "tensor_parallel on cpu has no other"),
+        ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),
         ({"scale": 0.5}, r"scale=0\.5: tensor_parallel has sizes of models"),
         ({"dtype": "fp8"}, "tensor_parallel has no scaled GEMMs"),
     ],
@@ -95,7 +95,7 @@ def test_a_table_has_what_was_measured() -> None:
     assert "| llama-3-8b mlp | 6 | 10 | 9 | 25% | 5 | 7.5 | 1.50x |" in text
     assert "asynctp: the compiler put none of AsyncTP's operators into a call: its collectives did not overlap." in text
     assert "asynctp gathers by NVLink multicast for M <= 2048 only, so not here." in text
-    assert "for M <= 2048, is not known." in OPERATOR.table([r | {"length": 512} for r in rows])
+    assert "which it gathers for M <= 2048." in OPERATOR.table([r | {"length": 512} for r in rows])
     noisy = [r | {"p20_ms": 0.3 * r["p50_ms"], "p80_ms": 1.7 * r["p50_ms"]} for r in rows]
     assert "| (1.50x) |" in OPERATOR.table(noisy)
     few = OPERATOR.table(rows[:3])
@@ -240,7 +240,9 @@ def test_records(pool: Pool, block: Block) -> None:
     assert f"| {block.name} |" in markdown([r | {"device": "cuda", "run": "a"} for r in first.records])
 
 
-@pytest.mark.parametrize(("after", "so"), [(0, "it was not timed"), (CHECKED, "this was the last of a row of calls")])
+@pytest.mark.parametrize(
+    ("after", "so"), [(0, "it was not timed"), (CHECKED, "this was the last output of a row of calls")]
+)
 def test_a_spoiled_gradient_is_found_on_every_rank(pool: Pool, after: int, so: str) -> None:
     for found in pool.run(_measured, MLP, _spoiled_gradient, after, 1, ranks=2, timeout_s=60):
         assert [r["variant"] for r in found.records] == ["serial", "compute"]

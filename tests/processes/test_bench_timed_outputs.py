@@ -97,7 +97,7 @@ def test_a_row_that_ends_wrong_has_no_time(pool: Pool, mode: Mode) -> None:
         assert ("graph", "tiring") not in found.timings, "nor is it captured"
         (text,) = found.wrong.values()
         assert f"doubling: tiring, {mode}, differs from the float64 reference" in text
-        assert "its time is not kept" in text
+        assert "its time is discarded" in text
         assert found.errors["tiring"] > 0.1
         assert found.errors["fresh"] == 0
 

@@ -61,7 +61,7 @@ def test_help_of_bench_teaches_by_examples() -> None:
     [
         (["--preset", "dlrm"], "no preset 'dlrm': give one of pgas-weak"),
         (["--variants", "direct,fast"], "no variant 'fast'"),
-        (["--scale", "lots"], "scale 'lots' is no number: write it as 1/32 or 0.03"),
+        (["--scale", "lots"], "scale 'lots' is not a number: write it as 1/32 or 0.03"),
         (["--scale", "2"], "scale=2.0 must be above 0"),
         (["--ranks", "0"], "ranks=0 must be at least 1"),
     ],
@@ -80,7 +80,7 @@ def test_ranks_and_torchrun_exclude_each_other(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["weft", "bench", "embedding_all_to_all", "--device", "cpu", "--ranks", "2"])
     with pytest.raises(SystemExit):
         main()
-    assert "torchrun, which has chosen the number of ranks" in capsys.readouterr().err
+    assert "torchrun, which sets the number of ranks" in capsys.readouterr().err
 
 
 def test_doctor_says_what_weft_will_use() -> None:

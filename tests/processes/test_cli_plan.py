@@ -62,14 +62,14 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads(file.read_text())
     assert data["machine"] == "AMD Instinct MI300X"
-    for words in (data["choice"], data["heuristic"], "serial", "GEMM DIL", "exposed us", "slower ones are not shown"):
+    for words in (data["choice"], data["heuristic"], "serial", "GEMM DIL", "exposed us", "slower candidates are not shown"):
         assert words in done.stdout
 
 
 def test_ficcos_gemms_are_shapes_of_all_gather_matmul() -> None:
     assert plan._shape("g2", 8) == plan._shape("131072,2048,16384", 8)
     told = runner.invoke(app, ["plan", "matmul_reduce_scatter", "--shape", "g2"])  # whose N is not shared
-    assert "--shape 'g2' must be three whole numbers" in str(told.exception)
+    assert "--shape 'g2' must be three positive integers" in str(told.exception)
 
 
 def test_embeddings(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
     data = json.loads(file.read_text())
     assert data["choice"].startswith("dispatch")
     assert "serial" in data["reason"]
-    assert "cannot be captured: the host reads sizes" in data["reason"]
+    assert "cannot be captured, because the host reads sizes" in data["reason"]
     assert data["heuristic"] == "ficco_1d[start=uniform,gemms=fused,steps=0,by=kernel]"
     assert all(row["losses"]["ideal_us"] > 0 for row in data["candidates"] if row["predicted_us"])
 
@@ -286,8 +286,8 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json", "."], "--json .: is a folder: give a file"),
-        (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: there is no folder /nowhere"),
+        (["--json", "."], "--json . is a folder: give a file"),
+        (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: the folder /nowhere does not exist"),
         (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
         (["--pictures", __file__], "is a file: give a folder"),
         (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
@@ -309,13 +309,13 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "512,4096"], "--shape '512,4096' must be three whole numbers M,N,K above 0"),
-        (["--shape", "-512,8,8"], "--shape '-512,8,8' must be three whole numbers"),
-        (["--shape", "512,1e3,8"], "--shape '512,1e3,8' must be three whole numbers"),
-        (["--shape", "512,8,0"], "M=512, N=8, K=0: there is nothing to compute; each must be at least 1"),
+        (["--shape", "512,4096"], "--shape '512,4096' must be three positive integers M,N,K"),
+        (["--shape", "-512,8,8"], "--shape '-512,8,8' must be three positive integers"),
+        (["--shape", "512,1e3,8"], "--shape '512,1e3,8' must be three positive integers"),
+        (["--shape", "512,8,0"], "M=512, N=8, K=0: each must be at least 1"),
         (["--shape", "512,8,8", "--ranks", "1024"], "less than or equal to 256"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
-        (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder"),
+        (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: the folder"),
         (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "1,1,1"], "m=1 must be divisible by world_size=2: use 2"),

@@ -48,8 +48,8 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),
         ([*GEMM, "8,8,8", "--hw", "h20"], "for NVIDIA GPUs without one, weft derives its numbers from what the driver says"),
         ([*GEMM, "8,8,8", "--hw", "h20"], "copy weft/hw/a100.toml, change its datasheet numbers"),
-        ([*GEMM, "8,8"], "--shape '8,8' must be three whole numbers M,N,K above 0"),
-        (["bench", "all_gather_matmul", "--shape", "8,8"], "--shape '8,8' must be three whole numbers M,N,K above 0"),
+        ([*GEMM, "8,8"], "--shape '8,8' must be three positive integers M,N,K"),
+        (["bench", "all_gather_matmul", "--shape", "8,8"], "--shape '8,8' must be three positive integers M,N,K"),
         ([*GEMM, "8,8,8-e8"], "leave out '-e8'"),
         ([*GEMM, "8,8,8", "--option", "a"], "option 'a' has no value: write it as a=VALUE"),
         ([*GEMM, "8,8,8", "--option", "a=1"], "a=1: all_gather_matmul has no such option; it has no options of its own"),
@@ -92,7 +92,7 @@ def test_a_file_that_is_no_record_is_a_sentence(tmp_path: Path, monkeypatch, cap
     broken = tmp_path / "records.jsonl"
     for text, said in (
         ("{", "line 1 cannot be read"),
-        ("[]", "line 1: list in place of a record"),
+        ("[]", "line 1: found a list, but a record is a JSON object"),
         ('{"op": "t4"}', "op 't4' is no"),
     ):
         broken.write_text(text)
@@ -137,7 +137,7 @@ def test_the_command_without_the_extra_refuses_alike(monkeypatch, capsys) -> Non
     with pytest.raises(SystemExit) as stopped:
         bench_main()
     assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("weft bench: --shape '8' must be three whole numbers")
+    assert capsys.readouterr().err.startswith("weft bench: --shape '8' must be three positive integers")
 
 
 def test_every_command_has_the_same_operators_and_spellings() -> None:
@@ -158,7 +158,7 @@ def test_every_command_has_the_same_operators_and_spellings() -> None:
         assert "--option" in shown[command]
     for command in ("plan all_gather_matmul", "bench", "reproduce ficco", "reproduce t3"):
         assert "one line of JSON" in shown[command]
-        assert "what is in it stays" in shown[command]
+        assert "existing lines stay" in shown[command]
 
 
 def test_fp8_has_a_plan_under_its_operators_name() -> None:

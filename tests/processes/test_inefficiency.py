@@ -79,7 +79,7 @@ def _forgotten(group: dist.ProcessGroup) -> str:
 def test_a_wrong_byte_is_found(pool: Pool) -> None:
     for rank, text in enumerate(pool.run(_forgotten, ranks=2)):
         assert text.startswith(
-            f"all-gather by dma in 8 pieces: rank {rank} got wrong bytes for rank {1 - rank}'s shard"
+            f"all-gather by dma in 8 pieces: rank {rank} received wrong bytes of rank {1 - rank}'s shard"
         )
 
 

@@ -173,16 +173,16 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
     for found in pool.run(wrong_values, schedule, ranks=3, timeout_s=60):
         for when in ("first", "later"):
             for name, text in {
-                "too many": "rank 1: received adds up to 7 and h has 6 rows: pass what all_to_all_matmul returned",
+                "too many": "rank 1: received adds up to 7 but h has 6 rows: pass the counts from all_to_all_matmul",
                 "negative": "rank 1: received has -1 at (0, 1): numbers must not be negative",
                 "given": "rank 1: splits has -2 at 0: numbers must not be negative",
-                "own": "rank 1: received says that [1, 0] rows for its experts came from rank 1 itself, and splits say [2, 0]",
-                "rows": "rank 1: rows=7 and splits add up to 6: pass this rank's number of tokens",
+                "own": "rank 1: received counts [1, 0] rows from rank 1 itself, but splits counts [2, 0]",
+                "rows": "rank 1: rows=7, but splits add up to 6: pass this rank's number of tokens",
             }.items():
                 assert found[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, found[f"{name}, {when}"])
         if schedule == "serial":  # which makes memory for what comes
             assert found["capacity"] == "nothing"
         else:
             assert found["capacity"].startswith(
-                "RefusedError: ranks 0, 1, 2: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
+                "RefusedError: ranks 0, 1, 2: this rank has 65 tokens, but calls of this shape were set up for capacity=64"
             )

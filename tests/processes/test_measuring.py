@@ -39,7 +39,7 @@ def test_a_cache_that_is_broken_on_one_rank_changes_no_choice_and_is_said_once(
         assert said == [], what
         assert "calibrated on today" in note
         assert note_there.startswith("not calibrated"), what
-        reason = "names a user without a home" if what == "nobody" else "measured times are ignored: "
+        reason = "names a user without a home" if what == "nobody" else "cached times are ignored: "
         assert sum(reason in text for text in said_there) == 1, (what, said_there)
         assert len(said_there) == 1 + (what == "folder"), (what, said_there)  # which nothing replaces
 

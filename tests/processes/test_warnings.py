@@ -106,7 +106,7 @@ CALLS: dict[Callable[[dist.ProcessGroup], None], str] = {
     scaled: "Bs[0] is copied",
     all_to_all_matmul: "w_experts is copied",
     without_overlap: "without overlap",
-    cannot_be_kept: "cannot be kept",
+    cannot_be_kept: "cannot be saved",
     pooled: "out of range",
     embedding_all_to_all: "out of range",
     module: "out of range",

@@ -61,7 +61,7 @@ def test_table_1_and_its_names() -> None:
     assert {gemm.name for gemm in TABLE_1 if gemm.m < gemm.k} == {"g1", "g3", "g5", "g7"}
     assert [gemm.name for gemm in find_gemms(["g7", "g2"])] == ["g2", "g7"]
     assert find_gemms([]) == TABLE_1
-    with pytest.raises(ValueError, match="no GEMM 'g17' in table I: give of g1 to g16"):
+    with pytest.raises(ValueError, match="no GEMM 'g17' in table I: give names from g1 to g16"):
         find_gemms(["g17"])
 
 
@@ -283,9 +283,9 @@ def test_shares_of_what_is_lost() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"ranks": 1}, "ranks=1: an all-gather takes at least 2"),
+        ({"ranks": 1}, "ranks=1: an all-gather needs at least 2"),
         ({"scale": 2.0}, r"scale=2\.0 must be above 0"),
-        ({"variants": ("dma",)}, "measures all of them"),
+        ({"variants": ("dma",)}, "compares all variants"),
         ({"seconds": 1.0}, r"seconds=1\.0: inefficiency repeats"),
         ({"preset": "g1,g99"}, "no GEMM 'g99'"),
         ({"modes": ("single",)}, "modes="),

@@ -45,14 +45,14 @@ def test_options() -> None:
         (["--ops", "matmul"], "no operator 'matmul': give one of all_gather_matmul, "),
         (["--ops", "tensor_parallel"], "no operator 'tensor_parallel': give one of "),
         (["--modes", "fast"], "no mode 'fast': give one of queued, graph, single, changing"),
-        (["--modes", "graph"], "on CPU nothing is captured"),
+        (["--modes", "graph"], "CPU calls cannot be captured"),
         (["--part", "4/3"], "--part 4/3: parts are numbered from 1 to 3"),
         (["--part", "0/3"], "--part 0/3: parts are numbered from 1 to 3"),
         (["--part", "one"], "--part one: write it as I/N, such as 1/3"),
         (["--seed", "seed"], "--seed seed: give up to 16 hexadecimal digits"),
-        (["--ranks", "1"], "--ranks 1: weft overlaps exchanges between ranks: take 2 at least"),
-        (["--shapes", "0"], "--shapes 0: must be at least 1"),
-        (["--json", "/no/such/folder/a.jsonl"], "there is no folder /no/such/folder"),
+        (["--ranks", "1"], "--ranks 1: weft overlaps exchanges between ranks: use at least 2"),
+        (["--shapes", "0"], "--shapes 0 must be at least 1"),
+        (["--json", "/no/such/folder/a.jsonl"], "the folder /no/such/folder does not exist"),
     ],
 )
 def test_options_that_cannot_be(wrong: list[str], message: str) -> None:
@@ -259,7 +259,7 @@ def test_a_table_for_each_operator_and_a_sentence() -> None:
     assert "1 of the 4 shapes (25.0%) ran below 0.98x of the baseline's speed" in found
     assert found.endswith(document[document.index("<!-- never-slower:later") :])  # stays empty until it is recorded
     assert rewrite(found, {"a": rows}) == found
-    with pytest.raises(ValueError, match="wants results:a, but only b are given"):
+    with pytest.raises(ValueError, match="needs results:a, but only b are given"):
         rewrite(found, {"b": rows})
 
 
@@ -271,7 +271,7 @@ def test_the_report_prints_what_was_drawn(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_sentence_needs_queued_or_captured_calls() -> None:
-    with pytest.raises(ValueError, match="no row of queued or captured calls"):
+    with pytest.raises(ValueError, match="no row of queued or graph calls"):
         page.sentence([_row(mode="single")])
 
 

@@ -175,7 +175,7 @@ def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text("{" if times is None else json.dumps(kept | {"times_us": times}))
     forget(monkeypatch)
     rank = Rank()
-    with pytest.warns(UserWarning, match=rf"measured times are ignored: .*{file.name}.*delete it") as warned:
+    with pytest.warns(UserWarning, match=rf"cached times are ignored: .*{file.name}.*delete it") as warned:
         rank.tune()
     assert len(warned) == 1
     assert rank.runs
@@ -202,7 +202,7 @@ def test_times_that_cannot_be_kept_are_told_once_and_used(tmp_path: Path, monkey
     (tmp_path / "file").touch()
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr("weft.caller._said", set())
-    with pytest.warns(UserWarning, match="measured times cannot be kept in .*set WEFT_CACHE_DIR"):
+    with pytest.warns(UserWarning, match="measured times cannot be saved in .*set WEFT_CACHE_DIR"):
         assert Rank().tune()["serial"] > 0
     forget(monkeypatch)
     with warnings.catch_warnings():

@@ -189,7 +189,7 @@ def test_it_is_kept_and_found_again(found: Calibration) -> None:
         "calibration",
     )
     assert find("NVIDIA H200", 8) is None
-    with pytest.raises(ValueError, match="calibrated with 2 ranks, and the model has 8"):
+    with pytest.raises(ValueError, match="the calibration is for 2 ranks, but the model has 8"):
         found.apply(model_of(h200, 8))
 
 
@@ -235,7 +235,7 @@ def test_a_calibration_with_a_wrong_value_is_ignored_with_a_note(field: str, val
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([], "copies, and no all_gathers: run `weft plan"),
+        ([], "copies but no all_gathers: run `weft plan"),
         ([[65536, 10.5], [131072, 1e-6]], "do not grow with their bytes"),
     ],
 )

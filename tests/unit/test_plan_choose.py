@@ -87,7 +87,7 @@ def test_no_prediction_is_faster_than_the_gemm_whole() -> None:
 def test_what_rounds_at_every_step_is_not_taken_before_experts_either() -> None:
     rough = [row for row in plan.choose(AllToAllMatmul.even(8192, 14336, 4096, 4, 2), H200).rows if row.rough]
     assert {row.candidate.builder for row in rough} == {"ficco_2d"}
-    assert all(row.why_not == "rounds at every step, errs more" for row in rough if row.us is not None)
+    assert all(row.why_not == "rounds at every step, so its error is larger" for row in rough if row.us is not None)
     exact = plan.choose(
         AllToAllMatmul(2, 4, (512, 512), 64, 64, "fp32", 512), replace(H200, matmul_flops_per_us={"fp32": 1e8})
     )
@@ -100,7 +100,7 @@ def test_what_rounds_at_every_step_is_not_taken() -> None:
     choice = plan.choose(LARGE, H200)
     rough = [row for row in choice.rows if row.rough]
     assert {row.candidate.builder for row in rough} == {"ficco_2d", "ficco_2d_collective"}
-    assert all(row.why_not == "rounds at every step, errs more" for row in rough if row.us is not None)
+    assert all(row.why_not == "rounds at every step, so its error is larger" for row in rough if row.us is not None)
     exact = plan.choose(
         AllGatherMatmul.even(LARGE.m, 8192, 4096, 2, "fp32"), replace(H200, matmul_flops_per_us={"fp32": 1e8})
     )
@@ -294,8 +294,8 @@ def test_a_graph_takes_what_the_host_reads_nothing_for_even_if_serial_is_faster(
     choice = plan.choose(problem, slow_puts, mode="graph")
     assert "by=kernel" in choice.candidate.name
     assert choice.predicted_us > 2 * choice.row("serial").us
-    assert choice.reason.endswith("cannot be captured: the host reads sizes")
-    assert choice.row("serial").why_not == "cannot be captured: the host reads sizes"
+    assert choice.reason.endswith("cannot be captured, because the host reads sizes")
+    assert choice.row("serial").why_not == "cannot be captured, because the host reads sizes"
 
 
 def test_where_the_host_reads_in_any_case_no_graph_can_be_had() -> None:
@@ -415,9 +415,9 @@ def test_why_the_heuristic_is_not_followed_is_said() -> None:
     uneven, odd = AllGatherMatmul(2, (64, 32), (8,), 8, "bf16"), AllGatherMatmul.even(2, 8, 1, 2)
     assert plan.pick_here(LARGE, "no machine of this name") == (plan.static_pick(LARGE, load_machine("mi300x")), "")
     for problem, why in (
-        (uneven, "cannot do this: shards of (64, 32) rows have no common chunks"),
+        (uneven, "does not support this problem: shards of (64, 32) rows have no common chunks"),
         (odd, "a shard: 1 cannot be cut into 2 pieces"),
-        (described("matmul_reduce_scatter", m=8, n=8, k=8, ranks=2), "it says nothing of matmul_reduce_scatter"),
+        (described("matmul_reduce_scatter", m=8, n=8, k=8, ranks=2), "it does not cover matmul_reduce_scatter"),
     ):
         picked, said = plan.pick_here(problem, "NVIDIA H200")
         assert picked is None
@@ -479,7 +479,7 @@ def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size that was planned stands for those near it; a graph that nothing can be captured in runs nothing; and of a choice
-    between measured times it says nothing of what was predicted."""
+    between measured times it does not cover what was predicted."""
     monkeypatch.setenv("WEFT_QUIET", "0")
 
     def said(problem: Problem, **options: Any) -> list[str]:
@@ -495,7 +495,7 @@ def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch)
         "weft runs all_gather_matmul without overlap, sizes near [2, 8] gathered"
     )
     (alone,) = said(LARGE, measured={"serial": 100.0})
-    assert "queued: serial is taken, 100.0 us measured: no other was measured; weft.plan" in alone
+    assert "queued: serial is taken, 100.0 us measured: no other candidate was measured; weft.plan" in alone
     assert "predicted" not in alone
     exact = described("all_to_all_matmul", m=64, n=64, k=64, ranks=2, dtype="bf16", experts=2)
     assert decide(exact, H200, mode="graph").schedule.reads_on_host

@@ -47,7 +47,7 @@ def test_a_pin_holds_in_its_own_thread() -> None:
 
 
 def test_what_is_no_name_is_refused_as_such() -> None:
-    said = "schedule=3 is an int: pass the name of a schedule, a text such as 'serial', or None"
+    said = "schedule=3 is an int: pass the name of a schedule, a string such as 'serial', or None"
     with pytest.raises(ValueError, match=said):
         plan.pinned(3)
     with plan.use(3), pytest.raises(ValueError, match=said):  # type: ignore[arg-type]

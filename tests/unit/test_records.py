@@ -139,7 +139,7 @@ def test_a_copy_without_git_knows_its_commit_by_the_note(checkout: Path, tmp_pat
     assert provenance.provenance(copy).commit == f"{clean.commit}+dirty", "changed before it was copied"
     (copy / "weft" / "a.py").write_text("x = 1\n")
     assert provenance.provenance(copy) == clean
-    with pytest.raises(ValueError, match="no git checkout with a commit"):
+    with pytest.raises(ValueError, match="is not a git checkout with a commit"):
         write_note(copy)
     (copy / provenance.NOTE).write_text("8f7985d")
     with pytest.raises(ValueError, match=r"\.commit cannot be read"):

@@ -38,7 +38,7 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
     cells = [remarks.gain(_record(ms), base) for ms in (0.5, 0.97, 1.5)] + [remarks.gain(None, base)]
     assert cells == ["2.00x", "(1.03x)", "0.67x", ""]
     assert remarks.unclear(cells) == [
-        "In parentheses: off 1 by less than twice its noise, or one schedule against itself (1 of 3)."
+        "In parentheses: differs from 1 by less than twice its noise, or one schedule compared with itself (1 of 3)."
     ]
     assert remarks.unclear(["2.00x"]) == []
     assert remarks.gain(_record(0.5), base, same=True) == "(2.00x)", "nothing is faster than itself"
@@ -72,7 +72,7 @@ def test_what_asynctp_ran_without_comes_from_the_records() -> None:
     (said,) = remarks.of_asynctp([_record(1.0, variables=None, variables_by_hand=QUIET)])
     assert "(TORCH_SYMM_MEM_DISABLE_MULTICAST=1, noted by hand)" in said
     (said,) = remarks.of_asynctp([_record(1.0, variables=None)])
-    assert "is not known" in said
+    assert "do not say" in said
     assert remarks.of_asynctp([_record(1.0, variables={"NCCL_DEBUG": "WARN"})]) == [], "it was allowed"
     both = remarks.of_asynctp([_record(1.0, config="one"), _record(1.0, config="two", variables=None)])
     assert len(both) == 2

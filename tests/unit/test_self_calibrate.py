@@ -33,7 +33,7 @@ def test_without_a_cache_it_is_kept_in_memory(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
     ranks = Ranks()
-    with pytest.warns(UserWarning, match="measured times cannot be kept in .*set WEFT_CACHE_DIR"):
+    with pytest.warns(UserWarning, match="measured times cannot be saved in .*set WEFT_CACHE_DIR"):
         assert ranks.call(monkeypatch)
     assert calibrated(machine(), 2).source == "self-calibration"
     assert not ranks.again().call(monkeypatch).measured  # by another group of this process

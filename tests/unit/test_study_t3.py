@@ -70,7 +70,7 @@ def test_rows_of_measured_sub_layers_and_what_they_say() -> None:
     assert (gathered.speedup, gathered.ideal) == (pytest.approx(6 / 5), pytest.approx(6 / 4))
     assert "1 take direct" in t3.conclusions([row])[0]
     assert "faster than the ideal" in t3.conclusions([replace(row, weft_ms=2.5)])[1]
-    with pytest.raises(ValueError, match="no records of T3's sub-layers: weft bench matmul_reduce_scatter --preset t3"):
+    with pytest.raises(ValueError, match="no records of T3's sub-layers: run weft bench matmul_reduce_scatter --preset t3"):
         t3.rows_of(other)
 
 
@@ -118,7 +118,7 @@ def test_the_picture_says_why_bars_pass_the_ideal(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(t3, "figure", lambda path, title, size: drawn.append(title) or real(path, title, size))
     for weft in (2.5, 4.0):  # the ideal is 3
         t3.draw(tmp_path, t3.rows_of(measured(16384, 3072, 1536, serial=5.0, weft=weft)), "Measured")
-    assert ["straight to its owner" in title for title in drawn] == [True, False]
+    assert ["directly to its owner" in title for title in drawn] == [True, False]
 
 
 def test_the_page_is_made_from_its_records() -> None:

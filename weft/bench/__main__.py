@@ -1,6 +1,6 @@
-"""`python -m weft.bench OP ...`: `weft bench` for machines that have torch but neither typer nor rich.
+"""`python -m weft.bench OP ...`: `weft bench` for machines that have torch but not typer or rich.
 
-The help needs no torch. Operators check the presets and variants that it names (`Operator.check_options`).
+Its help needs no torch. Operators check presets and variants (`OperatorBenchmark.check_options`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MODES = ("single", "queued", "graph")
 _ABOUT = """
 Measure an operator against its baselines, after checking every variant against float64.
 
-Starts its own ranks, or is one of torchrun's. Each time is the slowest rank's median; "over roofline" is that time over the time of
-its bytes (and operations) at the rates measured in the same run; with a cache it can be below 1.
+Starts its own ranks, or joins torchrun's. Each time is the slowest rank's median. "over roofline" is that time over the time of
+its bytes (and FLOPs) at the rates measured in the same run; caches can make it less than 1.
 """
 _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2
@@ -58,9 +58,9 @@ inefficiency: shrink M, N and K. Default: 1/32 on CPU; GEMMs that are still too 
 
 
 def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") -> BenchOptions:
-    """Parse the command line; raise ValueError for impossible options.
+    """Parse the command line; raise ValueError for invalid options.
 
-    Default device: cuda if there is a GPU. Default ranks: every GPU, or 2 on CPU; under torchrun its own number.
+    Default device: cuda if there is a GPU. Default ranks: one per GPU, or 2 on CPU; under torchrun, its number of ranks.
     """
     parser = argparse.ArgumentParser(
         prog=program, description=_ABOUT, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -86,7 +86,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         help="the operator's own option, from the list in `weft plan OP --help`: gather_dim=-1. May be repeated")  # fmt: skip
     add("--dtype", help="type of inputs and outputs: fp32, fp16, bf16; fp8: scaled_matmul_reduce_scatter, and the scaled variant "
         "of all_gather_matmul. Default: fp32; bf16 for GEMMs on GPUs")  # fmt: skip
-    add("--json", type=Path, help="append one line of JSON per variant and mode to this file; what is in it stays")
+    add("--json", type=Path, help="append one line of JSON per variant and mode to this file; existing lines stay")
     add("--quick", action="store_true", help="try it out: small inputs, few repetitions")
     add("--seconds", type=float, help="seconds for the slowest variant in each mode. Default: 1, with --quick 0.1")
     add("--pictures", type=Path, help="inefficiency: draw the paper's figures 7 to 10 into this folder")
@@ -111,14 +111,14 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     given.dtype = given.dtype or op.default_dtype(given.device)
     given.scale = None if given.scale is None else parse_scale(given.scale)
     given.option = tuple(parse_option(given.op, one) for one in given.option)
-    # A comma before `parameter=` belongs to a schedule's name: "weft, shard[chunks=2,send=in_turn,put" are three.
+    # A comma before `parameter=` is part of a schedule's name: "weft, shard[chunks=2,send=in_turn,put" has three variants.
     given.variants = tuple(name for part in re.split(r",(?!\s*\w+=)", given.variants) if (name := part.strip()))
     given.ranks = number_of_ranks(given.ranks, given.device)
     return BenchOptions(**vars(given))
 
 
 def run(arguments: Sequence[str], program: str = "python -m weft.bench") -> None:
-    """Run the command line's benchmarks. Raise ValueError for impossible options."""
+    """Run the command line's benchmarks. Raise ValueError for invalid options."""
     if arguments and arguments[0] == never_slower.COMMAND:
         asked = never_slower.options_of(arguments[1:], program)
         from weft.bench.never_slower.run import never_slower as measure

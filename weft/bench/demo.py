@@ -1,4 +1,4 @@
-"""The demonstration: DCNv2 scaled to this machine, checked, timed, and one call of each kind traced."""
+"""The demo: DCNv2 scaled to this machine, checked and timed, with a trace of one call of each variant."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from weft.trace import draw_overlap, write_trace
 
 _TRACED = {
     BASELINE: "nn.EmbeddingBag per table, all_to_all, unpack",
-    DEFAULT: "weft, direct: a vector is stored where it is needed",
+    DEFAULT: "weft, direct: each vector is stored into the output of its owner",
 }
 _TRACES = 5
 LEGEND = (
-    "skew: slowest rank minus fastest, in ms; extra MB: memory beside tables and input, output included; first ms: the first "
-    "call, with set-up; in parentheses: off 1 by less than twice the noise"
+    "skew: slowest rank minus fastest, in ms; extra MB: memory besides tables and input, output included; first "
+    "ms: the first call, with set-up; in parentheses: differs from 1 by less than twice the noise"
 )
 """Meanings of the table's columns that need an explanation."""
 
@@ -59,14 +59,14 @@ def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
 
 
 def headline(written: Sequence[Record]) -> str:
-    """Return the gain of the default variant, even if others are faster."""
+    """Return the gain of the default variant, even if other variants are faster."""
     queued = {r["variant"]: r for r in written if r["mode"] == "queued"}
     return gain(queued[DEFAULT], queued[BASELINE])
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
-    """Run one rank's part; return the timelines of all ranks by variant (on rank 0), a title, the default's gain, the
-    largest error."""
+    """Run one rank's part. Return (the timelines of all ranks by variant, on rank 0; a title; the default variant's gain; the
+    largest error)."""
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
     with progress(STEPS + len(options.modes), shown=rank == 0) as step:
@@ -85,7 +85,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
             everybody: list[Timeline] = [Timeline()] * world_size
             dist.all_gather_object(everybody, mine, group=ranks.control)
             traces.append(Timeline([span for timeline in everybody for span in timeline]))
-        # Keep the trace of median length: recording costs a little, and neighbours on the machine a lot.
+        # Keep the trace of median length: recording costs little, but other processes on the machine disturb much.
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config, here = work.config, records.environment("cpu")

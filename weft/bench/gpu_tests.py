@@ -1,8 +1,9 @@
-"""The result of a run of the GPU tests, as a record beside the benchmarks': the number of tests that passed, and their code.
+"""The result of a run of the GPU tests, as a record besides the benchmarks': the number of tests that passed, and their code.
 
     python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 
-appends it to the list in the first file. A missing junit file means that its tests did not finish; the record says so too.
+appends the record to the list in the first file. A missing junit file means that its tests did not finish, and the record says
+so.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The code that made a record: the commit, and a hash of the sources on disk.
 
-A machine with GPUs often gets a copy of the working tree without `.git`. So the measuring program hashes the files that it runs
-from. The commit comes from git, or else from `benchmarks/.commit`, which travels with the copy:
+A GPU machine often gets a copy of the working tree without `.git`. So the measuring program hashes the files that it runs from.
+The commit comes from git, or else from `benchmarks/.commit`, which is copied with the tree:
 
     python -m weft.bench.provenance    # in the checkout, before the tree is copied
 
-That file has the hash of the commit's own sources. If the hash on disk differs, the tree was changed after the commit, and the
+That file contains the hash of the commit's sources. If the hash on disk differs, the tree was changed after the commit, and the
 commit is recorded as "8f7985d0c1+dirty".
 """
 
@@ -43,7 +43,7 @@ class Provenance:
 
 
 def provenance(root: Path = ROOT) -> Provenance:
-    """Return commit and hash of the code in `root`; the commit is "unknown" if neither git nor the note knows it."""
+    """Return commit and hash of the code in `root`; the commit is "unknown" if neither git nor the note has it."""
     source = source_hash(_lying(root))
     # A note for exactly these sources wins over a git checkout of an older commit.
     note = _from_note(root)
@@ -58,7 +58,7 @@ def write_note(root: Path = ROOT) -> Path:
     known = _from_git(root)
     if known is None:
         raise ValueError(
-            f"{root} is no git checkout with a commit: write the note where there is one, then copy the tree"
+            f"{root} is not a git checkout with a commit: write the note in a checkout, then copy the tree"
         )
     (root / NOTE).write_text(json.dumps(asdict(known)) + "\n")
     return root / NOTE
@@ -82,7 +82,7 @@ def _lying(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _from_git(root: Path) -> Provenance | None:
-    """Return HEAD and the hash of its own sources; None if `root` is not the top of a checkout (it may be installed inside one)."""
+    """Return HEAD and the hash of its sources; None unless `root` is the top of a checkout (it may be installed inside one)."""
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel").decode().strip()).resolve() != root.resolve():
             return None

@@ -7,12 +7,12 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
     python -m weft.bench.report results.jsonl
 
 - `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the operator
-  defines its columns. For simulated records it shows the page of their study. A block stays empty until its results are recorded.
-- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study (`weft.studies`). It stays empty likewise.
-- `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, a line for each
-  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both stay empty likewise.
-- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline, in the
-  geometric mean over configurations; with ` worst` behind the baseline, on the configuration with the least gain.
+  defines its columns. Simulated records show the page of their study. A block is empty until its results are recorded.
+- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study (`weft.studies`); also empty until then.
+- `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, one line per
+  operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty until then.
+- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline, as the
+  geometric mean over configurations; with ` worst` after the baseline, on the configuration with the least gain.
 
 A later run of a configuration in a mode replaces an earlier one; its variants are never mixed with another run's.
 """
@@ -49,7 +49,7 @@ _MARKED = re.compile(
 _SAYS = re.compile(r"(?P<open><!-- never-slower-says:(?P<name>[\w.-]+) -->)(?P<body>[^<]*)<!-- /never-slower-says -->")
 
 _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
-"""The study that simulates an operator (`weft reproduce`). Its records describe no run on a machine, so the operator's own
+"""The study that simulates an operator (`weft reproduce`). Its records do not describe a run on a machine, so the operator's own
 tables cannot show them."""
 
 
@@ -64,27 +64,28 @@ class Mark(NamedTuple):
 
 
 TOO_SHORT_MS = 1.0
-"""On CPU rows with shorter times are left out: the system may keep a process waiting this long."""
+"""Documents omit CPU rows with shorter times: the operating system may suspend a process this long."""
 
 
 def markdown(found: Sequence[Record], *, short: bool = False) -> str:
     """Return the tables of one results file, with a line about the machine and the code.
 
-    short: include times that are too short for a document. Simulated records are shown as their study shows them, behind measured
-    ones."""
+    short: include times that are too short for a document. Measured records come first; simulated records are shown as the page
+    of their study.
+    """
     simulated = [r for r in found if r["device"] == "simulated"]
     parts = [_measured([r for r in found if r["device"] != "simulated"], short)] if len(simulated) < len(found) else []
     for op in dict.fromkeys(r["op"] for r in simulated):
         if op not in _SIMULATED_BY:
             known = ", ".join(_SIMULATED_BY)
-            raise ValueError(f"no study simulates {op}, but only {known}: take its records out, or measure it")
+            raise ValueError(f"no study simulates {op}, but only {known}: remove its records, or measure it")
         parts.append(_study(_SIMULATED_BY[op]).markdown([r for r in simulated if r["op"] == op]))
     return "\n".join(parts)
 
 
 def _study(name: str) -> Any:
     if name not in (known := sorted(_SIMULATED_BY.values())):
-        raise ValueError(f"study:{name} is no study with a block of its own: write one of {', '.join(known)}")
+        raise ValueError(f"study:{name} is not a study with a block: write one of {', '.join(known)}")
     return importlib.import_module(f"weft.studies.{name}")
 
 
@@ -92,7 +93,7 @@ def _measured(found: Sequence[Record], short: bool) -> str:
     latest = _latest_runs(found) if short else _long_enough(_latest_runs(found))
     if not latest:
         raise ValueError(
-            f"all {counted(len(found), 'record')} are of times under {TOO_SHORT_MS:g} ms on CPU, which are not shown"
+            f"all {counted(len(found), 'record')} have times under {TOO_SHORT_MS:g} ms on CPU, which are not shown"
         )
     last = latest[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
@@ -116,7 +117,7 @@ def _code(record: Record) -> str:
 
 
 def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
-    """Return the rows of a table by the code that measured them, if a file has several."""
+    """Return a note on which code measured which rows, if a file has several versions."""
     if len(set(map(_code, latest))) == 1:
         return []
     configs: dict[str, dict[str, None]] = {}
@@ -128,11 +129,11 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
 
 
 def _long_enough(found: Sequence[Record]) -> list[Record]:
-    """Return the records without times that are too short on CPU; for operators, with all variants of that configuration and
-    mode."""
+    """Return the records without CPU times that are too short. A short time also drops the operator's other variants in that
+    configuration and mode."""
 
     def key(r: Record) -> tuple[str, ...]:
-        alone = [r["variant"]] * (r["op"] == "inefficiency")  # each of its variants has a table cell of its own
+        alone = [r["variant"]] * (r["op"] == "inefficiency")  # each of its variants has its own table cell
         return r["op"], r["config"], r["dtype"], r["mode"], *alone
 
     short = {key(r) for r in found if r["device"] == "cpu" and r["p50_ms"] < TOO_SHORT_MS}
@@ -140,11 +141,11 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
-    """Return `document` with every marked block regenerated; raise ValueError if a block's results are not given."""
+    """Return `document` with every marked block regenerated; raise ValueError if the results of a block are not given."""
 
     def given(name: str) -> Sequence[Record]:
         if name not in results:
-            raise ValueError(f"the document wants results:{name}, but only {', '.join(results) or 'none'} are given")
+            raise ValueError(f"the document needs results:{name}, but only {', '.join(results) or 'none'} are given")
         if not results[name]:
             raise ValueError(
                 f"results:{name} has no records: record a run (weft bench OPERATOR --json FILE), or leave the file out"
@@ -173,13 +174,13 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
 
 def marks(document: str) -> list[Mark]:
-    """Return the gains that a document shows, in its order, each once, without gains of one configuration."""
+    """Return the gains that a document shows, in its order, each once, except gains of a single configuration."""
     found = (of for of in GAIN.finditer(document) if not of["worst"])
     return list(dict.fromkeys(Mark(of["name"], of["mode"], of["dtype"], of["variant"], of["baseline"]) for of in found))
 
 
 def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> dict[str, float]:
-    """Return the speed of `variant` relative to `baseline`, by configuration with both times; raise `ValueError` if there are
+    """Return the speed of `variant` relative to `baseline`, by configuration with both times; raise `ValueError` if there is
     none."""
     cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
     both = {name: (of[baseline], of[variant]) for name, of in cases.items() if {variant, baseline} <= of.keys()}
@@ -208,7 +209,7 @@ def _latest_runs(found: Sequence[Record]) -> list[Record]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Rewrite documents or print tables. On unreadable input, print a sentence, exit with status 2, and leave documents
+    """Rewrite documents or print tables. On unreadable input, print one sentence, exit with status 2, and leave documents
     unchanged."""
     parser = argparse.ArgumentParser(prog="python -m weft.bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", type=Path, nargs="+", metavar="DOCUMENT.md|RESULTS.jsonl")

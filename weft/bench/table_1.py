@@ -2,10 +2,10 @@
 `table_1.toml`.
 
 [m, k] @ [k, n]: A is gathered, or sent all-to-all, and W ranks compute it. The paper's N is the layer's: with tensor parallelism
-W ranks divide the weight's columns, so each computes N / W of them (`GatheredGemm.sharded`). The paper does not state this. But
-it calls the shapes those of models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every
-study and test here reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a
-rank has M / W of the rows, and all of N: the same number of operations.
+W ranks divide the weight's columns, so each computes N / W columns (`GatheredGemm.sharded`). The paper does not state this. But
+its shapes come from models with tensor parallelism, and an N of 106496 is twice the whole MLP of Llama-3-405B. Every study and
+test here makes this assumption. M and K are not divided: A's rows are gathered from all ranks. With expert parallelism (g13 to
+g16) a rank has M / W of the rows, and all of N: the same number of operations.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """
@@ -50,7 +50,8 @@ class GatheredGemm:
 
     @property
     def run_bytes(self) -> int:
-        """Memory of a rank that measures it: A, B, two results, A gathered twice, by copies and by NCCL, and a shard, at most A."""
+        """Return the memory of a rank that measures it: A, B, two results, A gathered twice (by copies, by NCCL), and a shard, at
+        most A."""
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def sharded(self, ranks: int) -> GatheredGemm:
@@ -58,7 +59,7 @@ class GatheredGemm:
         return replace(self, n=-(-self.n // ranks))
 
     def piece(self, rows: int = 1, columns: int = 1) -> GatheredGemm:
-        """Return a piece of the GEMM, if A is cut into this many blocks of rows and of columns."""
+        """Return a piece of the GEMM, with A cut into this many blocks of rows and of columns."""
         return replace(self, m=self.m // rows, k=self.k // columns)
 
     def __str__(self) -> str:
@@ -77,13 +78,14 @@ def find_gemms(names: Sequence[str], among: Sequence[GatheredGemm] = TABLE_1) ->
     """Return the GEMMs of `among` with these names, in its order; all without names. Raises ValueError for an unknown name."""
     for name in names:
         if name not in {gemm.name for gemm in among}:
-            raise ValueError(f"no GEMM {name!r} in table I: give of g1 to g{len(TABLE_1)}, separated by commas")
+            raise ValueError(f"no GEMM {name!r} in table I: give names from g1 to g{len(TABLE_1)}, separated by commas")
     return tuple(gemm for gemm in among if gemm.name in names or not names)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A GEMM of the paper as it is run: N over `ranks`, M, N and K over `all_by`, then the larger of M and K over `large_by`."""
+    """A GEMM of the paper as it is run: N divided by `ranks`; M, N and K divided by `all_by`; then the larger of M and K divided
+    by `large_by`."""
 
     paper: GatheredGemm
     run: GatheredGemm
@@ -100,9 +102,9 @@ class Fitted:
 def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
     """Return the GEMM of one of `ranks` ranks, with M, N, K times `scale`, reduced to at most `most_ops` and `most_bytes`.
 
-    Bytes are those of a run (`GatheredGemm.run_bytes`). Each step halves the larger of M and K as long as it stays the larger,
-    because that decides how the GEMM should be cut; then all three are halved. M and K become multiples of 64, so that all
-    pieces are equal. Raises ValueError if nothing is left to halve.
+    Bytes are those of a run (`GatheredGemm.run_bytes`). Each step halves the larger of M and K while it stays the larger, because
+    their order decides how the GEMM should be cut. Then it halves all three. M and K become multiples of 64, so that all pieces
+    are equal. Raises ValueError if nothing is left to halve.
     """
     all_by, large_by = 1 / scale, 1
     while True:
@@ -119,6 +121,6 @@ def fit(gemm: GatheredGemm, *, ranks: int, scale: Fraction, most_ops: float, mos
             all_by *= 2
         else:
             raise ValueError(
-                f"{gemm.name} does not fit even as {fitted.run}: {fitted.run.run_bytes} bytes, and "
-                f"{most_bytes:.3g} are free for it: free memory on this machine"
+                f"{gemm.name} does not fit even as {fitted.run}: it needs {fitted.run.run_bytes} bytes, and "
+                f"{most_bytes:.3g} are free: free memory on this machine"
             )

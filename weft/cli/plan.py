@@ -190,7 +190,7 @@ def _run(
     everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
     json: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; what is in it stays."),
+        typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; existing lines stay."),
     ] = None,
 ) -> None:
     from weft.bench.core.console import progress

@@ -48,7 +48,7 @@ def ficco(
         ),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(help="Append one line of JSON per GEMM and schedule to this file; what is in it stays.")
+        Path | None, typer.Option(help="Append one line of JSON per GEMM and schedule to this file; existing lines stay.")
     ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 12(b), 13 and 14 here.")] = None,
 ) -> None:  # fmt: skip
@@ -82,7 +82,7 @@ def t3(
         ),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(help="Append one line of JSON per sub-layer and variant to this file; what is in it stays.")
+        Path | None, typer.Option(help="Append one line of JSON per sub-layer and variant to this file; existing lines stay.")
     ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figure 16 here.")] = None,
 ) -> None:  # fmt: skip

@@ -2,11 +2,12 @@
 
     out = part 0 + part 1 + ..., in fp32 and in this order
 
-torch would add two parts at a time, through memory each time. With `NORM`, the program that has reduced a row goes on to
+A chain of torch additions would read and write memory once per part. With `NORM`, the program that has reduced a row also
+computes
 
     normed = out / sqrt(mean of out's squares + EPS) * weight
 
-of the rounded row: the RMS norm that follows in a transformer, without a pass of its own.
+from the rounded row. This fuses the RMS norm that follows in a transformer.
 
 A part is an address and a row pitch in items; a pitch of 0 adds one row to all rows. Up to four parts are arguments. More are
 described by a table [PARTS, 3]: the number of an argument or 0, an address or bytes from that argument, and the pitch. The
@@ -24,7 +25,7 @@ import triton.language as tl
 
 @triton.jit
 def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return a pointer to the row. The compiler is told that it is a multiple of ALIGN items, so that it moves 16 bytes at a
+    """Return a pointer to the row. `tl.multiple_of` states the alignment of ALIGN items, so that the compiler moves 16 bytes at a
     time."""
     place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
     return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
@@ -81,9 +82,9 @@ def add_up_kernel(
     """Reduce, as the top of this file describes. One program per BLOCK of columns of each row; with NORM one per row.
 
     out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE; they and the addresses are multiples of
-    ALIGN items. Without ADD there is one part, which is `out` itself and stays unchanged.
+    ALIGN items. Without ADD, the only part is `out` itself, which stays unchanged.
     """
-    cols = cols // ALIGN * ALIGN  # no change, but it tells the compiler
+    cols = cols // ALIGN * ALIGN  # no change, but it tells the compiler the alignment
     within = tl.arange(0, BLOCK)
     if NORM:
         program = tl.program_id(0).to(tl.int64)

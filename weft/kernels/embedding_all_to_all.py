@@ -9,26 +9,26 @@ buffer and an unpack pass. Here each vector goes to its place in the consumer's 
 Transports. `direct`: the pooled vector is stored into the peer's memory ("Accelerating Multi-GPU Embedding Retrieval with
 PGAS-Style Communication for Deep Learning Recommendation Systems", III-B; "GPU-initiated Fine-grained Overlap of Collective
 Communication with Computation", 3.3). `put` (STAGED): the vectors of one slice are pooled into a staging area of the program (it
-stays in the L2 cache), leave as one contiguous copy, and are followed by a fence and the slice's flag (the latter paper, 3.2). A
-slice never leaves its program, so "the last item of the slice" is known from the loop and needs no bitmask. A slice's fence and
-flag come when the program's next slice is pooled, by which time the copy has arrived.
+stays in the L2 cache), leave as one contiguous copy, and are followed by a fence and the slice's flag (the latter paper, 3.2).
+One program pools a whole slice, so the loop knows its last item and needs no bitmask. The program fences and sets a slice's flag
+when it has pooled its next slice: by then the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
-  1. The first program notifies every peer: "my output `slot` is free, and this is the fingerprint of my call". It stores the
-     fingerprint, then, with release, ready = epoch * 256 + slot. No rank stores into a peer before it has acquired that word:
-     readers of the old contents of the slot come earlier in the peer's stream.
+  1. The first program grants every peer credit for its output `slot`. It stores the fingerprint of its call, then, with release,
+     ready = epoch * 256 + slot. No rank stores into a peer before it has acquired that word: readers of the old contents of the
+     slot come earlier in the peer's stream.
   2. Programs take units (slices) from a counter: remote samples first (rotated by rank), local samples last.
   3. direct: the last program to finish sets done = epoch at every peer, with release. Its arrival counter is acquire-release at
-     system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer.
-     put: each program waits for its own part of the flags of slices from peers.
+     system scope, so the release covers the stores of all programs. Then it waits for done = epoch from every peer. put: each
+     program waits for its own part of the flags of slices from peers.
   4. The last program clears the local counters and stores the new epoch. Work after the kernel in the stream may read the output.
-Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. Both leave a record in pinned
-host memory. A program that saw either stores nothing.
+Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. Either leaves a record in
+pinned host memory, and the program then stores nothing.
 
 Speed. Memory latency is a microsecond when all programs access it, so rows in flight and short chains of dependent loads matter.
 A bag is a chain of three (offsets, ids, rows), so one-warp programs work on three bags: while rows of one bag arrive, the ids of
 the next and the offsets of the one after it are being loaded. Ids are read one per lane, and a gather hands them to the lanes
-that load the row. Values that can be read again are not kept. Both leave registers for ROWS rows in flight. Programs take units
+that load the row. Values that can be read again are not kept. This leaves registers for ROWS rows in flight. Programs take units
 dynamically: bags differ in length, and a static distribution leaves a tail of 5-25%.
 """
 
@@ -39,8 +39,8 @@ import triton.language as tl
 
 from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wait_at_least, words
 
-# The slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 if pooling is a mean, 1 if it is
-# the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
+# The slot table (int64): address, rows, stride, block of offsets, first output column, width, 1 for mean pooling, 1 for the
+# slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
 SLOT_FIELDS = 8
 # The unit table (int64): first slot and end of a sample's unit of work, its first output column and its width.
 UNIT_FIELDS = 4
@@ -102,7 +102,7 @@ def _report(record, status, epoch, peer, wanted, found):
 
 @triton.jit
 def _row_of(id, rows, HASH: tl.constexpr):
-    """Return the table row of an id: the id itself, or splitmix64's finalizer of its 64 bits modulo the rows."""
+    """Return the table row of an id: the id itself, or with HASH splitmix64's finalizer of the id modulo the number of rows."""
     if HASH:
         z = id.to(tl.int64).to(tl.uint64, bitcast=True)
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -114,7 +114,7 @@ def _row_of(id, rows, HASH: tl.constexpr):
 
 @triton.jit
 def _unit_at(unit, n_units, units, units_per_sample, order):
-    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first unit, which is then unused."""
+    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first unit, which the caller ignores."""
     u = tl.where(unit < n_units, unit, 0)
     position = u // units_per_sample
     entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
@@ -123,7 +123,7 @@ def _unit_at(unit, n_units, units, units_per_sample, order):
 
 @triton.jit
 def _bag(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
-    """Return start and end of a bag, clamped to `values` for any offsets, and `cut`, plus one if they were clamped."""
+    """Return start and end of a bag, clamped to the bounds of `values`, and the count `cut`, incremented if they were clamped."""
     key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
     first = tl.load(at, mask=valid, other=0).to(tl.int64)
@@ -235,11 +235,14 @@ def embedding_all_to_all_kernel(
 ):  # fmt: skip
     """Pool and exchange, as the top of this file describes.
 
-    slots [n, SLOT_FIELDS], values [n_values] and offsets [keys * batch + 1] (int32 or int64), timeline [n_units, 3] (start ns,
-    end ns, bytes that left), units [units_per_sample, UNIT_FIELDS], batch_starts [WORLD + 1], owners [batch] (rank of each
-    sample, int32), order [batch] (samples in the order of work, int32), out/signal/flag_addresses [WORLD] (every rank's memory as
-    mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned host). ENTER and EXIT are
-    off inside a sequence of launches that together are one call. WAIT is off if one process runs all ranks one after the other.
+    slots [n, SLOT_FIELDS], values [n_values], offsets [keys * batch + 1] (int32 or int64). timeline [n_units, 3]: start ns, end
+    ns, bytes sent to peers. units [units_per_sample, UNIT_FIELDS], batch_starts [WORLD + 1]. owners [batch] (int32): the rank of
+    each sample. order [batch] (int32): the samples in the order of work. out_addresses, signal_addresses, flag_addresses [WORLD]:
+    every rank's memory as mapped here. staging [programs, STAGE_WIDTH], state [STATE_WORDS]. record [RECORD_WORDS]: pinned host
+    memory.
+
+    ENTER and EXIT are off inside a sequence of launches that form one call. WAIT is off if one process runs all ranks one after
+    the other.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -250,7 +253,7 @@ def embedding_all_to_all_kernel(
     safe_rank = tl.where(is_rank, ranks, RANK)
     mine = tl.load(signal_addresses + RANK)
 
-    # 1. Notify peers that our output slot is free; learn which slots of the peers are.
+    # 1. Grant peers credit for our output slot; learn which slots the peers granted us.
     if WORLD > 1:
         theirs = tl.load(signal_addresses + safe_rank)
         wanted = epoch << _SLOT_BITS
@@ -262,8 +265,8 @@ def embedding_all_to_all_kernel(
                 store_release(words(at), tl.full([WORLD_P2], 0, tl.int64) + (wanted + out_slot), PTX)
         ready_at = words(tl.where(peer, mine + 16 * ranks + 8, mine + 16 * RANK + 8))
         if WAIT:
-            # Lanes without a peer read our own word. It is set like the peers' words, so it never delays us longer than the start
-            # of the first program.
+            # Lanes without a peer read our own word. It is set like the peers' words, so it never delays us longer than the
+            # start of the first program.
             found = wait_at_least(ready_at, wanted, deadline_ns, PTX)
             lowest = tl.min(found, 0)
             if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
@@ -337,8 +340,8 @@ def embedding_all_to_all_kernel(
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
         start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
-        # The target: the row of the sample in its owner's output. It is read from memory each time, since registers are for rows
-        # in flight. The ready word says the peer's slot.
+        # The target: the row of the sample in its owner's output. It is read from memory each time, since registers are for
+        # rows in flight. The ready word holds the peer's slot.
         if WORLD > 1:
             owner = tl.load(owners + sample0)
             owner_start = tl.load(batch_starts + owner)
@@ -401,8 +404,8 @@ def embedding_all_to_all_kernel(
         if STAGED:
             if slot0 + 1 >= stop0:
                 if is_local == 0:
-                    # Memory latency is a microsecond when all programs access it, so everything that the copy will need is loaded
-                    # before the first barrier. The flag raised here is that of the previous slice: its copy has had the time of a
+                    # Memory latency is a microsecond when all programs access memory, so all operands of the copy are loaded
+                    # before the first barrier. The flag set here belongs to the previous slice: its copy had the time of a
                     # whole slice to arrive, so the release does not wait for it.
                     owner_batch = tl.load(batch_starts + owner + 1) - owner_start
                     flag = (
@@ -517,7 +520,7 @@ def embedding_all_to_all_kernel(
                         failed += 1
         if WORLD > 1:
             if failed != 0:
-                # No rank may take the old contents for a result.
+                # No rank may mistake the old contents for a result.
                 own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
                 items = (tl.load(batch_starts + RANK + 1) - tl.load(batch_starts + RANK)).to(tl.int64) * OUT_STRIDE
                 _fill_with_nan(own.to(tl.pointer_type(DTYPE)), items, DTYPE)
@@ -527,7 +530,7 @@ def embedding_all_to_all_kernel(
         n_bad = tl.load(state + _BAD_INDICES, volatile=True)
         n_bad_offsets = tl.load(state + _BAD_OFFSETS, volatile=True)
         if (n_bad > 0) | (n_bad_offsets > 0):
-            # The host clears these words after it has told the user. Until then the position of the first bad call stays.
+            # The host clears these words after it has raised the error. Until then the position of the first bad call stays.
             earlier = tl.load(record + _R_BAD_INDICES, volatile=True)
             if earlier == 0:
                 tl.store(record + _R_BAD_POSITION, tl.load(state + _BAD_POSITION, volatile=True))

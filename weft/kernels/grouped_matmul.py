@@ -1,9 +1,8 @@
-"""Grouped GEMM over rows in the places where an exchange stored them: all experts of a mixture in one launch.
+"""Grouped GEMM that reads rows where an all-to-all stored them: all experts of a mixture in one launch.
 
 Problem. After the exchange of tokens that are sorted by expert, a rank holds one block of rows per source rank, each sorted by
 local expert. The numbers of rows, `counts[source, expert]`, are known on the device only. torch's grouped matmul needs the rows
-of an expert together, so the blocks would be copied once more, the rank's own block included. Here each (source, expert) is a
-segment of its own, read in place:
+of an expert to be contiguous, which costs a copy of all blocks. Here each (source, expert) is a segment, read in place:
 
     y[y0(s, e) : y0(s, e) + counts[s, e]] = x_s[x0(s, e) : x0(s, e) + counts[s, e]] @ w[e]
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
@@ -15,22 +14,22 @@ is its tokens, whose block begins at sum(splits[: rank * experts]).
 The way back (BACK) is the same with x and y exchanged. Rows are read at y0(s, e) of `whole` and stored at x0(s, e) of `slots`,
 here an outbox, or for the rank itself of `own`, its result. Rows that do not fit into their slot are dropped.
 
-By columns of x and rows of w, y is a sum over launches (ADDS). Each launch takes its views of x_s and w. All but the first start
-from the stored tile of y, in fp32, and round it again. The way back never adds.
+Split along K, y is a sum over launches (ADDS). Each launch takes its columns of x_s and rows of w. Launches after the first read
+the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
 
-A launch computes some of the sources and experts ("own rows only", "peers only"), so that a step of the exchange can be
-multiplied while the next one travels. It waits for nothing: its operands are there when its stream gets to it. A wait inside the
-loop would break the compiler's pipelining.
+A launch computes a range of sources and experts ("own rows only", "peers only"), so that rows of one exchange step are multiplied
+while those of the next are in flight. The kernel has no waits: its stream waits for the operands before the launch. A wait inside
+the loop would break the compiler's pipelining.
 
-Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N in this order: expert by expert; inside an expert the row tiles of all
-sources of the launch in groups of GROUP; inside a group column by column, so that a column of the weights is read from memory
-once per group. Every expert has the same number of columns, so tile // columns is a row tile of the same expert. The expert is
-found by comparing with one vector of running sums that stays in registers, and other values of a tile are computed again only
-when the expert changes.
+Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N expert by expert. Inside an expert, row tiles of all sources of the
+launch form groups of GROUP tiles. Inside a group the order is column by column, so that a column of the weights is read from
+memory once per group. Every expert has the same number of columns, so tile // columns is a row tile of the same expert. A
+comparison with one vector of running sums in registers finds the expert. Other values of a tile are computed again only when the
+expert changes.
 
 With TMA, operands come through tensor maps that the host makes; they return zeros beyond K and N. Rows of x beyond their segment
-are read (they are other rows, or zeros beyond the tensor) and not stored: the map of y is ragged, so that the hardware masks rows
-that do not belong to the segment. Without TMA, masked loads and stores do the same.
+are read (they are other rows, or zeros beyond the tensor) and not stored. The map of y is ragged: the hardware masks rows outside
+the segment. Without TMA, masked loads and stores do the same.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One way to run the kernel. parts: pieces in which a tile is stored, which saves shared memory for stages."""
+    """A configuration of the kernel. parts: the number of pieces in which a tile is stored; more pieces save shared memory for
+    stages."""
 
     block_m: int
     block_n: int
@@ -75,8 +75,8 @@ def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Con
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
-    segment, tiles of 64 rows lose less. With a short K, little is left to overlap a tile's store with: two programs then share a
-    multiprocessor.
+    segment, tiles of 64 rows waste less. With a short K, a tile's store has little computation to overlap with: two programs then
+    share a multiprocessor.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
@@ -124,7 +124,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the first `left` rows of a tile of y as earlier launches have left it, in fp32; zeros below."""
+    """Return the first `left` rows of a tile of y, as earlier launches stored them, in fp32; zeros below."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -156,8 +156,8 @@ def _store_tile(
 
 
 @triton.jit(
-    # Arguments that differ from call to call must not lead to another compiled kernel. Loading that kernel could come behind a
-    # stream that waits for a peer, and would never return.
+    # Arguments that differ from call to call must not select another compiled kernel. Loading a kernel behind a stream that
+    # waits for a peer would never return.
     do_not_specialize=[
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
         "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address",
@@ -179,15 +179,16 @@ def grouped_matmul_kernel(
 
     own [own_rows, K] (tokens), slots [slots_rows, K] (inbox), w [E, K, N] (W_TRANSPOSED: [E, N, K]) and whole [whole_rows, N] (y)
     of type DTYPE, with unit stride in the last dimension. BACK: own and slots (y, outbox) have N columns and whole (h) has K.
-    With TMA they are tensor maps: for operands with boxes [BLOCK_M, BLOCK_K], for w [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N,
-    BLOCK_K]), for results ragged ones, [BLOCK_M, BLOCK_N // PARTS]. Without TMA they are pointers, with strides in elements that
-    are multiples of ALIGN.
+    With TMA they are tensor maps. Their boxes are [BLOCK_M, BLOCK_K] for operands, [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N,
+    BLOCK_K]) for w, and ragged [BLOCK_M, BLOCK_N // PARTS] for results. Without TMA they are pointers, with strides in elements
+    that are multiples of ALIGN.
 
-    counts [W, E], rows counts_stride apart, and splits [W * E], int64. y_address: the address of whole, or with BACK of own.
-    ADDS, without BACK: products are added to y. Negative counts remain of a group that has failed: y becomes NaN. Sources (rank +
-    i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
+    counts [W, E], rows counts_stride apart, and splits [W * E], int64. y_address: the address of whole, or with BACK of own. ADDS
+    (never with BACK): products are added to y. Negative counts mean that the group has failed: y becomes NaN. The launch covers
+    sources (rank + i) % W for i in range(first_source, first_source + n_sources), and experts range(first_expert, first_expert +
+    n_experts).
     """
-    tl.static_assert(not (BACK and ADDS), "the way back adds to nothing")
+    tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
     sources, experts = tl.arange(0, W_P2), tl.arange(0, E_P2)
@@ -212,8 +213,8 @@ def grouped_matmul_kernel(
     expert = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)  # row tiles of the launch before this expert, and including it
     end = tl.full([], 0, tl.int32)
-    # Per source, for this expert: the first row tile and the end, and the numbers to which a tile's first row is added to get its
-    # row among the rows of its source, its row in `whole`, and minus the rows left.
+    # Per source, for this expert: the first row tile and the end. Then three numbers, to each of which a tile's first row is
+    # added: its row among the rows of its source, its row in `whole`, and minus the rows left.
     segment_first = tl.zeros([W_P2], tl.int32)
     segment_end = tl.zeros([W_P2], tl.int32)
     by_source = tl.zeros([W_P2], tl.int32)
@@ -252,7 +253,7 @@ def grouped_matmul_kernel(
             x_row = _pick(here, by_source) + row_tile * BLOCK_M
             y_row = _pick(here, in_whole) + row_tile * BLOCK_M
             y_end = whole_rows
-        # Reporting rows beyond y is up to the caller; sums of absurd counts may have wrapped.
+        # The caller reports rows beyond y. Sums of absurd counts may have wrapped.
         left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
         left = tl.where(y_row < 0, 0, tl.maximum(left, 0))
 

@@ -1,18 +1,17 @@
-"""A copy by the compute units, with signals before it, waits, signals after it and waits after these, in one launch.
+"""A copy on compute units, with flags and waits before and after it, in one launch.
 
-    raise the flags of `opens`; wait for the flags of `waits`; copy to one or more places; when all programs are done clear the
-    flags of `waits`, raise the flags of `sets`, wait for the flags of `answers` and clear them
+    set the flags of `opens`; wait for the flags of `waits`; copy to one or more targets; when all programs are done, clear the
+    flags of `waits`, set the flags of `sets`, wait for the flags of `answers` and clear them
 
-One launch can be a whole small all-gather: I have room, the peers have room, my shard goes to them and to my own place, it has
-arrived, theirs have arrived. For the watchdog, plain numbers are stored in memory: when the launch begins (`begins`), when it has
-passed `waits` (`passes`), when it ends (`ends`).
+One launch can be a whole small all-gather. It grants credit to the peers, waits for their credit, copies the shard to them and to
+its own place, notifies them, and waits for their shards. For the watchdog it stores numbers in memory: at its begin (`begins`),
+after `waits` (`passes`), and at its end (`ends`).
 
-Copies by kernel are for copies at which copy engines are slow: small copies (an engine takes about ten microseconds to start) and
+Kernel copies serve cases in which copy engines are slow: small copies (an engine takes about ten microseconds to start) and
 copies within a device.
 
-Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish raises and clears flags. Its arrival
-is acquire-release at system scope, so the flags cover the stores of all programs, and all programs have seen the flags of
-`waits`.
+Order: see `weft.kernels.signals` and `weft.runtime.cuda.flags`. The last program to finish sets and clears flags. Its arrival is
+acquire-release at system scope, so the flags cover the stores of all programs, and all programs have seen the flags of `waits`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import triton.language as tl
 
 from weft.kernels.signals import await_tokens, now_ns, words, write_token
 
-# The kernel's arguments that are pointers (to int64), for compiling it ahead of time.
+# The kernel's pointer arguments (to int64), for compiling it ahead of time.
 TABLES = ("targets", "opens", "waits", "sets", "answers", "begins", "passes", "ends", "arrivals")
 
 
 @triton.jit
 def _note(table, count, PTX: tl.constexpr):
-    """Store the numbers of a table of (address, number)."""
+    """Store each number of a table of (address, number) at its address."""
     for i in range(count):
         write_token(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
 
@@ -63,12 +62,13 @@ def move_kernel(
 ):  # fmt: skip
     """Copy and signal, as the top of this file describes.
 
-    source, target: addresses of the first rows. targets [n_targets]: further places for the same rows. rows, width and pitches
+    source, target: addresses of the first rows. targets [n_targets]: further targets for the same rows. rows, width and pitches
     count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). opens, waits, sets, answers: addresses
-    of words. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches. sizes: 0, or the address of three
-    int64: the first row of the source, the first row of the target, and the number of rows to copy. It is limited to the
-    `source_rows` and, in the target, `rows` that exist. early: no peer writes the source, so reading begins before the waits.
-    ADD: items, floating-point numbers, are added to the target, one by one and visible to all devices.
+    of flags. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches.
+
+    sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of rows to
+    copy. That number is clamped to the source's `source_rows` and the target's `rows`. early: no peer writes the source, so
+    reading begins before the waits. ADD: items (floating point) are added to the target by atomics of system scope.
     """
     if tl.program_id(0) == 0:
         _write_tokens(opens, n_opens, 1, PTX)
@@ -83,7 +83,7 @@ def move_kernel(
         if (source_pitch == width) & (target_pitch == width):  # contiguous rows are one long row
             width = width * rows
             rows = tl.minimum(rows, 1)
-    width = width // ALIGN * ALIGN  # no change, but it tells the compiler, which moves 16 bytes at a time
+    width = width // ALIGN * ALIGN  # no change, but the compiler now moves 16 bytes at a time
     per_row = tl.maximum((width + BLOCK - 1) // BLOCK, 1)
     blocks = per_row * rows
     block = program.to(tl.int64)
@@ -92,7 +92,7 @@ def move_kernel(
     place = source.to(tl.pointer_type(ITEM)) + block // per_row * source_pitch
     place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
     loaded = tl.load(place + column, mask=begun, other=0)
-    # Every lane reads the words, so no lane's other loads or stores go ahead of its waits.
+    # Every lane reads the flags, so no lane's other loads or stores move ahead of its waits.
     alive = await_tokens(waits, n_waits, PTX)
     while block < blocks:
         row = block // per_row

@@ -5,10 +5,10 @@ Order. Stores of a program's lanes before a barrier and `store_release` are visi
 Triton's interpreter, they are atomics that are stronger than needed. `PTX` chooses.
 
 Waiting. `wait_at_least` polls until all words of a vector have the wanted value or a deadline passes. Without PTX there is no
-clock, and only the watchdog ends a wait: it writes POISON, larger than any awaited value, over the words of a rank whose group
-has failed, so that its kernels return.
+clock, and only the watchdog ends a wait. If a group has failed, it overwrites the words with POISON, which is larger than any
+awaited value, so that the kernels return.
 
-Schedules that streams run use words differently, as flags (`weft.runtime.cuda.flags`): `await_tokens`, `write_token`.
+Schedules on streams use words as binary flags instead (`weft.runtime.cuda.flags`): `await_tokens`, `write_token`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def now_ns(PTX: tl.constexpr):
 
 @triton.jit
 def load_acquire(pointer, PTX: tl.constexpr):
-    """Return the current value of a word or a vector of words. Stores before it was set are visible afterwards."""
+    """Return the current value of a word or a vector of words. Stores that precede its `store_release` are visible afterwards."""
     if PTX:
         return tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
@@ -56,7 +56,7 @@ def load_acquire(pointer, PTX: tl.constexpr):
 
 @triton.jit
 def store_release(pointer, value, PTX: tl.constexpr):
-    """Store `value` to a word, or a vector of words, after all stores of this program's lanes before the last barrier."""
+    """Store `value` to a word, or a vector of words. Stores of this program's lanes before the last barrier are visible first."""
     if PTX:
         tl.inline_asm_elementwise(
             "st.release.sys.global.b64 [$1], $2; mov.u64 $0, $2;",
@@ -83,7 +83,7 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
 
 @triton.jit
 def await_tokens(table, count, PTX: tl.constexpr):
-    """Poll until every word of a table of addresses has its flag raised or is poisoned. Return True if no word is poisoned."""
+    """Poll until every flag of a table of addresses is set or poisoned. Return True if none is poisoned."""
     alive = count >= 0
     for i in range(count):
         word = words(tl.load(table + i))
@@ -96,9 +96,9 @@ def await_tokens(table, count, PTX: tl.constexpr):
 
 @triton.jit
 def write_token(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
-    """Store 32 bits at an address, exactly once: a second store could raise a flag that has been cleared already.
+    """Store 32 bits at an address, exactly once: a second store could set a flag that a wait has cleared already.
 
-    With RELEASE, after all stores of this program's lanes before the last barrier.
+    With RELEASE, stores of this program's lanes before the last barrier are visible first.
     """
     if PTX:
         tl.inline_asm_elementwise(

@@ -1,8 +1,8 @@
-"""Sizes that only the device knows: sums over parts of a buffer's contents, one launch for all numbers that a lane needs.
+"""Dynamic sizes, which only the device knows: sums over parts of a buffer. One launch computes all numbers of a lane.
 
     numbers[i] = constants[i] + sum over terms j of (held[first] + held[first + step] + ...), `count` elements each
 
-The terms are made once per schedule (`weft.schedule.expr.Total`). Copies by kernel find their places and sizes in `numbers`.
+The terms are made once per schedule (`weft.schedule.expr.Total`). Kernel copies read their offsets and sizes from `numbers`.
 """
 
 from __future__ import annotations

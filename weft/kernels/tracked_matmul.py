@@ -1,31 +1,31 @@
-"""Matrix multiplication whose progress is tracked: tiles in a stated order, stored where a table says, with signals set as soon
-as their tiles are stored.
+"""Matrix multiplication that tracks its progress: it computes tiles in a given order, stores each at the address in a table, and
+sets signals as soon as their tiles are stored.
 
-It follows T3's tracker, which counts beside the memory controller. At the end of a tile, a program adds one to a counter in this
-device's memory, and the program that adds the last one sets the counter's signals. (T3's tracker also counts updates by peers and
-DMA.) A stream that waits for a signal copies finished tiles while the kernel continues: the GEMM is one launch, and copies by
+It follows T3's tracker, which counts in the memory controller. At the end of a tile, a program increments a counter in this
+device's memory. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and
+DMA.) A stream that waits for a signal copies finished tiles while the kernel continues. The GEMM is one launch, and copies by
 engine take no compute units from it.
 
     table [tiles, columns]      for each tile: its first row of a, its number of rows, its first column, its number of columns,
-                                where its first element is stored, the row pitch there; then the numbers of its counters; and if
-                                something is added to the product (ADDS), where that begins, and the row pitch there
-    counters [n, 4]             for each counter: tiles that have arrived (zero between launches), tiles in all, the first of its
-                                words in `sets`, and their end
-    sets                        addresses of flag words (`weft.kernels.signals`), peers' words among them
+                                the address of its first element, the row pitch there; then the indices of its counters; and with
+                                an addend (ADDS), the addend's address and row pitch
+    counters [n, 4]             for each counter: tiles that have arrived (zero between launches), tiles in all, the begin and the
+                                end of its words in `sets`
+    sets                        addresses of flag words (`weft.kernels.signals`), on this rank and on peers
 
-Split along K (SPLITS > 1): that many programs multiply parts of one tile, and each leaves its fp32 sum in `partials`. The last
-program to arrive reduces them in the order of the parts, whatever the order of arrival, so results are bitwise reproducible. It
-stores the tile, and counts it.
+Split-K (SPLITS > 1): SPLITS programs multiply parts of one tile, and each leaves its fp32 sum in `partials`. The last program to
+arrive reduces them in the order of the parts, whatever the order of arrival, so results are bitwise reproducible. It stores the
+tile and increments the counters.
 
-A tile is stored at an address of this device or of a peer; if its row pitch is negative, at bytes from `y`, the caller's tensor.
-The addend (a GEMM's C) is read at an address of this device or of a peer, once for each element, when the product is done, and
-added in fp32. So a partial sum crosses a link while other tiles compute, without a copy of its own.
+A tile is stored at an address of this device or of a peer. A negative row pitch means that the address is an offset in bytes from
+`y`, the caller's tensor. The addend (a GEMM's C) is read from this device or a peer, once per element, when the product is done,
+and added in fp32. So a partial sum crosses a link while other tiles compute, without a separate copy.
 
 Order: a tile's stores, a barrier, the increment with acquire and release at system scope. The program with the last increment has
-seen all others, and stores the flags with release. A wait inside the loop would break the compiler's pipelining; there is none.
+seen all others, and stores the flags with release. The loop contains no wait, which would break the compiler's pipelining.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software, and
-7.7 (GEMMs that are split along K).
+7.7 (split-K GEMMs).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def tracked_matmul_kernel(
 
     a [a_rows, K] and w [K, N] (W_TRANSPOSED: [N, K]) of type DTYPE with unit stride in the last dimension. With TMA they are
     tensor maps with boxes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] (or [BLOCK_N, BLOCK_K]); otherwise pointers, with strides in
-    elements that are multiples of ALIGN. y: the address of the caller's tensor. partials: room for [tiles, SPLITS, BLOCK_M,
-    BLOCK_N] in fp32. arrived [tiles]: zero between launches. PART_K: the extent in K of each of the SPLITS.
+    elements that are multiples of ALIGN. y: the address of the caller's tensor. partials [tiles, SPLITS, BLOCK_M, BLOCK_N]: fp32
+    scratch. arrived [tiles]: zero between launches. PART_K: the extent in K of each of the SPLITS.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     for unit in range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0)):

@@ -55,44 +55,44 @@ def all_gather_matmul(
 
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
-    but GEMMs on arrived rows run while other rows arrive. The schedule depends on shape and machine. If none is faster than
-    collective and then GEMM, that sequence runs. Collective over `group`. Differentiable in A_shard and Bs, once: gradients are
-    sums over ranks, not means, and all ranks must request the same gradients. Autocast does not apply: inputs are multiplied in
-    their own dtype.
+    but GEMMs on arrived rows overlap with the transfer of other rows. The planner selects the schedule by shape and machine. If
+    no overlapped schedule is faster, NCCL (gloo) and then the GEMM run. Collective over `group`. Differentiable once in A_shard
+    and Bs. Gradients are sums over ranks, not means, and all ranks must request the same gradients. Autocast does not apply:
+    inputs are multiplied in their own dtype.
 
-    A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor
-        pass its to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
-    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op, shapes must be
-    equal on all ranks: pad a vocabulary that ranks divide unevenly. Otherwise the call raises `DisagreementError` before
-    anything is sent.
+    A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D; not a DTensor (pass its
+        to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
+    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Unlike in torch's op, shapes must be equal
+        on all ranks: pad a vocabulary that is not divisible by the number of ranks. If they differ, the call raises
+        `DisagreementError` before anything is sent.
     gather_dim: any dimension but the last.
     group: a process group, or its name.
     return_A: also return the gathered A, which costs its memory and a copy of the arrived rows.
-    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
-        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
-        "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that
-        gives the reason.
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]",
+        ...); "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md). "heuristic":
+        the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that gives the
+        reason.
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
-    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
 
     Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
-    A_shard's shape, except for `gather_dim`, where it has the rows of all ranks; a product has N_i in place of K. The first call
-    of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA graph.
+    A_shard's shape, except that `gather_dim` has the rows of all ranks; a product has N_i instead of K. The first call of a
+    shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA graph.
 
     Memory: the results; and symmetric memory. On GPUs all calls that differ in rows only share the memory of the largest A. If it
-        has to grow, smaller memory above 64 MiB is freed, except for what a CUDA graph has captured: then make a call once more
-        before you capture it. With uneven `rows`, the size of A for each of the last 64 shapes. On CPU all calls of a group share
+        grows, smaller buffers above 64 MiB are freed, except buffers that a CUDA graph has captured: after that, call once more
+        before you capture. With uneven `rows`, the size of A for each of the last 64 shapes. On CPU all calls of a group share
         the memory of the largest, until the group is destroyed. Backward of all gradients takes up to three times as much; on
         GPUs it has memory of its own.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
-    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
-    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
-    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
-    `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
+    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
+    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
+    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
@@ -125,9 +125,9 @@ class _AllGatherMatmul(Operator[_Call]):
 
         grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    If both kinds are requested, they are an operator of their own (`weft.ops.all_gather_matmul_gradients`). Otherwise x is
-    gathered again while the first GEMMs run, and the reduce-scatter runs during the second ones; without second GEMMs it is part
-    of the first ones, by `matmul_reduce_scatter`.
+    If both are requested, `weft.ops.all_gather_matmul_gradients` computes them. Otherwise x is gathered again during the GEMMs of
+    grad x, and the reduce-scatter overlaps with the GEMMs of grad w. For grad x alone, `matmul_reduce_scatter` fuses the
+    reduce-scatter into the GEMMs.
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
@@ -144,7 +144,7 @@ class _AllGatherMatmul(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmul:
         x, Bs = call.x, call.Bs
-        fp8 = "; for fp8 there is weft.all_gather_scaled_matmul" if x.dtype == TORCH_DTYPE["fp8"] else ""
+        fp8 = "; for fp8 use weft.all_gather_scaled_matmul" if x.dtype == TORCH_DTYPE["fp8"] else ""
         dtype = name_of_dtype("A_shard", x, fp8)
         check_weights(x, Bs)
         check_flag("return_A", call.return_x)
@@ -180,9 +180,8 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        # Either all ranks need gradients of weights, or no rank does. But each rank may freeze different weights, and
-        # change them from call to call. So gradients of frozen weights are computed too: otherwise ranks would run
-        # different schedules.
+        # Either all ranks need gradients of weights, or none does. But each rank may freeze different weights, and change them
+        # between calls. So gradients of frozen weights are computed too: otherwise ranks would run different schedules.
         if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
             made = _all_at_once(x, Bs, grads, group, turn)
             return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
@@ -224,18 +223,18 @@ def _all_at_once(
 def _scattered_by_dual(
     grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn
 ) -> torch.Tensor | None:
-    """Return x's gradient from GEMM and reduce-scatter fused by `matmul_reduce_scatter`; None if that would not be faster."""
+    """Return x's gradient from GEMM and reduce-scatter fused by `matmul_reduce_scatter`; None if that is not predicted to be
+    faster."""
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
     nothing = grads[0].new_empty(())
     like = dual.form(nothing.expand(m, n), nothing.expand(n, k))
     if not overlaps(dual, like, group, turn):
         return None
-    # With column-major Bs, as of linear layers, the copy reads and writes rows.
+    # With column-major Bs, as in linear layers, the copy reads and writes rows.
     grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
     (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
-    # The first call may have selected serial. Then later calls use the other branch, and this call must do so too, for
-    # equal bits.
+    # If the first call selected serial, later calls take the other branch. This call must do so too, for bitwise equal results.
     return found if overlaps(dual, like, group, turn) else None
 
 

@@ -1,4 +1,4 @@
-"""The backward pass of `weft.all_gather_matmul` if x and weights need gradients, as an operator with schedules of its own."""
+"""The backward pass of `weft.all_gather_matmul` if x and weights need gradients: an operator with its own schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AGAIN = "all_gather x_shard again"
 
 
 class _Call(NamedTuple):
-    """x: this rank's shard. grads: of the products, [m, n_i]. wts: the transposed weights, [n_i, k]."""
+    """x: this rank's shard. grads: the gradients of the products, [m, n_i]. wts: the transposed weights, [n_i, k]."""
 
     x: torch.Tensor
     grads: list[torch.Tensor]
@@ -46,7 +46,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}
         for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
-            # Copy without a warning, because autograd made the tensor: the gradient of a sum is one expanded element.
+            # Copy without a warning, because autograd made the tensor: the gradient of a sum is an expanded single element.
             grad = grad.contiguous() if is_scattered(grad) else grad
             tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
         return tensors
@@ -61,7 +61,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def unfused(
         self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn
     ) -> list[torch.Tensor] | None:
-        """Call NCCL and cuBLAS, each collective concurrently with GEMMs."""
+        """Call NCCL and cuBLAS; each collective overlaps with GEMMs."""
         x, grads, wts = call
         whole = x.new_empty(p.m, p.k)
         gathering = turn.begin(AGAIN, all_gather_single, whole, x.contiguous(), group=group)
@@ -90,7 +90,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
 def partial_of(
     grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's part of the gradient of x. gathered: a term to add."""
+    """Return this rank's part of the gradient of x. gathered: a tensor to add."""
     partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
     for grad, wt in zip(grads[1:], wts[1:], strict=True):
         partial.addmm_(grad, wt)
@@ -100,7 +100,8 @@ def partial_of(
 def reduce_scattered(
     partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn
 ) -> tuple[torch.Tensor, Any]:
-    """Return (this rank's rows of the sum over ranks, the work to wait for before reading them). rows: of all ranks."""
+    """Return (this rank's rows of the sum over ranks, the work to wait for before reading them). rows: the numbers of rows of all
+    ranks."""
     rank = group.rank()
     if len(set(rows)) == 1 and partial.device.type == "cuda":
         mine = partial.new_empty(rows[rank], partial.shape[1])

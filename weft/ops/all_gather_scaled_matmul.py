@@ -1,7 +1,6 @@
 """weft.all_gather_scaled_matmul: scaled fp8 GEMMs that start before all of their input has arrived.
 
-The scaled variant of `weft.all_gather_matmul`. Scales of rows travel with their rows: each schedule sends them with the
-data, under the same signal.
+The scaled variant of `weft.all_gather_matmul`. Each schedule sends the scales of rows with the rows, under the same signal.
 """
 
 from __future__ import annotations
@@ -67,23 +66,23 @@ def all_gather_scaled_matmul(
 
     A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
     Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
-    A_scale: fp32. Its shape decides, as in torch's op, in this order. A_shard's shape with a last dimension of 1: one scale for
-        each row, gathered with the rows, also if a rank has one row. The shape of all of A with a last dimension of 1: one scale
-        for each row, the same tensor on every rank, of which a rank uses its own rows' scales. One element of another shape, such
-        as a scalar: the scale of all of A; each rank uses its own, and nothing checks that ranks agree. With uneven `rows`
-        that include a 1, one element of a row's shape is the scale of each of this rank's rows.
-    B_scales: fp32, one element each; with a scale for each row of A, [1, N_i] (or one element, for all columns).
-    biases: for each B [N_i] or None, in the dtype of its result, which must be bf16 or fp16; for fp8 results in bf16. None: no
+    A_scale: fp32. Its shape selects the first of these that applies, as in torch's op. A_shard's shape with a last dimension of
+        1: one scale per row, gathered with the rows. The shape of A with a last dimension of 1: one scale per row, equal on every
+        rank; a rank reads the scales of its rows. One element of any other shape, such as a scalar: one scale for all of A. Each
+        rank uses its own scalar, and nothing checks that they are equal. With uneven `rows` that include a 1, one element of a
+        row's shape is the scale of each of this rank's rows.
+    B_scales: fp32, one element each. With one scale per row of A: [1, N_i], or one element for all columns.
+    biases: for each B, [N_i] or None, in the dtype of its result, which must be bf16 or fp16; bf16 for fp8 results. None: no
         bias.
     result_scales: None, or None for each B: scale B_scales instead.
-    out_dtypes: for each B torch.bfloat16, float16 or float32; or float8_e4m3fn, or None for it, if A_scale and B_scales have one
-        element each. Values too large for fp8 become its largest number. None: all bfloat16.
-    use_fast_accum: for each B, True to accumulate fast and less exactly. None: False for all.
-    return_A: also return the gathered A, as torch's op always does. Without it there are more schedules, and less to copy.
+    out_dtypes: for each B, torch.bfloat16, float16 or float32. Also float8_e4m3fn (or None for it), if A_scale and B_scales have
+        one element each; values saturate at the largest fp8 number. None: all bfloat16.
+    use_fast_accum: for each B, True for faster, less exact accumulation. None: False for all.
+    return_A: also return the gathered A, as torch's op always does. False allows more schedules and saves a copy.
     gather_dim, group, schedule, rows, deadline_s, timeline: as for `weft.all_gather_matmul`.
 
-    Returns (A or None, [y...]), shaped as by `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On CPU it
-    computes in fp32, for tests.
+    Returns (A or None, [y...]), with shapes as in `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On
+    CPU it computes in fp32, for tests.
 
     Memory: as for `weft.all_gather_matmul`; scales of rows lie in symmetric memory too.
 
@@ -104,8 +103,9 @@ def all_gather_scaled_matmul(
 class _Call(NamedTuple):
     """The call as matrices.
 
-    scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards, if they differ. outer:
-        A_shard's dimensions (`outer_of`)."""
+    scale: of x, [1, 1], or [rows, 1] if `by_row`. out: names of dtypes. rows: the numbers of rows of all ranks, if they differ.
+        outer: A_shard's dimensions (`outer_of`).
+    """
 
     x: torch.Tensor
     Bs: list[torch.Tensor]
@@ -126,7 +126,7 @@ def _call(
     out_dtypes: Sequence[torch.dtype | None] | None, use_fast_accum: Sequence[bool] | None, return_A: bool,
     rows: Sequence[int] | None, group: dist.ProcessGroup | str | None,
 ) -> _Call:  # fmt: skip
-    """Return the call for the caller's arguments; raise `ValueError` for impossible ones."""
+    """Return the call for the caller's arguments; raise `ValueError` for invalid arguments."""
     check_tensor("A_shard", A_shard)
     check_tensor("A_scale", A_scale)
     check_tensors("Bs", Bs := listed("Bs", Bs))
@@ -171,7 +171,7 @@ def _scale_of_rows(
         # On a rank with one row, such a scale is the row's scale. So it is a scale of rows here too.
         return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
-        f"A_scale has shape {tuple(shape)}: pass one element, or, for each row a scale, {tuple(of_rows(extent))} or "
+        f"A_scale has shape {tuple(shape)}: pass one element, or one scale per row, {tuple(of_rows(extent))} or "
         f"{tuple(of_rows(sum(sizes)))}"
     )
 
@@ -180,14 +180,15 @@ def _check_rest(
     tensors: Sequence[torch.Tensor | None], count: int, B_scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
     result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None], fast: Sequence[bool],
 ) -> None:  # fmt: skip
-    """Raise `ValueError` for arguments that a `_Call` does not support."""
+    """Raise `ValueError` for values that a `_Call` does not support."""
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, given in (lists | {"use_fast_accum": fast}).items():
         if given is not None and len(given) != count:
             raise ValueError(f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {count} Bs")
     if any(scale is not None for scale in result_scales or ()):
         raise ValueError(
-            "result_scales are not supported: pass None for each, and scale B_scales, or multiply results that are not fp8"
+            "result_scales are not supported: pass None for each, and scale B_scales, or multiply results of "
+            "another dtype than fp8"
         )
     for dtype in out_dtypes:
         if dtype is not None and dtype not in _OUT:
@@ -215,7 +216,7 @@ class _AllGatherScaledMatmul(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmul:
         x = call.x
         if x.dtype != FP8:
-            raise ValueError(f"A_shard is {x.dtype}: use {FP8}, and weft.all_gather_matmul for other dtypes")
+            raise ValueError(f"A_shard is {x.dtype}: use {FP8}, or weft.all_gather_matmul for other dtypes")
         check_weights(x, call.Bs)
         check_flag("return_A", call.return_x)
         for i, fast in enumerate(call.fast):
@@ -225,8 +226,8 @@ class _AllGatherScaledMatmul(Operator[_Call]):
             check_on(x.device, f"B_scales[{i}]", scale, torch.float32)
             if out == "fp8" and call.by_row:
                 raise ValueError(
-                    f"out_dtypes[{i}] is {FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16, "
-                    "or one scale for all of A, without dimensions"
+                    f"out_dtypes[{i}] is {FP8} (or None): fp8 GEMMs with scales of rows have no fp8 results; use "
+                    "torch.bfloat16, or one scale for all of A, without dimensions"
                 )
             check_beside(B, scale, bias, out, call.by_row, (f"B_scales[{i}]", f"biases[{i}]"))
         scaled = Scaled(

@@ -1,7 +1,7 @@
-"""weft.all_to_all_matmul: MoE dispatch - tokens go to the ranks of their experts, whose GEMMs start as tokens arrive.
+"""weft.all_to_all_matmul: MoE dispatch. Tokens go to the ranks of their experts, whose GEMMs start as tokens arrive.
 
-The number of tokens and their destinations change from call to call: neither is part of a shape. Memory for arriving tokens
-is allocated once, for `capacity` tokens a rank. `weft.runtime.unfused.experts` has the unfused implementation.
+The number of tokens and their destinations are dynamic: neither is part of a shape. Memory for arriving tokens is allocated once,
+for `capacity` tokens per rank. `weft.runtime.unfused.experts` has the unfused implementation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.timeline import Timeline
 from weft.words import counted
 
-_LEAST_CAPACITY = 64  # a first call may well have no tokens
+_LEAST_CAPACITY = 64  # a first call may have no tokens
 
 
 @replayed
@@ -50,61 +50,60 @@ def all_to_all_matmul(
 
         received = all_to_all_single(splits)                           # [W, E]
         x = all_to_all_single(tokens, received.sum(1), splits.view(W, E).sum(1))
-        x = x in the order of experts                                  # and for one expert by source rank
+        x = x sorted by expert, then by source rank
         y = grouped_mm(x, w_experts, offs=received.sum(0).cumsum(0))
 
-    but GEMMs on arrived tokens run while others arrive, and no tokens are sorted before or after. Collective over `group`.
-    Differentiable in tokens and w_experts, once: gradients are sums over rows, not means, and all ranks must request the same
+    but GEMMs on arrived tokens overlap with the transfer of other tokens, and tokens are never sorted. Collective over `group`.
+    Differentiable once in tokens and w_experts. Gradients are sums over rows, not means, and all ranks must request the same
     gradients. Autocast does not apply.
 
-    tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), sorted by expert of all ranks, as the argsort of a
-        router's choices orders them: tokens for the E experts of rank 0, then of rank 1, ... T may differ between ranks and
-        calls. Copied if not contiguous.
+    tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), sorted by global expert: tokens for the E experts of
+        rank 0, then of rank 1, and so on, as from an argsort of the router's choices. T may differ between ranks and calls.
+        Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
         copied at every call.
-    splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks.
-        Their sum must be T. The values are checked on CPU. On GPUs a check would wait for the device, so the caller must
-        ensure it.
+    splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks. Their
+        sum must be T. The values are checked on CPU. On GPUs a check would wait for the device, so the caller must ensure it.
     group: a process group, or its name; default: the world.
-    max_rows: None: y has exactly the rows that arrived. The host waits for their number once, mostly while the GEMMs run.
-        n: y has n rows, and rows beyond the arrived rows are not written. Unless the schedule is "serial", the host waits
-        for nothing, and the call can be captured in a CUDA graph. May differ between ranks and calls.
+    max_rows: None: y has exactly the rows that arrived. The host waits for their number once, mostly while the GEMMs run. n: y
+        has n rows, and rows beyond the arrived rows are not written. Then the host never waits, and a CUDA graph can capture the
+        call, unless the schedule is "serial". May differ between ranks and calls.
     return_received: also return the number of rows that arrived.
-    capacity: the most tokens that a rank has in any call (it may send all of them to one peer), the same on all ranks;
-        default: a little above the largest T at the first call of this shape.
-    schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
-        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    capacity: the largest number of tokens of any rank in any call (a rank may send all of them to one peer), equal on all ranks.
+        Default: a little above the largest T at the first call of this shape.
+    schedule: pin a schedule by its name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a
+        block); "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
         "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that
         gives the reason.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
-    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
 
-    Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
-    [W, E] int64 on the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype, capacity,
-    max_rows given or not) is collective set-up of milliseconds to seconds; make it before capturing a CUDA graph. Under
-    torch.compile, y without max_rows has a dynamic size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops =
-    True`.
+    Returns y [rows, N] in tokens' dtype and in ordinary memory; on GPUs valid in stream order. With `return_received`, returns
+    (y, received), where received [W, E] int64 on the device counts the rows from each rank for each local expert. The first call
+    of a shape (K, N, E, dtype, capacity, max_rows given or not) is collective set-up of milliseconds to seconds: make it before
+    capturing a CUDA graph. Under torch.compile, y without max_rows has a dynamic size, which needs
+    `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    Memory: y, with room for an eighth more if it is allocated before its rows are known; and symmetric memory of (W - 1) x
-        capacity x K elements: on CPU for the largest shape, on GPUs for each of the last 64. Shapes captured in a CUDA graph stay
-        and are not among the 64; large shapes that are no longer called are freed sooner. The serial schedule takes twice
-        the arriving rows, K wide, instead.
+    Memory: y, an eighth larger if it is allocated before its rows are known. Also symmetric memory of (W - 1) x capacity x K
+    elements: on CPU for the largest shape, on GPUs for each of the last 64 shapes. Shapes captured in a CUDA graph are kept in
+    addition to the 64; large shapes that are no longer called are freed sooner. The serial schedule instead takes twice the
+    arriving rows, K wide.
 
     Calls on one group must come from one thread at a time.
 
     Raises `ValueError` for bad arguments, for wrong splits (on CPU, where they are read), and for T above the capacity ("serial"
-    without gradients has none). It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds for the
-    first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
-    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
-    `TooManyRowsError` on CPU, after the call, on a rank that received more than max_rows rows; on GPUs further rows are left out,
+    without gradients has no capacity). Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
+    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
+    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
+    `TooManyRowsError` on CPU, after the call, on a rank that received more than max_rows rows; on GPUs further rows are dropped,
     and `received` shows it. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
     derivative.
 
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all before
         the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and
-        7.2, where the all-to-all is behind the GEMM.
+        7.2, in which the all-to-all follows the GEMM.
     """
 
     group = dist.group.WORLD if group is None else group
@@ -123,8 +122,9 @@ def all_to_all_matmul(
 class _Call(NamedTuple):
     """The call.
 
-    return_x: also return the tokens as they arrived. The backward pass of `matmul_all_to_all` uses it, without gradients and with
-        the number of arriving rows as max_rows."""
+    return_x: also return the arrived tokens. The backward pass of `matmul_all_to_all` uses it, without gradients and with
+        max_rows set to the number of arriving rows.
+    """
 
     tokens: torch.Tensor
     w: torch.Tensor
@@ -176,7 +176,7 @@ class _AllToAllMatmul(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
-        """Return the problem with `capacity` tokens on each rank, if it was given."""
+        """Return the problem with `capacity` tokens on each rank, if the caller gave it."""
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
@@ -213,12 +213,13 @@ class _AllToAllMatmul(Operator[_Call]):
         if call.tokens.shape[0] <= p.most:
             return ""
         return (
-            f"tokens has {counted(call.tokens.shape[0], 'row')}, and calls of this shape were prepared for capacity={p.most}: "
-            "pass the largest number of tokens that any call has as capacity, on every rank"
+            f"tokens has {counted(call.tokens.shape[0], 'row')}, but calls of this shape were set up for "
+            f"capacity={p.most}: on every rank, pass as capacity the largest number of tokens of any call"
         )
 
     def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
-        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have hardly any."""
+        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have almost no
+        tokens."""
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
         tokens = call.tokens.new_zeros(p.rows[rank], p.k)
@@ -230,8 +231,8 @@ class _AllToAllMatmul(Operator[_Call]):
         came = results[1].sum(1).tolist()
         if sum(came) > call.max_rows:
             raise TooManyRowsError(
-                f"{counted(sum(came), 'row')} came to rank {rank}, from the ranks {came}, and max_rows={call.max_rows}: pass at "
-                f"least {sum(came)}, or None for as many as come"
+                f"{counted(sum(came), 'row')} arrived on rank {rank}, from the ranks {came}, but "
+                f"max_rows={call.max_rows}: pass at least {sum(came)}, or None for all rows"
             )
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
@@ -240,8 +241,8 @@ class _AllToAllMatmul(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save the tokens, for the gradient of weights, and `received`, which the caller has too: then autograd notices changes
-        of it."""
+        """Save the tokens, for the gradient of weights, and `received`. The caller also has `received`, and autograd notices if
+        it is changed."""
         return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
 
     def beside(self, saved: Sequence[torch.Tensor | None]) -> Sizes:
@@ -260,11 +261,14 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
-        Gradients of tokens alone come from the combine, the dual of this operator, with transposed weights. With gradients
-        of weights, the NCCL and cuBLAS calls already hide all transfers: tokens are sent again during one GEMM, and
-        gradients leave during the other. Arrived tokens are not saved. They are in memory that peers write, so each call
-        would have to copy them. Then calls with gradients would be another shape than calls without, with other memory.
-        They might use another schedule, and give other bits when a checkpoint recomputes them."""
+        Gradients of tokens alone come from the combine, the dual of this operator, with transposed weights. If gradients of
+        weights are requested too, NCCL and cuBLAS calls already hide all transfers: tokens are sent again during one GEMM, and
+        gradients are sent during the other.
+
+        Arrived tokens are not saved. They are in memory that peers write, so each call would have to copy them. Then calls with
+        gradients would be another shape than calls without, with other memory. They might use another schedule, and give other
+        bits when a checkpoint recomputes them.
+        """
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:
             return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
@@ -304,12 +308,12 @@ def gradients_of_experts(
     wanted: Sequence[bool],
     turn: Turn = STRAIGHT,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of tokens and of w, each only if wanted. All ranks must want the same.
+    """Return the gradients of tokens and of w, each only if wanted. All ranks must want the same gradients.
 
         grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T, put back into the order of arrival and sent back
 
-    x is exchanged again while grad x is computed, and grad x is sent back while grad w is computed. Gradients of tokens belong to
-    one rank each. Gradients of weights belong to the rank that has the weights: they are sums over the rows of all ranks, not
+    x is exchanged again during the GEMM of grad x, and grad x is sent back during the GEMM of grad w. Gradients of tokens belong
+    to one rank each. Gradients of weights belong to the rank that has the weights: they are sums over the rows of all ranks, not
     means.
     """
     world, came = group.size(), sum(sizes.host.came)
@@ -341,12 +345,12 @@ def expert_weights(w: torch.Tensor) -> torch.Tensor:
     if w.device.type != "cpu":
         return strided(w, "w_experts")
     if not w.is_contiguous():
-        warn_of_copy("w_experts", w, "and on CPU an expert's rows must follow each other; pass a contiguous one")
+        warn_of_copy("w_experts", w, "since on CPU an expert's rows must be contiguous; pass a contiguous tensor")
     return w.contiguous().flatten(0, 1)
 
 
 def rounded_up(rows: int) -> int:
-    """Round up to a multiple of an eighth of the power of two below, so that the number of tokens may vary a little without a new
+    """Round up to a multiple of an eighth of the power of two below, so that small changes of the number of tokens need no new
     shape."""
     rows = max(rows, _LEAST_CAPACITY)
     step = 1 << max(0, rows.bit_length() - 4)
@@ -358,14 +362,14 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
     shape = tuple(tokens.shape)
     name_of_dtype("tokens", tokens)
     if len(shape) != 2 or shape[1] == 0:
-        raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; a batch is flattened first")
+        raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; flatten a batch first")
     for name, t in (("w_experts", w), ("splits", splits)):
         if t.device != tokens.device:
             raise ValueError(f"{name} is on {t.device} and tokens on {tokens.device}: move it there")
     if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
         raise ValueError(
-            f"w_experts has shape {tuple(w.shape)}: it must be [E, K={shape[1]}, N] to follow tokens {shape}, with E and N of at "
-            f"least 1"
+            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match tokens {shape}, with E and N "
+            "of at least 1"
         )
     if w.dtype != tokens.dtype:
         raise ValueError(f"w_experts is {w.dtype} and tokens {tokens.dtype}: use one dtype")
@@ -373,13 +377,13 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         raise ValueError(f"splits is {splits.dtype}: use torch.int64")
     if splits.shape != (world * w.shape[0],):
         raise ValueError(
-            f"splits has shape {tuple(splits.shape)}: it must be [{world * w.shape[0]}], a number for each of "
+            f"splits has shape {tuple(splits.shape)}: pass [{world * w.shape[0]}], one number for each of "
             f"{counted(w.shape[0], 'expert')} of {counted(world, 'rank')}"
         )
 
 
 def _check_values(tokens: torch.Tensor, splits: torch.Tensor) -> None:
-    """Raise `ValueError` for splits that do not fit these tokens, if the host can read them without a wait."""
+    """Raise `ValueError` for splits that do not match these tokens, if the host can read them without waiting."""
     if splits.device.type != "cpu":
         return
     numbers = splits.tolist()  # Python integers, whose sum cannot overflow
@@ -388,7 +392,8 @@ def _check_values(tokens: torch.Tensor, splits: torch.Tensor) -> None:
         raise ValueError(f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative")
     if total != tokens.shape[0]:
         raise ValueError(
-            f"splits add up to {total} and tokens has {counted(tokens.shape[0], 'row')}: pass the number of tokens for each expert"
+            f"splits add up to {total} but tokens has {counted(tokens.shape[0], 'row')}: pass the number of tokens "
+            "for each expert"
         )
 
 

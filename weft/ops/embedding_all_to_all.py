@@ -1,8 +1,8 @@
-"""weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
+"""weft.embedding_all_to_all: pooled embeddings that are stored at their destination, without a separate all-to-all.
 
-The path of a call: `weft.operator.calls` finds the compiled operator of the plan (sharding and options). The spec checks
-the input, and selects the transport at the first call. `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, for
-both, `weft.runtime.embedding_unfused` runs a rank's side of the call; `csrc/embedding_all_to_all.cpp` or
+The path of a call: `weft.operator.calls` finds the compiled operator of the plan (sharding and options). The spec checks the
+input, and selects the transport at the first call. `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, on both,
+`weft.runtime.embedding_unfused` runs a rank's part of the call. `csrc/embedding_all_to_all.cpp` or
 `weft.kernels.embedding_all_to_all` does the work.
 """
 
@@ -43,7 +43,7 @@ from weft.timeline import Timeline
 from weft.words import counted, kind
 
 Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int]
-"""A plan in a call's form: the sharding as text, and the options."""
+"""A plan in the form that a call carries: the sharding as text, and the options."""
 
 
 def embedding_all_to_all(
@@ -64,9 +64,9 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Pool this rank's tables for the global batch and send every pooled vector to the rank that owns its sample.
 
-    Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`, in one kernel: each
-    vector is stored into its owner's output as soon as it is ready. Collective over `group`, by one thread of a rank at a time.
-    Forward only.
+    Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One kernel does all
+    three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`; one thread per rank at
+    a time. Forward only.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in the
         order of `sharding.local_tables(rank)`.
@@ -76,31 +76,31 @@ def embedding_all_to_all(
         are ordered by the rank that owns them. Weighted mean pooling divides by the length of the bag, as FBGEMM does.
     sharding: the owner rank of each table (`weft.place_tables`), equal on all ranks.
     group: a process group that this rank is in, all of its ranks on one host.
-    batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
-    transport: "direct" stores each vector into the peer. "put" sends slices of up to `slice_size` vectors of a sample (default:
-        about 2 KiB of them), each as one contiguous copy and a flag. "serial" pools everything, then calls NCCL's all-to-all,
-        then puts the columns in order. "auto" selects the transport that is predicted to be the fastest for this number of
-        samples on this GPU's model (`weft.plan.explain`), once for similar numbers of samples; "direct" on CPU, and without a
-        model.
-    slice_size: with "direct", the number of vectors that a CPU thread stores in a row; on GPUs "direct" does not use it.
+    batch_sizes: samples per rank. Default: the global batch divided evenly; the first ranks get the remainder.
+    transport: "direct" stores each vector into the peer's memory. "put" sends slices of up to `slice_size` vectors of a sample
+        (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools everything, calls NCCL's all-to-all, and
+        reorders the columns. "auto" selects the transport with the shortest predicted time on this GPU's model
+        (`weft.plan.explain`), once for similar numbers of samples. On CPU, and on GPUs without a model, "auto" is "direct".
+    slice_size: for "direct", the number of vectors that a CPU thread stores in a row; unused by "direct" on GPUs.
     order: "remote_first" pools the peers' samples before this rank's own, "natural" follows the batch.
     bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call); "fatal"
         refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts the caller.
     hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.embedding.hash_ids`).
-    outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1 results
-        may be held while the next is computed, and a further one is copied out; with 1, holding one is an error. A call that a
-        CUDA graph captures keeps its buffer, except for the last one, from which results are copied. "serial" has no such
-        buffers: its results are ordinary tensors.
+    outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With n
+        buffers, the caller may hold n - 1 results while the next is computed; further results are copied out. With 1, holding a
+        result is an error. A call that a CUDA graph captures keeps its buffer, except for the last buffer, from which results are
+        copied. "serial" has no such buffers: its results are ordinary tensors.
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
-    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device).
+    timeline: receives the times of all steps (profiling: on GPUs it synchronises).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
 
-    Memory: `outputs` result buffers. `put` also stages the vectors to send (on CPU at most 4 MiB a thread, on GPUs a slice or two
-        a program) and holds 8 bytes per slice; `serial` has its sent and received vectors instead. Kept for each sharding and
-        options until the group ends, or the module that called is closed (`weft.nn.ShardedEmbeddingBagCollection.close`).
+    Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs one or two
+    slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead. All are kept for each
+    sharding and options until the group is destroyed, or the calling module is closed
+    (`weft.nn.ShardedEmbeddingBagCollection.close`).
 
-    Raises `ValueError` for bad arguments, and on every rank: `RefusedError` if a rank refuses its input, `DisagreementError` if
+    Raises `ValueError` for bad arguments. Every rank raises `RefusedError` if a rank refuses its input, `DisagreementError` if
     ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
 
     Sources: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems"
@@ -135,8 +135,8 @@ _written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume
 
 
 def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of this rank's call. If the arguments do not determine it, a later check refuses them and notifies
-    the other ranks."""
+    """Return the device of this rank's call. If the arguments do not determine it, a later check refuses them and notifies the
+    other ranks."""
     try:
         like = weights[0] if len(weights) else as_jagged(features).values
         if like.is_cuda or like.is_cpu:
@@ -149,7 +149,8 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.de
 class _Call(NamedTuple):
     """The call. keys, stride, whole: as in `JaggedInput`. rank: this rank. From `sharding` on: the plan, as a `Form`.
 
-    Lists of numbers and of texts may be tuples."""
+    Lists of numbers and of strings may be tuples.
+    """
 
     weights: list[torch.Tensor]
     values: torch.Tensor
@@ -180,7 +181,7 @@ def form_of(
 
 
 def require_no_gradient(weights: Sequence[torch.Tensor]) -> None:
-    """Raise `ValueError` if a gradient is wanted."""
+    """Raise `ValueError` if a weight requires a gradient."""
     if torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
         raise ValueError(
             "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
@@ -195,7 +196,7 @@ def plan_in(sharding: str, *options: Any) -> EmbeddingPlan:
 
 
 def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
-    """Check a call as far as the host can without reading its contents. Raises `ValueError`."""
+    """Check a call as far as the host can without reading tensor contents. Raises `ValueError`."""
     plan, weights, rank = _plan(call), call.weights, call.rank
     keys = None if call.keys is None else tuple(call.keys)
     jagged = JaggedInput(keys, call.values, call.offsets, call.per_sample_weights, call.stride, call.whole)
@@ -220,7 +221,7 @@ _FORM = _Call._fields.index("sharding")
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
-    """Return the number of a rank's samples from unchecked input."""
+    """Return the number of a rank's samples, from unchecked input."""
     if call.batch_sizes is not None:
         return call.batch_sizes[rank]
     blocks, world = len(sharding.local_slots(call.rank) if call.keys is None else call.keys), sharding.world_size
@@ -229,13 +230,13 @@ def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
 
 
 class _EmbeddingAllToAll(Operator[_Call]):
-    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a half
-    octave of samples.
+    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a half octave of
+    samples.
 
-    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`), for the middle of the half
-    octave (`weft.plan.nearby`), on GPUs that have a model. Elsewhere, and with one rank, it is `direct`. Under
-    `weft.plan.use("autotune")` all of them are timed, on CPU too. All ranks take the same transport: a plan is the first
-    rank's, and measured times are the slowest rank's.
+    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of the half
+    octave (`weft.plan.nearby`). It needs a GPU with a model; otherwise, and with one rank, "auto" is `direct`. Under
+    `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks take the same transport: rank 0 plans, and a
+    measured time is the slowest rank's.
     """
 
     name, form = "embedding_all_to_all", _Call
@@ -245,10 +246,10 @@ class _EmbeddingAllToAll(Operator[_Call]):
         "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
     """Each rank checks its weights against the sharding."""
-    tags = (torch.Tag.cudagraph_unsafe,)  # results are lent, not owned
+    tags = (torch.Tag.cudagraph_unsafe,)  # results are leased, not owned
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
-        """Take "direct" for "auto" if there is no choice."""
+        """Replace "auto" by "direct" if there is no choice."""
         device = next(t.device for t in self.tensors(call) if isinstance(t, torch.Tensor))
         return call._replace(transport="direct") if call.transport == "auto" and not _is_open(device, group) else call
 
@@ -281,7 +282,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
         return [call.values.new_empty(shape, dtype=sharding.dtype)]
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
-        return 0, []  # torch's counter, too, counts 0 for embeddings
+        return 0, []  # torch's FLOP counter also counts 0 for embeddings
 
     def own_executors(
         self, p: EmbeddingAllToAll, call: _Call, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
@@ -303,7 +304,7 @@ OPERATOR = registered(_EmbeddingAllToAll())
 
 
 def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
-    """Return the compiled operators of this plan on `communicator`."""
+    """Return the compiled operators of this plan on the communicator `comm`."""
     plans = [p]
     if p.options.transport == "auto" and (comm.device.type == "cpu" or comm.world_size == 1):
         plans.append(p.sent_by("direct"))  # see `checked`
@@ -325,7 +326,7 @@ def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device,
         raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
     if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
         raise RefusedError(
-            f"{', '.join(held)} in the memory that is to be given back: drop them, and all views of them, first"
+            f"{', '.join(held)} in the memory that is to be released: drop them, and all views of them, first"
         )
     others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
     drop_calls(OPERATOR, group, prepared + others)
@@ -339,8 +340,7 @@ def _executors(prepared: CompiledOperator) -> set[Executor]:
 
 
 def _is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """True if there is a choice of transports. On GPUs ranks decide together, because a machine file may exist on some
-    ranks only."""
+    """True if there is a choice of transports. On GPUs ranks decide together, because only some ranks may have a machine file."""
     world = group.size()
     return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
 
@@ -358,7 +358,7 @@ def _transport(
     planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
     said = comm.all_gather((tuned, planned), what=f"choosing a transport of {OPERATOR.name}", deadline_s=patience_s)
     if len({theirs for theirs, _ in said}) > 1:
-        text = f"ranks called {OPERATOR.name} not all under weft.plan.use: make the same calls on every rank"
+        text = f"some ranks called {OPERATOR.name} under weft.plan.use, others not: make the same calls on every rank"
         comm.end(text)
         raise DisagreementError(text)
     transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[0][1]
@@ -405,15 +405,15 @@ def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> 
 def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
     """Return the transport of a choice. Warn of a choice without overlap."""
     if choice.candidate.name == "serial":
-        warn_once(p, "queued", f"{choice.reason}; weft.plan.explain says more", near=True)
+        warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
     return names[choice.candidate.name]
 
 
 def _fastest(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
 ) -> Transport:
-    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Losing executors
-    that were made for the measurement are closed."""
+    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Close the losing
+    executors that were made for the measurement."""
     mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
     names, made = found.candidates, executors_on(comm)
     before = {other for other, executor in made.items() if not executor.gone}

@@ -1,7 +1,7 @@
-"""weft.embedding_pool: all tables of one device pooled by one kernel, into one ordinary tensor.
+"""weft.embedding_pool: one kernel pools all tables of one device into one ordinary tensor.
 
 It is the local half of `embedding_all_to_all`, for tables that are not sharded. It is also the strong baseline of its benchmarks:
-pool with this, then call NCCL's all-to-all.
+pool with it, then call NCCL's all-to-all.
 """
 
 from __future__ import annotations

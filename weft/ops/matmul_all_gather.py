@@ -1,4 +1,4 @@
-"""weft.matmul_all_gather: a GEMM whose finished rows travel to all ranks while it computes others."""
+"""weft.matmul_all_gather: a GEMM whose finished rows are sent to all ranks while it computes other rows."""
 
 from __future__ import annotations
 
@@ -42,48 +42,47 @@ def matmul_all_gather(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply `x` with `w`, and join the products of all ranks of `group` along `gather_dim`, on every rank.
+    """Multiply `x` with `w`, and all-gather the products of all ranks of `group` along `gather_dim`.
 
     Equals
 
         return all_gather(x @ w, gather_dim)
 
-    but finished rows travel while others are computed. The schedule depends on shape and machine. If none is faster than GEMM and
-    then collective, that sequence runs. Collective over `group`. Autocast does not apply: inputs are multiplied in their own
-    dtype.
+    but finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
+    overlapped schedule is faster, the GEMM and then NCCL (gloo) run. Collective over `group`. Autocast does not apply: inputs are
+    multiplied in their own dtype.
 
-    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor pass
-        its to_local()); of one shape on all ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
+    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()), of
+        the same shape on all ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
     w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
-    gather_dim: of the product, [..., N]. -1 or its last dimension joins columns, as behind a column-parallel layer that gathers
-        its output: rank r's columns begin at r * N. Any other dimension joins rows, as x has them.
+    gather_dim: a dimension of the product, [..., N]. -1 or the last dimension concatenates columns, as after a column-parallel
+        layer that gathers its output: rank r's columns begin at r * N. Any other dimension concatenates rows.
     group: a process group, or its name.
-    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...), forward only;
-        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...), forward
+        only; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule and backward call NCCL, whose waits use the process group's timeout.
-    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
 
     Returns all products, in x's dtype and in ordinary memory; on GPUs valid in stream order. All ranks have the same bits, and
-    equal calls give equal bits; two schedules may multiply in parts of different sizes, which round differently. The first call
-    of a shape is collective set-up of milliseconds to seconds: make it before capturing a CUDA graph.
+    equal calls give equal bits. Two schedules may split the GEMM into parts of different sizes, which round differently. The
+    first call of a shape is collective set-up of milliseconds to seconds: make it before capturing a CUDA graph.
 
-    Memory: the result; symmetric memory of the size of x @ w, which is kept. All calls that differ only in rows share the
-        memory of the largest x, as for `weft.all_gather_matmul`. The serial schedule takes x @ w during the call, and to
-        join columns as much memory as the result again. Backward, if it overlaps, keeps symmetric memory of the size of the
-        others' parts of the result, and memory of the size of this rank's part.
+    Memory: the result; symmetric memory of the size of x @ w, which is kept. All calls that differ only in rows share the memory
+        of the largest x, as for `weft.all_gather_matmul`. During a call the serial schedule also takes x @ w and, to concatenate
+        columns, the size of the result. Overlapped backward keeps symmetric memory of the size of the peers' parts of the result,
+        and memory of the size of this rank's part.
 
-    Differentiable in x and w, once; all ranks must request the same gradients. They are sums over ranks: a rank's gradient of y
-    goes to the x and w of the ranks that made its parts, as in all-gather's own backward. If all ranks compute the same loss from
-    y, as replicated layers do, it counts once for each rank: divide it by the number of ranks. Backward is a reduce-scatter of
-    the result's gradient and two GEMMs. If both gradients are requested, rows that have arrived from all ranks are
-    multiplied while others travel, if that is faster.
+    Differentiable once in x and w; all ranks must request the same gradients. Gradients are sums over ranks, as in the backward
+    pass of all-gather. If all ranks compute the same loss from y, as replicated layers do, it counts once per rank: divide it by
+    the number of ranks. Backward is a reduce-scatter of the result's gradient and two GEMMs. If both gradients are requested, and
+    if it is faster, rows that have arrived from all ranks are multiplied during the transfer of other rows.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
-    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
-    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
-    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
-    `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
+    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
+    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
+    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
     """
@@ -105,7 +104,7 @@ def matmul_all_gather(
 
 
 class _Call(NamedTuple):
-    """The call as matrices. columns: True to join columns, False to join rows. outer: x's dimensions (`outer_of`)."""
+    """The call as matrices. columns: True to concatenate columns, False for rows. outer: x's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -119,8 +118,8 @@ class _MatmulAllGather(Operator[_Call]):
 
         grad x = own @ w^T      grad w = x^T @ own
 
-    If both are requested, they are an operator of their own (`weft.ops.matmul_all_gather_gradients`). Otherwise backward is
-    NCCL's reduce-scatter and one GEMM.
+    If both are requested, `weft.ops.matmul_all_gather_gradients` computes them. Otherwise backward is NCCL's reduce-scatter and
+    one GEMM.
     """
 
     name, form = "matmul_all_gather", _Call

@@ -1,4 +1,4 @@
-"""The backward pass of `weft.matmul_all_gather` if x and w need gradients, as an operator with schedules of its own."""
+"""The backward pass of `weft.matmul_all_gather` if x and w need gradients: an operator with its own schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.runtime.unfused.unpack import below_each_other
 
 
 class _Call(NamedTuple):
-    """g: the gradient of all products, which were joined by columns, or by rows."""
+    """The call. g: the gradient of all products, concatenated by columns or by rows."""
 
     x: torch.Tensor
     g: torch.Tensor

@@ -1,4 +1,4 @@
-"""weft.matmul_all_reduce: a GEMM whose finished rows are reduced by other ranks while it computes other rows."""
+"""weft.matmul_all_reduce: a GEMM whose finished rows are reduced by peers while it computes other rows."""
 
 from __future__ import annotations
 
@@ -67,54 +67,54 @@ def matmul_all_reduce(
         y = x @ w; all_reduce(y, op); y = y + bias + residual; return y
 
     or, with `norm`, `return rms_norm(y, [N], norm, eps), y`: the input of a transformer's next layer, and its next residual. But
-    finished rows travel while others are computed, and sums return while others are reduced; few rows, as in decoding, are
-    reduced by every rank. The schedule depends on shape and machine. If none is faster than GEMM and then collective, that
-    sequence runs. Collective over `group`. Autocast does not apply: inputs are multiplied, and sums normed, in their own dtype.
+    finished rows are sent while other rows are computed, and sums are returned while other rows are reduced. If there are few
+    rows, as in decoding, every rank reduces all of them. The planner selects the schedule by shape and machine. If no overlapped
+    schedule is faster, the GEMM and then NCCL (gloo) run. Collective over `group`. Autocast does not apply: inputs are
+    multiplied, and sums normalised, in their own dtype.
 
-    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor pass
-        its to_local()); of one shape on all ranks, with any number of rows. Integers and fp8 are refused: products are rounded to
-        x's dtype before they are reduced, and these dtypes cannot hold sums. Copied if it is not contiguous.
+    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()), of
+        the same shape on all ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's dtype
+        before they are reduced, and these dtypes cannot hold sums. Copied if it is not contiguous.
     w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
     group: a process group, or its name.
     op: "sum", or "avg": the sum, divided by the number of ranks.
-    bias, residual: [N], and [..., N] as the result, in x's dtype: added to the sum. The rank that reduces a row adds them, before
-        it rounds the row and sends it to the others. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not
-        with "avg".
-    norm: [N], in x's dtype: the weight of an RMSNorm, which is returned beside the sum. Not with "avg".
-    eps: of the norm, at least 0: added to the mean of a row's squares.
-    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "two_shot[chunks=2,by=dma,add=gemm]", ...), forward
-        only; "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    bias, residual: [N] and [..., N], in x's dtype: added to the sum. The rank that reduces a row adds them before it rounds the
+        row and sends it to its peers. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not supported with
+        "avg".
+    norm: [N], in x's dtype: the weight of an RMSNorm, whose output is returned with the sum. Not supported with "avg".
+    eps: the norm's epsilon, at least 0, added to the mean of a row's squares.
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "two_shot[chunks=2,by=dma,add=gemm]", ...),
+        forward only; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
-    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
 
-    Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. With `norm` a pair: the normed
-    sum, and the sum. Each rank norms by itself, with its own weight, the sum as rounded to x's dtype: in fp32 (fp64 in fp64),
-    rounded once. Overlapped schedules reduce in fp32, in an order that the schedule and the number of ranks fix, so that equal
-    calls give equal bits; and all ranks get the same bits. A row is reduced by one rank, and the others copy it; or by each rank
-    in the order of ranks. The schedule divides the rows among the ranks: in parts of equal size, except that the last ranks may
-    have fewer rows, or none. Results of two schedules differ by their roundings. "avg" divides the rounded sum, once: in fp16,
-    products and sums above 65504 are infinite before that. The first call of a shape, and its backward, are collective set-up of
-    milliseconds to seconds: make them before capturing a CUDA graph.
+    Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. With `norm`, returns (the
+    normalised sum, the sum). Each rank normalises the sum as rounded to x's dtype, with its own weight, in fp32 (fp64 in fp64),
+    and rounds once. Overlapped schedules reduce in fp32, in an order fixed by the schedule and the number of ranks. So equal
+    calls give equal bits, and all ranks get the same bits. Either one rank reduces a row and its peers copy it, or each rank
+    reduces it in the order of ranks. The schedule divides the rows among the ranks in equal parts, except that the last ranks may
+    have fewer rows, or none. Results of two schedules differ by rounding. "avg" divides the rounded sum: in fp16, products and
+    sums above 65504 overflow before that. The first call of a shape, and its backward, are collective set-up of milliseconds to
+    seconds: make them before capturing a CUDA graph.
 
-    Memory: the results; symmetric and other memory that is kept, up to two and a half times the size of the sum, or with few rows
-        as many times as there are ranks and at most 256 MiB. For backward x, w and, with `norm`, the sum are kept too: do not
-        change them in place before it (autograd refuses that); write `sum = sum + ...`, not `sum += ...`.
+    Memory: the results. Symmetric and other memory is kept: up to two and a half times the size of the sum; with few rows, the
+    size of the sum per rank, at most 256 MiB. Backward also keeps x, w and, with `norm`, the sum: do not change them in place
+    (autograd raises an error); write `sum = sum + ...`, not `sum += ...`.
 
-    Differentiable in x, w, bias, residual and norm, once; all ranks must request the same gradients. Gradients of x and w are sums
-    over ranks: a rank's gradient of y goes to all ranks' x and w, as in `torch.distributed.nn.functional.all_reduce`. So each
-    rank may have a loss of its own: the gradients belong to the sum of the losses. If all ranks compute the same loss from y, as
-    replicated layers do, it counts once for each rank: divide it by the number of ranks. Gradients of bias, residual and
-    norm belong to this rank's own results, as if it had added and normed after the all-reduce. Backward is a reduce-scatter
-    of the sum's gradient, followed by `all_gather_matmul`, which overlaps. If ranks do not have equally many rows, it is
-    one all-reduce. The gradient of the norm, before that, is torch's kernel on GPUs, and a dozen elementwise kernels on
-    CPU.
+    Differentiable once in x, w, bias, residual and norm; all ranks must request the same gradients. Gradients of x and w are sums
+    over ranks, as in `torch.distributed.nn.functional.all_reduce`: each rank may have its own loss, and the gradients are those
+    of the sum of the losses. If all ranks compute the same loss from y, as replicated layers do, it counts once per rank: divide
+    it by the number of ranks. Gradients of bias, residual and norm are those of this rank's own results, as if it had added and
+    normalised after the all-reduce. Backward is a reduce-scatter of the sum's gradient, followed by `all_gather_matmul`, which
+    overlaps. If the rows are not divisible by the number of ranks, it is one all-reduce. Before that, the gradient of the norm is
+    torch's kernel on GPUs, and a dozen elementwise kernels on CPU.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
-    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
-    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
-    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
-    `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
+    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
+    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
+    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3, 7.3 and 7.6.
     """
@@ -132,12 +132,13 @@ def matmul_all_reduce(
             check_tensor("residual", residual)
             if residual.shape[:-1] != x.shape[:-1]:
                 raise ValueError(
-                    f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}: all but the last dimension must be equal"
+                    f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}: all dimensions except the "
+                    "last must be equal"
                 )
             rows = residual.flatten(0, -2)
         added = checked_eps(eps)
         if norm is None and added != EPS:
-            raise ValueError(f"eps={eps} without norm: pass norm, the norm's weight, or leave eps out")
+            raise ValueError(f"eps={eps} without norm: pass norm, the weight of the RMSNorm, or leave eps out")
         row, weight = _row("bias", bias), _row("norm", norm)
         matrices = x.flatten(0, -2), w, row, rows, weight
         return _Call(*matrices, None if norm is None else added, op == "avg", outer_of(x, 0))
@@ -303,7 +304,7 @@ def through_norm(
 
         grads[1] + scale * (g - unit * the mean of g * unit)
 
-    in fp32, or in fp64; on GPUs by torch's kernel, which exists for GPUs only.
+    in fp32, or in fp64 for fp64 inputs. On GPUs torch's kernel computes it; there is none for CPU.
     """
     (of_normed, of_sum), (weight, y), dtype = grads, saved, saved[0].dtype
     fused, columns = getattr(torch.ops.aten, "_fused_rms_norm_backward", None), [y.shape[1]]

@@ -1,7 +1,7 @@
-"""weft.matmul_all_to_all: MoE combine - rows return to their tokens' ranks as the GEMMs of experts finish them.
+"""weft.matmul_all_to_all: MoE combine. Rows return to the ranks of their tokens as the experts' GEMMs finish them.
 
-It follows `weft.all_to_all_matmul`, whose splits and result have the number of rows for each rank.
-`weft.runtime.unfused.experts` has the unfused implementation.
+It follows `weft.all_to_all_matmul`, whose splits and result have the number of rows for each rank. `weft.runtime.unfused.experts`
+has the unfused implementation.
 """
 
 from __future__ import annotations
@@ -47,67 +47,67 @@ def matmul_all_to_all(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
-    """Multiply every row with its expert's weights, and send it back to the rank of its token: the combine of a mixture of
-    experts.
+    """Multiply every row with its expert's weights, and send it back to the rank of its token: MoE combine.
 
     It follows `all_to_all_matmul`. Equals, on W ranks with E experts each,
 
         y = grouped_mm(h, w_experts, offs=received.sum(0).cumsum(0))
-        y = y in the order of source ranks                             # and for one source by expert
+        y = y sorted by source rank, then by expert
         return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
 
-    but finished rows travel while others are multiplied, and no rows are sorted. The schedule depends on shape and machine. If
-    none is faster than GEMM and then collective, that sequence runs. Collective over `group`. Differentiable in h and w_experts,
-    once: gradients are sums over rows, not means, and all ranks must request the same gradients. Backward sends the gradient of y
-    to the experts once, and multiplies with it meanwhile, by `all_to_all_matmul`, if that overlaps. Autocast does not apply.
+    but finished rows are sent while other rows are multiplied, and rows are never sorted. The planner selects the schedule by
+    shape and machine. If no overlapped schedule is faster, the GEMMs and then NCCL (gloo) run. Collective over `group`.
+    Differentiable once in h and w_experts. Gradients are sums over rows, not means, and all ranks must request the same
+    gradients. Backward sends the gradient of y to the experts once; if `all_to_all_matmul` overlaps for this shape, its GEMMs
+    overlap with the transfer. Autocast does not apply.
 
-    A GEMM before an all-to-all of equal parts is the case of one expert: `w[None]`, and `received` [W, 1] and `splits` [W] that
-    are all `len(h) // W`.
+    A GEMM followed by an all-to-all of equal parts is the case of one expert: pass `w[None]`, and `received` [W, 1] and `splits`
+    [W] filled with `len(h) // W`.
 
-    h: [R, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), ordered as the result of `all_to_all_matmul`: by local
-        expert, and for one expert by source rank. R may be more than the arrived rows, as with `max_rows`; further rows are
-        ignored, and their gradients are zero. Copied if not contiguous.
+    h: [R, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), sorted by local expert, then by source rank, as
+        `all_to_all_matmul` returns it. R may exceed the number of arrived rows, as with `max_rows`; further rows are ignored, and
+        their gradients are zero. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
         copied at every call.
-    received: [W, E] int64 (int32 is converted), on h's device: the number of rows that arrived from each rank for each
-        local expert, as `all_to_all_matmul(..., return_received=True)` returns it.
+    received: [W, E] int64 (int32 is converted), on h's device: the number of rows that arrived from each rank for each local
+        expert, as `all_to_all_matmul(..., return_received=True)` returns it.
     splits: [W * E] int64 (int32 is converted), on h's device: the number of this rank's tokens for each expert of all ranks, as
         passed to `all_to_all_matmul`. The values of both are checked on CPU; on GPUs a check would wait for the device, so the
         caller must ensure them.
     group: a process group, or its name; default: the world.
-    rows: the number of this rank's tokens, the sum of splits. Then the host waits for nothing, unless the schedule is "serial",
-        and the call can be captured in a CUDA graph. None: the number from the dispatch that got these same splits;
-        otherwise it is read from the device, and the host waits. Pass it on all ranks or on none.
-    capacity: the most tokens that a rank has in any call, the same on all ranks; default: a little above the largest number at
-        the first call of this shape.
-    schedule: pin one by name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block), forward only;
-        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    rows: the number of this rank's tokens, the sum of splits. Then the host never waits, and a CUDA graph can capture the call,
+        unless the schedule is "serial". None: use the number from the dispatch that got this same splits tensor; without such a
+        dispatch, the host waits to read it from the device. Pass it on all ranks or on none.
+    capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: a little above the largest number
+        at the first call of this shape.
+    schedule: pin a schedule by its name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block),
+        forward only; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
-    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
 
-    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`: by expert of all ranks;
-    on GPUs valid in stream order, in ordinary memory. Every row is one product, in fp32, rounded once: equal calls give equal
-    bits. The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its backward, are collective set-up of
-    milliseconds to seconds: make them before capturing a CUDA graph. Under torch.compile, y without rows has a dynamic size,
-    which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`, sorted by global
+    expert. It is in ordinary memory, on GPUs valid in stream order. Every row is one product, in fp32, rounded once: equal calls
+    give equal bits. The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its backward, are collective
+    set-up of milliseconds to seconds: make them before capturing a CUDA graph. Under torch.compile, y without rows has a dynamic
+    size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
-    Memory: y; and of (W - 1) x capacity x N elements, for each kept shape, as for `weft.all_to_all_matmul`, symmetric
-        memory and, for schedules with by=kernel, as much other memory. The serial schedule takes twice the arrived rows, N
-        wide. Backward takes the rows of y's gradient that arrive on this rank, twice if there are several experts. If it
-        overlaps, it also takes as much symmetric memory as an overlapped forward.
+    Memory: y. For each kept shape, as for `weft.all_to_all_matmul`, symmetric memory of (W - 1) x capacity x N elements;
+    schedules with by=kernel need as much ordinary memory too. The serial schedule takes twice the arrived rows, N wide. Backward
+    takes the rows of y's gradient that arrive on this rank, twice if there are several experts. Overlapped backward also takes as
+    much symmetric memory as overlapped forward.
 
     Calls on one group must come from one thread at a time.
 
     Raises `ValueError` for bad arguments, for wrong received or splits (on CPU, where they are read), and for more tokens than
-    the capacity ("serial" without gradients has none). It is a `RefusedError` on every rank, and the group stays usable; on GPUs
-    this holds for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank
-    alone. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape.
-    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    the capacity ("serial" without gradients has no capacity). Every rank gets a `RefusedError` (a `ValueError`), and the group
+    stays usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a
+    `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the
+    first call of a shape. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all
-        behind the GEMM that produces it, experts).
+    after the GEMM that produces its data; experts).
     """
 
     given = h, w_experts, received, splits, group, rows, capacity, schedule, deadline_s, timeline
@@ -137,7 +137,7 @@ def _combine(
 
 
 _combined = replayed(_combine)
-"""`_combine` for a known number of tokens. Without it, calls with equal arguments may have different numbers."""
+"""`_combine` for a known number of tokens. Replay needs the number: calls with equal other arguments may differ in it."""
 
 
 class _Call(NamedTuple):
@@ -184,10 +184,11 @@ class _MatmulAllToAll(Operator[_Call]):
         if rows is not None or total is not None:
             return call._replace(tokens=total if rows is None else rows)
         if splits.dtype != torch.int64 or splits.device != h.device:
-            return call  # a later check refuses it
+            return call  # a later check refuses the call
         if h.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "matmul_all_to_all would read the number of tokens on the host here, which a CUDA graph cannot capture: give rows"
+                "matmul_all_to_all would read the number of tokens on the host here, which a CUDA graph cannot "
+                "capture: pass rows"
             )
         known = sizes_of(splits, received)
         tokens = int(splits.sum()) if known.numbers.copy is None else sum(known.host.sent)
@@ -217,7 +218,7 @@ class _MatmulAllToAll(Operator[_Call]):
         )
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
-        """Return the problem with `capacity` tokens on each rank, if it was given."""
+        """Return the problem with `capacity` tokens on each rank, if the caller gave it."""
         h, w = call.h, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.rows is None
@@ -247,12 +248,13 @@ class _MatmulAllToAll(Operator[_Call]):
         if (call.tokens or 0) <= p.most:
             return ""
         return (
-            f"this rank has {counted(call.tokens or 0, 'token')}, and calls of this shape were prepared for capacity={p.most}: "
-            "pass the largest number of tokens that any call has as capacity, on every rank"
+            f"this rank has {counted(call.tokens or 0, 'token')}, but calls of this shape were set up for "
+            f"capacity={p.most}: on every rank, pass as capacity the largest number of tokens of any call"
         )
 
     def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
-        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have hardly any."""
+        """Return a call with the problem's number of tokens, equally many for each expert: the first call may have almost no
+        tokens."""
         first = rank * p.experts
         received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
@@ -265,7 +267,7 @@ class _MatmulAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save h for the gradient of weights; without that, only its number of rows."""
+        """Save h for the gradient of weights; otherwise save only its number of rows."""
         h = call.h if wanted[1] else call.h.new_empty(call.h.shape[0], 0)
         return [h, call.w, call.received, call.splits]
 
@@ -284,8 +286,9 @@ class _MatmulAllToAll(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients.
 
-        If the dispatch, the dual of this combine, overlaps, grad h is a dispatch with transposed weights. It also returns
-        the rows of grad y for the gradients of weights. Otherwise NCCL exchanges them once for both gradients."""
+        If the dispatch, the dual of this combine, overlaps, grad h is a dispatch with transposed weights. That dispatch also
+        returns the rows of grad y for the gradients of weights. Otherwise NCCL exchanges grad y once for both gradients.
+        """
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
         grad_h = grad_w = None
         dual = self._dual(p, group, grad, w, beside, turn, wanted[1]) if wanted[0] and p.world_size > 1 else None
@@ -306,9 +309,10 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn,
         return_x: bool,
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
-        """Return a function that makes grad h, only for rows that arrived from a rank, and with return_x the rows of grad y.
+        """Return a function that computes grad h for the arrived rows only, and with return_x the rows of grad y.
 
-        Returns None if it would not be faster than NCCL and cuBLAS calls."""
+        Returns None if it is not predicted to be faster than NCCL and cuBLAS calls.
+        """
         call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most, return_x)
         return partial(within, DISPATCH, call, group, turn) if overlaps(DISPATCH, call, group, turn) else None
 
@@ -322,7 +326,7 @@ class _MatmulAllToAll(Operator[_Call]):
 
 
 def _transposed(w: torch.Tensor) -> torch.Tensor:
-    """Return w transposed in the layout that both ways of backward use, so that they give equal bits."""
+    """Return w transposed, in the layout that both implementations of backward use, so that they give equal bits."""
     return w.transpose(1, 2) if w.is_cuda else w.transpose(1, 2).contiguous()
 
 
@@ -338,7 +342,8 @@ def _check_shapes(call: _Call, world: int) -> None:
             raise ValueError(f"{name} is on {t.device} and h on {h.device}: move it there")
     if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
         raise ValueError(
-            f"w_experts has shape {tuple(w.shape)}: it must be [E, K={shape[1]}, N] to follow h {shape}, with E and N of at least 1"
+            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match h {shape}, with E and N of "
+            "at least 1"
         )
     if w.dtype != h.dtype:
         raise ValueError(f"w_experts is {w.dtype} and h {h.dtype}: use one dtype")
@@ -348,8 +353,9 @@ def _check_shapes(call: _Call, world: int) -> None:
             raise ValueError(f"{name} is {t.dtype}: use torch.int64")
         if tuple(t.shape) != wanted:
             raise ValueError(
-                f"{name} has shape {tuple(t.shape)}: it must be {list(wanted)}, for {counted(experts, 'expert')} of each of "
-                f"{counted(world, 'rank')}, as all_to_all_matmul {'returns' if name == 'received' else 'takes'} it"
+                f"{name} has shape {tuple(t.shape)}: pass {list(wanted)}, for {counted(experts, 'expert')} of each "
+                f"of {counted(world, 'rank')}, as all_to_all_matmul {'returns' if name == 'received' else 'takes'} "
+                "it"
             )
 
 
@@ -367,18 +373,18 @@ def _check(call: _Call, world: int, rank: int) -> None:
     came, tokens = sum(received.flatten().tolist()), sum(splits.tolist())  # Python integers, which cannot overflow
     if came > h.shape[0]:
         raise ValueError(
-            f"received adds up to {came} and h has {counted(h.shape[0], 'row')}: pass what all_to_all_matmul returned with "
-            "return_received=True"
+            f"received adds up to {came} but h has {counted(h.shape[0], 'row')}: pass the counts from "
+            "all_to_all_matmul(..., return_received=True)"
         )
     experts = w.shape[0]
     kept, mine = received[rank].tolist(), splits[rank * experts : (rank + 1) * experts].tolist()
     if kept != mine:
         raise ValueError(
-            f"received says that {kept} rows for its experts came from rank {rank} itself, and splits say {mine}: pass both as "
+            f"received counts {kept} rows from rank {rank} itself, but splits counts {mine}: pass both as "
             "all_to_all_matmul had them"
         )
     if rows is not None and rows != tokens:
-        raise ValueError(f"rows={rows} and splits add up to {tokens}: pass this rank's number of tokens")
+        raise ValueError(f"rows={rows}, but splits add up to {tokens}: pass this rank's number of tokens")
 
 
 OPERATOR = registered(_MatmulAllToAll())

@@ -1,4 +1,4 @@
-"""weft.matmul_reduce_scatter: a GEMM whose finished rows go to their owners for reduction while it computes other rows."""
+"""weft.matmul_reduce_scatter: a GEMM whose finished rows are sent to their owners for reduction while it computes other rows."""
 
 from __future__ import annotations
 
@@ -52,43 +52,41 @@ def matmul_reduce_scatter(
 
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 
-    but finished rows travel while others are computed. The schedule depends on shape and machine. If none is faster than GEMM and
-    then collective, that sequence runs. Collective over `group`. Differentiable in A and B, once: gradients are sums over ranks,
-    and all ranks must request the same gradients. Backward gathers the result's gradient while it multiplies with it, by
-    `all_gather_matmul`. Autocast does not apply: inputs are multiplied in their own dtype.
+    but finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
+    overlapped schedule is faster, the GEMM and then NCCL (gloo) run. Collective over `group`. Differentiable once in A and B.
+    Gradients are sums over ranks, and all ranks must request the same gradients. Backward is `all_gather_matmul` of the result's
+    gradient. Autocast does not apply: inputs are multiplied in their own dtype.
 
-    A: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (for a DTensor pass
-        its to_local()). Integers and fp8 are refused: products are rounded to A's dtype before they are reduced, and these dtypes
-        cannot hold sums (for fp8 with scales there is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is
-        not contiguous.
+    A: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()).
+        Integers and fp8 are refused: products are rounded to A's dtype before they are reduced, and these dtypes cannot hold sums
+        (for scaled fp8, use `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not contiguous.
     B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
     reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
-    scatter_dim: of the product, [..., N]; its size must be divisible by the number of ranks. -1 or the last dimension scatters
-        columns: B^T @ A^T is computed and its rows are scattered. A row-major B and the result are copied then.
+    scatter_dim: a dimension of the product, [..., N], whose size is divisible by the number of ranks. -1 or the last dimension
+        scatters columns: B^T @ A^T is computed and its rows are scattered. This copies the result, and B if it is row-major.
     group: a process group, or its name.
-    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward
-        only; "pulled[chunks=2,by=gemm]" (by=tracked) is not listed, since it has not been timed on GPUs, and runs only if pinned;
-        "autotune": select the fastest by measurement at the first call of a shape, and remember it (docs/planning.md).
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...),
+        forward only; "pulled[chunks=2,by=gemm]" (by=tracked) has not been timed on GPUs: it is not listed, and runs only if
+        pinned; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
-    timeline: filled with the times of all steps (profiling: on GPUs it waits for the device; not under torch.compile).
+    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
 
-    Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. It has N in place of
-    K, and a part of scatter_dim. Overlapped schedules reduce in fp32, in an order that the schedule and the number of ranks fix,
-    so that equal calls give equal bits; the ring's sums are rounded at each rank, as are NCCL's. Results of two schedules differ
-    by their roundings. "avg" divides the rounded sum, once: in fp16, products and sums above 65504 are infinite before that. The
-    first call of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA
-    graph.
+    Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. Its shape is the
+    product's, with scatter_dim divided by the number of ranks. Overlapped schedules reduce in fp32, in an order fixed by the
+    schedule and the number of ranks, so equal calls give equal bits. The ring rounds its sums at each rank, as NCCL does. Results
+    of two schedules differ by rounding. "avg" divides the rounded sum: in fp16, products and sums above 65504 overflow before
+    that. The first call of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before
+    capturing a CUDA graph.
 
-    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B. All calls that differ only
-    in rows share the memory of the largest A, as for `weft.all_gather_matmul`. The serial schedule takes A @ B during the
-    call.
+    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B. All calls that differ only in rows
+    share the memory of the largest A, as for `weft.all_gather_matmul`. The serial schedule takes A @ B during the call.
 
-    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group stays usable; on GPUs this holds
-    for the first call of a shape, and a later error ends the group. An invalid group is a `ValueError` on its rank alone.
-    `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape; later calls
-    are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
-    `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
+    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
+    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
+    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
     """
@@ -145,7 +143,7 @@ class _MatmulReduceScatter(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
         x, B, _, _ = call
-        fp8 = "; for fp8 there is weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
+        fp8 = "; for fp8 use weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
         dtype = name_of_dtype("A", x, f", in which the ranks' products can be reduced{fp8}")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)

@@ -61,31 +61,30 @@ def scaled_matmul_reduce_scatter(
     require gradients are refused.
 
     A: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16. Copied if `A.movedim(orig_scatter_dim, 0)` is not contiguous.
-        Other dtypes are refused, also integers and float8_e5m2: weft's scaled GEMMs support only float8_e4m3fn. For fp32, fp16
-        and bf16 there is `weft.matmul_reduce_scatter`.
+        weft's scaled GEMMs support only float8_e4m3fn. For fp32, fp16 and bf16 use `weft.matmul_reduce_scatter`.
     B: [K, N] in float8_e4m3fn, N a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
-    A_scale: fp32. One element: the scale of all of A. A's shape with a last dimension of 1: one scale for each row.
-    B_scale: fp32, one element; with a scale for each row of A, [1, N] (or one element, for all columns).
+    A_scale: fp32. One element: the scale of all of A. A's shape with a last dimension of 1: one scale per row.
+    B_scale: fp32, one element. With one scale per row of A: [1, N], or one element for all columns.
     reduce_op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare
         reduce_op.
     orig_scatter_dim: any dimension of output_shape but the last; its size must be divisible by the number of ranks.
     scatter_dim_after_maybe_reshape: the same dimension in A: orig_scatter_dim, or 0 if A is flattened to [rows, K] and
         output_shape is not. None: whichever applies.
     group: a process group, or its name.
-    output_shape: of the whole product, [..., N], if A is flattened. None: A's, with N in place of K.
+    output_shape: the shape of the whole product, [..., N], if A is flattened. None: A's shape, with N in place of K.
     bias: [N] in out_dtype, which must be bfloat16 or float16: added to this rank's product, so that the sum has all ranks'
         biases. All ranks have a bias, or none has.
-    result_scale: None: scale B_scale, or the result.
-    out_dtype: torch.bfloat16, float16 or float32, in which products travel and are reduced. fp8, which None means in torch's op,
-        is refused: it cannot hold sums. With scales of rows, some GPUs have GEMMs for bfloat16 only.
-    use_fast_accum: True to accumulate fast and less exactly.
-    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Schedules in which a GEMM accumulates (add=gemm, ring),
-        which scaled GEMMs cannot, and tracked GEMMs are not available.
+    result_scale: must be None: scale B_scale, or the result, instead.
+    out_dtype: torch.bfloat16, float16 or float32, in which products travel and are reduced. None means fp8 in torch's op and is
+        refused: fp8 cannot hold sums. With scales of rows, some GPUs have GEMMs for bfloat16 only.
+    use_fast_accum: True for faster, less exact accumulation.
+    schedule, deadline_s, timeline: as for `weft.matmul_reduce_scatter`. Scaled GEMMs cannot accumulate, so schedules with
+        add=gemm, the ring, and tracked GEMMs are not available.
 
-    Returns this rank's part of the sum, in out_dtype, of output_shape with a part of orig_scatter_dim, which is the outermost
-    dimension in memory. Overlapped schedules reduce in fp32 the products as rounded to out_dtype, and round once; "avg" divides
-    the rounded sum. On CPU it computes in fp32, for tests. On GPUs it runs cuBLAS and NCCL one after the other, unless a schedule
-    is pinned or "autotune" is requested.
+    Returns this rank's part of the sum, in out_dtype. Its shape is output_shape with orig_scatter_dim divided by the number of
+    ranks; that dimension is the outermost in memory. Overlapped schedules reduce in fp32 the products as rounded to out_dtype,
+    and round once; "avg" divides the rounded sum. On CPU it computes in fp32, for tests. On GPUs it runs cuBLAS and NCCL one
+    after the other, unless a schedule is pinned or "autotune" is requested.
 
     Memory: as for `weft.matmul_reduce_scatter`, with products in out_dtype.
 
@@ -135,8 +134,8 @@ def _scattered(
     expected = dim if x.dim() == A.dim() else 0
     if after is not None and of_A != expected:
         raise ValueError(
-            f"scatter_dim_after_maybe_reshape={after}: of A {tuple(A.shape)} orig_scatter_dim={orig_scatter_dim} is dimension "
-            f"{expected}: pass that, or None"
+            f"scatter_dim_after_maybe_reshape={after}: orig_scatter_dim={orig_scatter_dim} is dimension {expected} "
+            f"of A {tuple(A.shape)}: pass {expected}, or None"
         )
     return x, dim
 
@@ -147,8 +146,9 @@ def _leading(A: torch.Tensor, B: torch.Tensor, output_shape: Sequence[int]) -> t
     alike = shape[:-1] == A.shape[:-1] or (A.dim() == 2 and len(shape) > 2 and math.prod(shape[:-1]) == rows)
     if not alike or shape[-1:] != B.shape[-1:] or min(shape) < 0:
         raise ValueError(
-            f"output_shape={shape} does not fit A {tuple(A.shape)} @ B {tuple(B.shape)}: pass {(*A.shape[:-1], *B.shape[-1:])}, "
-            f"or, with A as {(rows, A.shape[-1])}, sizes before the last that make {rows}"
+            f"output_shape={shape} does not match A {tuple(A.shape)} @ B {tuple(B.shape)}: pass "
+            f"{(*A.shape[:-1], *B.shape[-1:])}, or, with A as {(rows, A.shape[-1])}, leading sizes whose product is "
+            f"{rows}"
         )
     return shape[:-1]
 
@@ -159,14 +159,15 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
         return True
     if A_scale.numel() == 1:
         return False
-    raise ValueError(f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or, for each row a scale, {own}")
+    raise ValueError(f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or one scale per row, {own}")
 
 
 class _Call(NamedTuple):
     """The call as matrices.
 
-    scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: name of a dtype. average: the caller divides the sum. outer: A's dimensions
-        as the product has them (`outer_of`)."""
+    scale: of x, [1, 1], or [rows, 1] if `by_row`. out: name of a dtype. average: the caller divides the sum. outer: A's
+        dimensions as the product has them (`outer_of`).
+    """
 
     x: torch.Tensor
     B: torch.Tensor

@@ -6,8 +6,8 @@ A block needs one all-reduce forward and one backward, and each is part of a GEM
     row       y = all-reduce of x @ w^T, + b + residual, its RMSNorm,     no collective
               of this rank's input features
 
-All ranks continue with the same y, so the incoming gradient is whole and equal on every rank. This is DTensor's convention
-for a replicated tensor. It differs from the operators' own gradients, which sum the ranks' losses.
+All ranks continue with the same y, so the incoming gradient is complete and equal on every rank. This is DTensor's convention for
+a replicated tensor. It differs from the gradients of weft's operators, which are those of the sum of the ranks' losses.
 
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3: its f and g.
 """
@@ -50,7 +50,7 @@ def row(
 
 
 def gathered_columns(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
-    """Return `columns` of one weight without a bias, joined: y [..., N], equal on all ranks."""
+    """Return `columns` of one weight without a bias, concatenated: y [..., N], equal on all ranks."""
     require_plain_by(_COLUMNS, group, x, weight)
     return _GatheredColumns.apply(x, weight, group)
 

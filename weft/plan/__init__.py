@@ -6,7 +6,7 @@
     with weft.plan.use("heuristic"): ...                                the pick of FiCCO's static heuristic
     print(weft.plan.explain("all_gather_matmul", M=16384, N=8192, K=4096, ranks=2))
 
-A choice is a function of shape, model, registered builders, and measured times, if any are given.
+A choice is a function of shape, model, registered builders and, if given, measured times.
 """
 
 from weft.plan.autotune import autotune, candidates_from_outside, from_outside, known_times, promising

@@ -1,8 +1,8 @@
-"""Autotuning: run the few most promising candidates, and choose by the slowest rank's times.
+"""Autotuning: run the most promising candidates, and choose by the slowest rank's times.
 
-Candidates alternate, so that a GPU that warms up slows all of them. The time of a candidate is its median. Times are cached
-in memory and on disk. Their key is the machine, the versions, and the schedules of external builders, which change without
-a version. Cached times are used only if all ranks have them: ranks must run the same candidates, or none.
+Candidates alternate, so that a GPU that warms up slows all of them equally. The time of a candidate is its median. Times are
+cached in memory and on disk. Their key is the machine, the versions, and the schedules of external builders, which change without
+a version. Cached times are used only if all ranks have them, because ranks must measure the same candidates, or none.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from weft.schedule.text import to_json
 from weft.sim import Mode
 
 _ALWAYS = ("serial", "gather")
-"""Builders whose schedules are always measured: the baselines without overlap, which the others must beat."""
+"""Builders whose schedules are always measured: the baselines without overlap."""
 
 _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """Return the `count` candidates with the fastest predictions among those that `choice` could take, and serial and gather."""
+    """Return the `count` candidates with the fastest predictions among the candidates that `choice` could take, and serial and
+    gather."""
     timed = [row for row in choice.rows if row.predicted_us is not None]
     usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]
     fastest = sorted(usable, key=lambda row: row.predicted_us or 0.0)[:count]
@@ -58,10 +59,12 @@ def autotune(
 
     run: runs a candidate and returns its time on this rank; collective.
     agree: returns the maximum of each number over all ranks; collective.
-    machine: the key of the times, as `weft.plan.machine.machine_name()` or the device's name.
+    machine: the key of the times, such as `weft.plan.machine.machine_name()` or the device's name.
     """
     if rounds < 1 or not candidates:
-        raise ValueError(f"rounds={rounds}, {len(candidates)} candidates: measure one candidate once at least")
+        raise ValueError(
+            f"rounds={rounds}, {len(candidates)} candidates: measure at least one candidate, at least once"
+        )
     names = [candidate.name for candidate in candidates]
     found = remembered(problem, machine, mode)
     missing = any(name not in found for name in names)
@@ -80,14 +83,14 @@ def autotune(
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
     """Return cached microseconds by candidate, measured by this or another process with the installed versions."""
-    if not _known and not store.any_of("autotune"):  # most users have no cached times, and need not compute keys
+    if not _known and not store.any_of("autotune"):  # most users have no cached times, and then need no keys
         return {}
     key = _key(problem, machine, mode)
     if str(key) not in _known:
         try:
             times = _read(_path(key), key)
         except UnreadableError as error:  # the next measurement replaces the file
-            warn_once(f"measured times are ignored: {error}")
+            warn_once(f"cached times are ignored: {error}")
             times = {}
         if not times:
             return {}
@@ -102,7 +105,7 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
         return {}
     times = content.get("times_us")
     if content.get("key") != key or not isinstance(times, dict):
-        raise UnreadableError(f"{path} does not hold the times that it is named for; {store.FIX}")
+        raise UnreadableError(f"{path} contains times for another key than its name's; {store.FIX}")
     for name, us in times.items():
         if not store.is_time(us):
             raise UnreadableError(f"{path}: times_us.{name} is {us!r}: {store.TIMES}; {store.FIX}")
@@ -110,7 +113,7 @@ def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
-    """Return cached times of existing candidates, as `choose(..., measured=...)` takes them. None if serial was not measured.
+    """Return cached times of existing candidates, in the form of `choose(..., measured=...)`. None if serial was not measured.
 
     If no graphs were timed, "graph" takes the times of "queued" calls: the same work, and the host is ahead in both.
     """
@@ -125,7 +128,7 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
-    """True if the builder of `candidate` is not from `weft.builders`, whose builders weft tests and versions."""
+    """True if the builder of `candidate` is not from `weft.builders`. weft tests and versions only its own builders."""
     return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
 
 

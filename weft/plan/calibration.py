@@ -1,12 +1,11 @@
-"""Calibration: numbers measured on this machine, which replace the machine file's. They are saved with the installed
-versions.
+"""Calibration: numbers measured on this machine, which replace the machine file's. They are saved with the installed versions.
 
-    GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its
-                  errors at the nearest of them
+    GEMMs         on a grid of sizes, coarse first, then finer while time remains; the model corrects its formula by its errors at
+                  the nearest grid points
     transfers     copies by engine and by kernel, NCCL's collective, by bytes: the model interpolates
-    the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM beside a copy
+    the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM concurrent with a copy
 
-This module knows no device: `calibrate` asks a `Measure` for the times.
+This module is independent of the device: `calibrate` gets the times from a `Measure`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from weft.sim.machines import disturbance, share_held
 from weft.sim.model import Transfer, interpolated
 
 _MOST_US = 20_000.0
-"""The longest single measurement: on a GPU a matmul of 15 TFLOP, of which a few repetitions still fit into the budget."""
+"""The longest single measurement: on a GPU, a GEMM of 15 TFLOP, which the budget allows to repeat a few times."""
 _MOST_BYTES = 4 << 30
 _AGAIN = "run `weft plan calibrate` again"
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
@@ -45,44 +44,44 @@ class Measure(Protocol):
 
     machine: str
     world_size: int
-    copy_units: int  # programs of the kernel by which schedules copy
+    copy_units: int  # programs of the kernel that schedules copy with
 
     def elapsed_s(self) -> float:
-        """Return the time since the beginning, the same on all ranks."""
+        """Return the time since the beginning; equal on all ranks."""
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
         """Return the time of [m, k] @ [k, n] by cuBLAS, on random data, launch included."""
 
     def launch_us(self) -> float:
-        """Return the time from the end of a kernel to the start of the next: the time of each of many empty kernels."""
+        """Return the time from the end of a kernel to the start of the next, averaged over many empty kernels."""
 
     def host_step_us(self) -> float:
         """Return the host's time to issue one step of a schedule."""
 
     def copy_us(self, count: int) -> float:
-        """Return the time of a copy of `count` bytes to a peer by the copy engine, on all ranks at once, one after another."""
+        """Return the time of a copy of `count` bytes to a peer by the copy engine, one of a sequence, on all ranks at once."""
 
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
-        """Return the time of the same copy of `rows` rows of `row_bytes` bytes, out of rows that are twice as wide."""
+        """Return the time of the same copy as `rows` rows of `row_bytes` bytes, read from rows that are twice as wide."""
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        """Return the time of a copy by the kernel of schedules, with its launch: stores to a peer (`put`), or loads from it."""
+        """Return the time of a copy by the kernel of schedules, with its launch: stores to a peer (`put`), or loads from a peer."""
 
     def all_gather_us(self, count: int) -> float:
-        """Return the time of NCCL's all-gather in which every rank receives `count` bytes from others."""
+        """Return the time of NCCL's all-gather in which every rank receives `count` bytes from its peers."""
 
     def signal_us(self, remote: bool) -> float:
-        """Return the time from a set to the end of the wait for it, in another lane of this rank or at a peer (`remote`)."""
+        """Return the time from a set to the end of its wait, in another lane of this rank or at a peer (`remote`)."""
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
     ) -> tuple[float, float]:
-        """Return (time of the matmul, bytes/us of each copy) while every rank copies to a peer all the time."""
+        """Return (time of the GEMM, bytes/us of each copy) while every rank continuously copies to a peer."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The raw measurements of a calibration. `apply` puts them into a model."""
+    """The raw measurements of a calibration. `apply` inserts them into a model."""
 
     machine: str
     world_size: int
@@ -102,9 +101,12 @@ class Calibration:
     beside: tuple[tuple[str, float, float], ...] = ()  # by, time over the time alone, bytes/us
 
     def apply(self, model: Model) -> Model:
-        """Return `model` with these numbers. Raise `ValueError` if they are for another number of ranks, or implausible."""
+        """Return `model` with these numbers. Raise `ValueError` if they belong to another number of ranks, or are implausible."""
         if model.world_size != self.world_size:
-            raise ValueError(f"calibrated with {self.world_size} ranks, and the model has {model.world_size}")
+            raise ValueError(
+                f"the calibration is for {self.world_size} ranks, but the model has "
+                f"{model.world_size}: calibrate with as many"
+            )
         changed: dict[str, Any] = {
             "launch_us": self.launch_us,
             "host_step_us": self.host_step_us,
@@ -116,7 +118,7 @@ class Calibration:
 
     def _transfers(self, model: Model) -> dict[str, Any]:
         if missing := [name for name in ("puts", "gets", "all_gathers") if not getattr(self, name)]:
-            raise ValueError(f"the calibration has copies, and no {', '.join(missing)}: {_AGAIN}")
+            raise ValueError(f"the calibration has copies but no {', '.join(missing)}: {_AGAIN}")
         latency, rate = fit_line(self.copies, "copies by engine")
         collective_latency, collective_rate = fit_line(self.all_gathers, "all-gathers")
         curves: dict[Transfer, tuple[tuple[float, float], ...]] = {
@@ -155,7 +157,7 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """Return the saved calibration of this machine and number of ranks; None if there is none.
 
-    Raises `ValueError` if it was made with other than the installed versions, `UnreadableError` if its file is broken. Both
+    Raises `ValueError` if it was made with other versions than the installed ones, `UnreadableError` if its file is broken. Both
     name the fix.
     """
     return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
@@ -171,8 +173,8 @@ def calibrate(
 ) -> Calibration:
     """Measure the numbers that `base` assumes. Collective: all ranks get the same numbers.
 
-    base: the model of the machine's file, which limits sizes to 20 ms each.
-    budget_s: no new GEMM begins after this time; the coarse grid is always measured.
+    base: the model of the machine's file; it predicts which sizes stay below 20 ms.
+    budget_s: no new GEMM starts after this time; the coarse grid is always measured.
     say: called with the name of the next measurement.
     """
     launch = measure.launch_us()
@@ -198,7 +200,7 @@ def calibrate(
 def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[int, int, int, str]]:
     """Return (m, n, k, dtype) of a grid: sizes a factor of 4 apart at level 0, of 2 at level 1, with steps of 1.5 at level 2.
 
-    GEMMs over 20 ms or 4 GiB are left out. Points are shuffled, so that part of a level covers its whole range.
+    GEMMs over 20 ms or 4 GiB are omitted. Points are shuffled, so that an unfinished level covers its whole range.
     """
     axes = (_axis(16, 32768, level), _axis(256, 32768, level), _axis(256, 16384, level))
     points = [
@@ -214,7 +216,7 @@ def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[in
 def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, float]:
     """Fit time = latency + bytes / rate by least squares of relative errors. Return (latency in us, bytes/us).
 
-    The latency is no longer than the shortest time.
+    The latency is limited to the shortest time.
     """
     count, us = np.array(sorted(points), float).T
     (latency, per_byte), *_ = np.linalg.lstsq(np.stack([1 / us, count / us], 1), np.ones_like(us), rcond=None)
@@ -222,7 +224,8 @@ def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, flo
         latency, per_byte = 0.0, float(us @ count / (count @ count))
     if per_byte <= 0:
         raise ValueError(
-            f"times of {what} do not grow with their bytes: {dict(zip(count, us, strict=True))}: the machine was busy"
+            f"times of {what} do not grow with their bytes: {dict(zip(count, us, strict=True))}: the machine was "
+            "busy: calibrate again"
         )
     return min(float(latency), float(us.min())), 1 / float(per_byte)
 
@@ -262,7 +265,7 @@ def _communication(measure: Measure, base: Model, say: Callable[[str], None]) ->
 def _beside(
     measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
 ) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
-    """Return the slowdowns beside copies of the largest cube within 20 ms, and its time alone, measured before and after."""
+    """Return the slowdowns, next to copies, of the largest cube within 20 ms, and its time alone, before and after."""
     say("a GEMM beside copies")
     size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])
     cube = (size, size, size, dtype)

@@ -1,7 +1,6 @@
-"""The choice of a schedule: the fastest candidate on the machine's model, if it is clearly faster than the serial schedule.
+"""The choice of a schedule: the fastest candidate on the machine's model, if it is clearly faster than serial.
 
-Times are predicted (`weft.plan.predict`). If measured times are given (`weft.plan.autotune`), only measured times are
-compared.
+Times are predicted (`weft.plan.predict`). If measured times are given (`weft.plan.autotune`), only measured times are compared.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from weft.sim import Mode, Model
 from weft.words import counted
 
 CLEARLY, CLEARLY_US = 0.03, 3.0
-"""The margin by which a schedule must beat serial: a share of serial's time or microseconds, whichever is more.
-Chosen by the times of some hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded with 2 us)."""
+"""The margin by which a schedule must beat serial: a fraction of serial's time, or microseconds, whichever is larger. Tuned on
+the times of some hundred gathers on two H200s (benchmarks/results/h200-two-trees.json, recorded with 2 us)."""
 
 SPARED = 0.05
-"""The largest share of serial's time that a wrong prediction may lose when device times are equal and host time decides."""
+"""The largest fraction of serial's time that a wrong prediction may lose when device times are equal and host time decides."""
 
 ALIKE, ALIKE_US = 0.03, 3.0
-"""Predictions that differ by less, as a share or in microseconds, count as equal. Among equal schedules the planner prefers, in
-this order: no host wait for sizes, no staging, fewest GEMMs, fewest steps, and copies that use no compute units."""
+"""Predictions that differ by less, as a fraction or in microseconds, count as equal. Among equal schedules the planner prefers,
+in this order: no host wait for sizes, no staging, fewest GEMMs, fewest steps, and copies that use no compute units."""
 
 _KEPT = 256
-"""Capacity of the cache of choices: more than the shapes of a model, fewer than those of a service with every length. Each
-choice keeps its model alive, and each choice may have its own model (`weft.plan.gemms`)."""
+"""Capacity of the cache of choices: more than the shapes of a model, fewer than those of a service with every sequence length.
+Each choice keeps its model alive, and each choice may have its own model (`weft.plan.gemms`)."""
 
 
 class NoOverlapWarning(UserWarning):
-    """An operator runs without overlap, where overlap was possible."""
+    """An operator runs without overlap although overlap is possible."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,14 @@ def choose(
 ) -> Choice:
     """Choose a schedule for `problem` on `model`. The choice is cached for this model object.
 
-    pinned: the name of the candidate to take; by default the name from `weft.plan.use`. "heuristic" takes the pick of
-        FiCCO's heuristic for the model's machine, if the pick supports `problem`. "autotune" pins none.
-    measured: microseconds by candidate, including serial: the choice is then among these candidates.
+    pinned: the name of the candidate to take; by default the name from `weft.plan.use`. "heuristic" takes the pick of FiCCO's
+        heuristic for the model's machine, if the pick supports `problem`. "autotune" pins nothing.
+    measured: microseconds by candidate, including serial; restricts the choice to these candidates.
     among: names of the candidates to consider; by default all.
-    near: the choice also applies to neighbouring sizes; the warning says so.
+    near: the choice also applies to neighbouring sizes, and the warning says so.
 
-    Warn (`NoOverlapWarning`), once in a process, if serial is taken although there are other candidates. Raise `ValueError`
-    for an unknown mode or name; `NotApplicableError`, a `ValueError` too, if the pinned candidate does not support
-    `problem`.
+    Warn (`NoOverlapWarning`), once per process, if serial is taken although there are other candidates. Raise `ValueError` for an
+    unknown mode or name, and `NotApplicableError` (a `ValueError`) if the pinned candidate does not support `problem`.
     """
     pinned = pinned or pin.pinned()
     if pinned == pin.HEURISTIC:
@@ -96,11 +94,11 @@ def choose(
     choice = decide(problem, model, mode=mode, pinned=pinned, measured=measured, among=among)
     if len(_choices) >= _KEPT:
         _choices.pop(next(iter(_choices)), None)
-    _choices[key] = model, choice  # holding the model keeps its id from being given to another
+    _choices[key] = model, choice  # a reference to the model keeps its id from being reused
     others = any(row.us is not None and row.candidate.name != "serial" for row in choice.rows)
     runs = mode != "graph" or not choice.schedule.reads_on_host
     if pinned is None and choice.candidate.name == "serial" and others and runs:
-        warn_once(problem, mode, f"{choice.reason}; weft.plan.explain says more", near=near)
+        warn_once(problem, mode, f"{choice.reason}; weft.plan.explain gives details", near=near)
     return choice
 
 
@@ -114,23 +112,25 @@ def decide(
     among: frozenset[str] | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Choice:
-    """Choose like `choose`, without cache or warning, and regardless of `weft.plan.use`."""
+    """Choose like `choose`, but without cache or warning, and ignore `weft.plan.use`."""
     if mode not in MODES:
-        raise ValueError(f"mode={mode!r} is not known; use one of {', '.join(MODES)}")
+        raise ValueError(f"mode={mode!r} is unknown: use one of {', '.join(MODES)}")
     measured = measured or {}
     for name in measured:
         named(problem, name)
     if pinned is not None:
         return _pinned_choice(problem, model, mode, named(problem, pinned), measured)
     if measured and "serial" not in measured:
-        raise ValueError(f"measured={dict(measured)}: measure serial too, it is what the others are compared with")
+        raise ValueError(
+            f"measured={dict(measured)} lacks serial: measure it too, since the other candidates are compared with it"
+        )
     rows, schedules = predicted_rows(problem, model, mode, frozenset(measured) | {"serial"}, progress, among)
     rows = [replace(row, measured_us=measured.get(row.candidate.name)) for row in rows]
     chosen, reason = _best(rows, mode, bool(measured))
     if mode == "graph" and chosen.reads_on_host:
-        reason += "; no graph can capture it, nor any other: the host reads sizes"
+        reason += "; it cannot be captured in a graph, nor can any other candidate: the host reads sizes"
     serial = next((row for row in rows if row.candidate.name == "serial"), None)
-    reason += _occupancy_deadlock(rows, chosen, serial) if mode == "queued" and not measured else ""
+    reason += _too_busy_for(rows, chosen, serial) if mode == "queued" and not measured else ""
     rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, serial, mode, bool(measured))) for row in rows]
     rows.sort(key=lambda row: (row.us is None, row.us or 0.0))
     assert chosen.predicted_us is not None
@@ -151,7 +151,7 @@ def _pinned_choice(
 
 
 def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
-    """Return the chosen row, and the reason in a sentence."""
+    """Return the chosen row, and the reason as one sentence."""
     timed = [
         row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
     ]
@@ -171,26 +171,26 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     if serial not in timed:
         best, among = _simplest(timed, fastest, measured)
         return best, (
-            f"{best.candidate.name} {among}: {best.us:.1f} us {how}; serial, {serial.us:.1f} us, cannot be captured: the host "
-            f"reads sizes"
+            f"{best.candidate.name} {among}: {best.us:.1f} us {how}; serial, {serial.us:.1f} us, cannot be "
+            "captured, because the host reads sizes"
         )
     needed_us = max(CLEARLY * serial.us, CLEARLY_US)
     sparing = [row for row in timed if row is not serial and _spares_host(row, serial)]
     if mode == "queued" and not measured and serial.us - fastest.us < needed_us and sparing:
         best = min(sparing, key=_simplicity)
         return best, (
-            f"{best.candidate.name} takes as long as serial, {best.us:.1f} us {how}, and spares the host: about "
-            f"{best.host_us:.0f} us a call for serial's {serial.host_us:.0f}"
+            f"{best.candidate.name} takes as long as serial, {best.us:.1f} us {how}, and uses less host time: about "
+            f"{best.host_us:.0f} us per call instead of {serial.host_us:.0f}"
         )
     if fastest is serial:
         others = [row.us for row in timed if row is not serial and row.us is not None]
         if others:
-            return serial, f"serial is the fastest: {serial.us:.1f} us {how}, the best other one {min(others):.1f} us"
+            return serial, f"serial is the fastest: {serial.us:.1f} us {how}, the next best {min(others):.1f} us"
         return serial, f"serial is taken, {serial.us:.1f} us {how}: {_no_other(rows, serial, mode, measured)}"
     if serial.us - fastest.us < needed_us:
         return serial, (
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
-            f"{fastest.us:.1f} us is not by {CLEARLY:.0%} and {CLEARLY_US:g} us"
+            f"{fastest.us:.1f} us does not gain {CLEARLY:.0%} and {CLEARLY_US:g} us"
         )
     clear = [row for row in timed if row.us is not None and serial.us - row.us >= needed_us]
     best, among = _simplest(clear, fastest, measured)
@@ -202,20 +202,20 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
-    """Explain why there is no candidate to compare serial with."""
+    """Return the reason why there is no candidate to compare with serial."""
     if measured:
-        return "no other was measured"
+        return "no other candidate was measured"
     reasons = {
-        "take longer for certain": any(row.why_not.startswith(AT_LEAST) for row in rows),
+        "certainly take longer": any(row.why_not.startswith(AT_LEAST) for row in rows),
         "round at every step": any(row.rough for row in rows),
-        "keep the host busy for longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
+        "keep the host busy longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
         "cannot be captured": mode == "graph" and any(row.reads_on_host for row in rows if row is not serial),
     }
     held = [reason for reason, holds in reasons.items() if holds]
-    return f"all others {', or '.join(held)}" if held else "nothing else can do this"
+    return f"all others {', or '.join(held)}" if held else "there is no other candidate"
 
 
-def _occupancy_deadlock(rows: list[Row], chosen: Row, serial: Row | None) -> str:
+def _too_busy_for(rows: list[Row], chosen: Row, serial: Row | None) -> str:
     """Return a note on the fastest candidate that was rejected for its host time, if it is faster than the choice; else ""."""
     if serial is None or chosen.us is None:
         return ""
@@ -225,11 +225,11 @@ def _occupancy_deadlock(rows: list[Row], chosen: Row, serial: Row | None) -> str
     if not faster:
         return ""
     best = min(faster, key=lambda row: row.us or 0.0)
-    return f"; {best.candidate.name}, {best.us:.1f} us, would keep the host busy for {best.host_us:.0f} us a call"
+    return f"; {best.candidate.name}, {best.us:.1f} us, would keep the host busy for {best.host_us:.0f} us per call"
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """True if issuing a call takes the host longer than the device needs for it, and longer than serial takes on either.
+    """True if issuing a call takes the host longer than the device needs for it, and longer than serial takes on host or device.
 
     A loop of such calls would be slower than a loop of serial calls, since the host would never get ahead of the device.
     """
@@ -259,7 +259,7 @@ def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]
         return fastest, "is the fastest"
     return (
         best,
-        f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} or {ALIKE_US:g} us of each other",
+        f"is the simplest of the {len(alike)} fastest, which are within {ALIKE:.0%} or {ALIKE_US:g} us of each other",
     )
 
 
@@ -273,11 +273,11 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
     if measured and row.measured_us is None:
         return "not measured"
     if mode == "graph" and row.reads_on_host and not chosen.reads_on_host:
-        return "cannot be captured: the host reads sizes"
+        return "cannot be captured, because the host reads sizes"
     if row.rough:
-        return "rounds at every step, errs more"
+        return "rounds at every step, so its error is larger"
     if row.us < chosen.us and mode == "queued" and serial is not None and _outlasts(row, serial):
-        return f"a call keeps the host busy for {row.host_us:.0f} us"
+        return f"keeps the host busy for {row.host_us:.0f} us per call"
     if row.us < chosen.us and chosen is serial:
         return "not clearly faster than serial"
     if row.us < chosen.us:
@@ -290,10 +290,10 @@ _warned = False
 
 
 def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = False) -> None:
-    """Warn (`NoOverlapWarning`), once in a process, that `problem` takes the serial schedule though there are others.
+    """Warn (`NoOverlapWarning`), once per process, that `problem` takes the serial schedule although other schedules exist.
 
-    mode: None if the choice is the same in all modes. reason: with times. near: neighbouring sizes take serial too, and
-        `problem` itself may never have been called.
+    mode: None if the choice is the same in all modes. reason: with times. near: neighbouring sizes take serial too, and `problem`
+        itself may never have been called.
     """
     global _warned
     if _warned or env.quiet() or not problem.has_work:
@@ -301,6 +301,6 @@ def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = 
     _warned = True
     warn(
         f"weft runs {problem.title} without overlap, {'sizes near ' if near else ''}{problem.text}"
-        f"{'' if mode is None else f', {mode}'}: {reason}. Said once in a process; with WEFT_QUIET=1 not at all",
+        f"{'' if mode is None else f', {mode}'}: {reason}. This warning appears once per process; WEFT_QUIET=1 disables it",
         NoOverlapWarning,
     )

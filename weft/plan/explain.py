@@ -1,8 +1,8 @@
 """Readable explanations of a choice: candidates, predicted and measured times, losses, the choice and its reason.
 
-Losses (`weft.sim.losses`) are factors of a queued run; 1 is no loss. `DIL` is the loss from splitting an operation, `CIL`
-the loss from concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms are those of "Design
-Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
+Losses (`weft.sim.losses`) are factors of a queued run; 1 is no loss. `DIL` is the loss from decomposing an operation, `CIL` the
+loss from contention with concurrent work. `exposed` is the time in which a rank has nothing to compute. The terms come from
+"Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ HEADER = (
 )
 _WITHOUT_LOSSES = (0, 1, 2, -1)
 LEGEND = (
-    "DIL, CIL: decomposition and contention inefficiency losses, what cutting an operation up and running beside others cost; "
-    "factors, 1 is none"
+    "DIL, CIL: decomposition and contention inefficiency losses: the cost of decomposing an operation, and of "
+    "running it concurrently; factors, 1 is no loss"
 )
-HERE = "measured here: all GEMMs of that candidate, by this process; its time is predicted from theirs"
-IN_A_ROW = "measured us: of calls in a row, the host ahead, unless graphs themselves were timed"
+HERE = "measured here: this process measured all GEMMs of that candidate, and predicts its time from them"
+IN_A_ROW = "measured us: per call, back to back with the host ahead, unless graphs were timed"
 _SHOWN = 10
 
 
@@ -58,12 +58,12 @@ class Explanation:
 
     @property
     def only_asked_for(self) -> bool:
-        """True if a call on GPUs takes the choice only if it is pinned, or with "autotune"."""
+        """True if calls on GPUs take the choice only if it is pinned, or with "autotune"."""
         return not self.choice.problem.tried_on_gpus and self.choice.candidate.name != "serial"
 
     @property
     def header(self) -> tuple[str, ...]:
-        """The table's columns, without losses if there are no GEMMs."""
+        """Return the table's columns, without losses if there are no GEMMs."""
         return HEADER if self._has_losses else tuple(HEADER[i] for i in _WITHOUT_LOSSES)
 
     @property
@@ -81,7 +81,7 @@ class Explanation:
         return [self._cells(row) for row in timed if row in kept or row in also]
 
     def _cells(self, row: Row) -> tuple[str, ...]:
-        cells = _cells(row, "the choice, if asked for" if self.only_asked_for else "taken")
+        cells = _cells(row, "the choice, if pinned" if self.only_asked_for else "taken")
         name, predicted, *others = cells if self._has_losses else (cells[i] for i in _WITHOUT_LOSSES)
         return name, f"{predicted} measured here" if self._is_here(row) else predicted, *others
 
@@ -89,19 +89,19 @@ class Explanation:
         return row.predicted_us is not None and bool(row.matmuls) and row.matmuls <= self.measured_here
 
     def legend(self) -> list[str]:
-        """Return explanations of the table's terms, a line each."""
+        """Return explanations of the table's terms, one line each."""
         of_calls = self.choice.mode == "graph" and any(row.measured_us is not None for row in self.choice.rows)
         here = any(map(self._is_here, self.choice.rows))
         return [*([LEGEND] if self._has_losses else []), *([HERE] if here else []), *([IN_A_ROW] if of_calls else [])]
 
     def left_out(self, shown: int | None = _SHOWN) -> list[str]:
-        """Return sentences about candidates that are not in the table."""
+        """Return sentences on the candidates that are not in the table."""
         timed = sum(row.us is not None for row in self.choice.rows) - len(self.cells(shown))
-        lines = [f"{timed} slower ones are not shown"] if timed else []
+        lines = [f"{timed} slower candidates are not shown"] if timed else []
         by_reason: dict[str, list[Row]] = {}
         for row in self.choice.rows:
             if row.us is None:
-                kind = "takes too long for certain" if row.why_not.startswith(AT_LEAST) else row.why_not
+                kind = "certainly takes longer" if row.why_not.startswith(AT_LEAST) else row.why_not
                 kind = f"{SAME_AS}another" if kind.startswith(SAME_AS) else kind
                 by_reason.setdefault(kind, []).append(row)
         for reason, rows in by_reason.items():
@@ -123,7 +123,7 @@ class Explanation:
             lines.append(
                 (
                     "calls",
-                    f'on GPUs take serial: other schedules of {p.title} are taken only if pinned or by "autotune"',
+                    f'GPUs take serial: other schedules of {p.title} are taken only if pinned or by "autotune"',
                 )
             )
         if (losses := rows[choice.candidate.name].losses) is not None:
@@ -147,7 +147,7 @@ class Explanation:
         return f"{said}{row.us:.1f} us" + (f", {row.why_not}" if row.why_not else ", the choice")
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, with times in microseconds."""
+        """Return all results as JSON values, with times in microseconds."""
         rows = [
             {"candidate": row.candidate.name, "predicted_us": row.predicted_us, "measured_us": row.measured_us,
              "measured_here": self._is_here(row),
@@ -187,16 +187,16 @@ def explain(
     mode: Mode = "queued",
     **options: Any,
 ) -> str:
-    """Return text on the choice for `op`, the other candidates, and the reasons.
+    """Return a text on the choice for `op`, the other candidates, and the reasons.
 
     op, M, N, K, options: an operator, its sizes, and the other arguments of its problem's `sized` (`weft.builders.Problem`).
-    `weft plan OP --help` lists them.
+        `weft plan OP --help` lists them.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
     topology: the links of its GPUs, as a topology file's name or path; by default the machine file's.
 
-    `ValueError` for an unknown operator, machine, topology, dtype or mode, an M or `experts` that `ranks` do not divide, an
-    option that the operator does not have, or a size below 1. Also for mode "graph" with unbounded experts, which no graph can
-    capture.
+    Raises `ValueError` for an unknown operator, machine, topology, dtype or mode, for an option that the operator does not have,
+    for a size below 1, and if M or `experts` is not divisible by `ranks`. Also for mode "graph" with unbounded experts, which a
+    graph cannot capture.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 
@@ -218,10 +218,10 @@ def explanation(
     """Return the parts of `explain`. progress: see `weft.plan.predict.Progress`."""
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
-        raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
+        raise ValueError(f"dtype={dtype!r}: {machine.name} has rates only for {', '.join(model.matmul_flops_per_us)}")
     problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, **options)
     if not problem.has_work:
-        raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to compute; each must be at least 1")
+        raise ValueError(f"M={M}, N={N}, K={K}: each must be at least 1")
     if mode == "graph" and problem.not_captured:
         raise ValueError(f"mode='graph': {problem.not_captured}")
     measured = {} if topology else known_times(problem, machine.name, mode)
@@ -235,13 +235,13 @@ def machine_and_model(
 ) -> tuple[Machine, Model, tuple[str, ...]]:
     """Return the machine, its model, and notes on the sources of its numbers.
 
-    The model is by the best source (`weft.plan.source`), with the GEMMs that this process has measured on such a machine.
+    The model comes from the best source (`weft.plan.source`), with the GEMMs that this process has measured on such a machine.
     """
     notes = []
     machine = machine_here() if hw is None else load_machine(hw)
     if machine is None:
         machine = load_machine("h200")
-        notes.append(f"{machine_name()} has no machine file, so {machine.name} is shown: hw (--hw) chooses another")
+        notes.append(f"{machine_name()} has no machine file, so {machine.name} is shown: hw (--hw) selects another")
     elif machine.about:
         notes.append(machine.about)
     try:
@@ -249,7 +249,7 @@ def machine_and_model(
         if topology is not None:
             model = replace(model, wiring=load_topology(topology, machine))
             model.wiring.of(ranks)  # raises if the topology does not support `ranks`
-            notes.append(f"topology {topology} in place of {machine.topology}")
+            notes.append(f"topology {topology} instead of {machine.topology}")
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error
     if here := gemms.measured_here(machine.name):

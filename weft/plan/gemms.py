@@ -1,17 +1,17 @@
-"""GEMMs measured in this process: the GEMMs that a choice needs, the duration of their measurement, and the known times.
+"""GEMMs measured in this process: which GEMMs a choice needs, how long to measure them, and the known times.
 
-Without measurements, the model's time of a GEMM is a formula, corrected by its neighbours on a grid. Between grid points it is up
-to 30% off. So the first call with weights of a shape on GPUs times their GEMMs with the call's rows, half of them, a quarter ...
-(`ladder`, `measure`). All ranks agree on the slowest rank's times (`learn`). A model with these times (`informed`) makes the
-choices for all sizes with such weights.
+Without measurements, the model's time of a GEMM is a formula, corrected by neighbouring grid points. Between grid points it is up
+to 30% off. So on GPUs, the first call with weights of a shape times their GEMMs with the call's rows, half the rows, a quarter,
+and so on (`ladder`, `measure`). All ranks agree on the slowest rank's times (`learn`). A model with these times (`informed`)
+makes the choices for all sizes with such weights.
 
-On demand ("autotune") the pieces of schedules with fast predictions are timed too (`wanted`). Measured times may make other
-schedules the fastest, whose pieces are only predicted. So there is a second round.
+"autotune" also times the pieces of schedules with fast predictions (`wanted`). With these times, other schedules may become the
+fastest, whose pieces are only predicted. So there is a second round.
 
-The clock matters. An idle GPU starts at a higher clock, until its power limit lowers it some 10 to 20 ms later, and schedules are
-chosen for sustained work. So if any GEMM is long, the first one timed, the longest, runs for 15 ms before its timing starts. The
-others follow within a millisecond, while the device is still warm. Sustained work is slower still: a long GEMM is assumed to take
-longer than measured, by the factor `Model.sustained`.
+The clock matters. An idle GPU starts at a higher clock, which its power limit lowers after 10 to 20 ms, but schedules are chosen
+for sustained work. So if any GEMM is long, the longest is timed first and runs for 15 ms before its timing starts. The others
+follow within a millisecond, while the device is warm. Sustained work is slower still: a long GEMM is assumed to take longer than
+measured, by the factor `Model.sustained`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Timer = Callable[[MatmulShape, int, int], float]
 """(shape, warm-up calls, timed calls) -> microseconds per call, queued back to back, with its launch."""
 
 BUDGET_US = 60_000.0
-"""Device time for one shape. GEMMs that are predicted to exceed it are skipped."""
+"""Device time for one shape. GEMMs that would exceed it are skipped."""
 _ENOUGH_US = 3000.0  # of calls of one GEMM
-_LONG_US = 200.0  # GEMMs below do not reach the power limit
+_LONG_US = 200.0  # shorter GEMMs do not reach the power limit
 _WARM_US = 15_000.0
-_SUSTAINED_US = 300.0  # GEMMs from here on are slowed by `Model.sustained`, shorter ones in proportion
+_SUSTAINED_US = 300.0  # longer GEMMs are slowed by `Model.sustained`, shorter GEMMs in proportion
 _MOST_CALLS = 50
 _SCHEDULES = 6  # number of schedules whose GEMMs are measured: the fastest predictions that add GEMMs
-_WITHIN = 1.5  # times the fastest prediction: errors of predicted GEMMs do not make a slower schedule win
+_WITHIN = 1.5  # times the fastest prediction: slower schedules do not win by errors of predicted GEMMs
 _MOST = 12
 _LEAST_ROWS = 32  # of a ladder: with fewer rows, a GEMM mostly reads its weights
 
@@ -45,7 +45,7 @@ _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model
 
 
 def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
-    """Return the whole GEMMs of `problem`, and the same GEMMs with half the rows, a quarter ...
+    """Return the whole GEMMs of `problem`, and the same GEMMs with half the rows, a quarter, and so on.
 
     The times of all sizes of its family derive from them. Empty if weft's own kernels compute the GEMMs.
     """
@@ -58,7 +58,7 @@ def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
-    """Return the GEMMs to measure for `problem`: the whole ones, then those of the schedules that may win, the best first.
+    """Return the GEMMs to measure for `problem`: the whole GEMMs, then the GEMMs of schedules that may win, the best first.
 
     Empty if weft's own kernels compute all GEMMs.
     """
@@ -85,8 +85,8 @@ def measure(
 ) -> tuple[dict[MatmulShape, float], float]:
     """Return (times of the GEMMs that fit into the budget, the remaining budget).
 
-    Each GEMM has a warm-up call, and then as many calls as take 3 ms: at least 3, or 2 if one takes more than 3 ms, at most 50.
-    If any of the GEMMs is long, the first one warms up for 15 ms.
+    Each GEMM has a warm-up call, and then as many calls as fit into 3 ms: 3 to 50, or 2 if one call takes more than 3 ms. If any
+    of the GEMMs is long, the first GEMM warms up for 15 ms.
     """
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0
@@ -103,7 +103,7 @@ def measure(
 
 
 def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None:
-    """Keep the GEMMs that all ranks have measured, with the slowest rank's time for all."""
+    """Store the GEMMs that all ranks have measured, each with the slowest rank's time."""
     common = set(of_ranks[0]).intersection(*of_ranks[1:])
     slowest = {shape: max(times[shape] for times in of_ranks) for shape in common}
     if changed := slowest.items() - measured_here(machine).items():

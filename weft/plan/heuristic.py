@@ -6,12 +6,12 @@
     between                 hetero-fused-1D
 
 2MNK is the combined metric of the paper, op-to-byte ratio times memory traffic. The paper's threshold is the machine's op-to-byte
-ratio times memory bandwidth: the peak rate. The metric is in FLOP and the threshold in FLOP/s, and the paper does not give the
-time that relates them. Here it is `heuristic.threshold` in the machine file. So the heuristic compares the GEMM's time at
-the peak rate with a fixed time.
+ratio times memory bandwidth, which is the peak rate. The metric is in FLOP and the threshold in FLOP/s, and the paper does not
+state the time that relates them. Here that time is `heuristic.threshold` in the machine file. So the heuristic compares the
+GEMM's time at the peak rate with a fixed time.
 
-`schedule="heuristic"` runs the pick (`pick_here`). If there is no pick, or the pick does not support the problem, the
-planner's usual choice applies.
+`schedule="heuristic"` runs the pick (`pick_here`). If there is no pick, or the pick does not support the problem, the planner's
+choice applies.
 
 M is the number of gathered rows. Before experts it is the tokens of all ranks, each counted once per selected expert; ranks are
 assumed to receive equal shares. N is the number of columns that one GPU computes, as the caller gives it: N / W for a weight
@@ -37,8 +37,8 @@ _PAPERS = "mi300x"
 def static_pick(problem: Problem, machine: Machine) -> str | None:
     """Return the name of the pick; None if the heuristic does not cover this operator.
 
-    As in the paper, the pick has as many steps as ranks, and copies by the copy engine. Copies are by kernel if the host may not
-    know sizes. The pick may not support the problem (`pick_here`).
+    As in the paper, the pick has as many steps as ranks, and copies by copy engine. If the host may not know sizes, it copies by
+    kernel. The pick may not support the problem (`pick_here`).
     """
     if isinstance(problem, AllGatherMatmul):
         m, flops = problem.m, problem.flops
@@ -60,13 +60,13 @@ def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
     try:
         pick = static_pick(problem, _machine(machine_name))
     except KeyError as error:  # fp64, as on CPU, has no rate in machine files
-        return None, f"it goes by the machine's rates, and {error.args[0].partition(';')[0]}"
+        return None, f"it needs the machine's rates, and {error.args[0].partition(';')[0]}"
     if pick is None:
-        return None, f"it says nothing of {problem.title}"
+        return None, f"it does not cover {problem.title}"
     try:
         named(problem, pick).build()
     except NotApplicableError as error:
-        return None, f"it picks {pick}, which cannot do this: {error}"
+        return None, f"it picks {pick}, which does not support this problem: {error}"
     return pick, ""
 
 
@@ -76,7 +76,7 @@ def _machine(name: str) -> Machine:
 
 
 def peak_flops(machine: Machine, dtype: str) -> float:
-    """Return FLOP/s by the datasheet. If the file lacks it, scale bf16's by the ratio of the measured matmul rates."""
+    """Return FLOP/s of the datasheet. If the file lacks it, scale bf16's by the ratio of the measured matmul rates."""
     if f"compute.{dtype}_dense" in machine.quantities:
         return machine[f"compute.{dtype}_dense"].si
     size = "best" if f"compute.{dtype}_matmul_best" in machine.quantities else "8192"

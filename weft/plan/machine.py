@@ -17,7 +17,7 @@ _PACKAGES = ("weft", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def machine_name(driver: Path = _NVIDIA) -> str:
-    """Return the first GPU's name from its driver ("NVIDIA H200"), or the CPU's name with its cores ("Xeon ..., 2 cores")."""
+    """Return the first GPU's name from its driver ("NVIDIA H200"), or the CPU's name and cores ("Xeon ..., 2 cores")."""
     for information in sorted(driver.glob("gpus/*/information")):
         if found := re.search(r"^Model:\s*(.+?)\s*$", information.read_text(errors="replace"), re.MULTILINE):
             return found[1]
@@ -28,13 +28,13 @@ def machine_name(driver: Path = _NVIDIA) -> str:
 
 
 def machine_here(driver: Path = _NVIDIA) -> Machine | None:
-    """Return the machine that this process runs on, by its file or derived; None for unknown machines, such as CPUs."""
+    """Return the machine that this process runs on, from its file or derived; None for unknown machines, such as CPUs."""
     return machine_of(machine_name(driver))
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions that affect performance: of packages, and of the GPU's driver."""
+    """Return the versions that affect performance: of packages, and of the GPU driver."""
     found = {}
     for package in _PACKAGES:
         try:

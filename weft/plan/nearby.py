@@ -1,9 +1,8 @@
 """Choices shared by nearby sizes: a new M of known weights costs a table lookup or a few simulations, without measurement.
 
-Sizes of a family of problems (`Problem.family`) are grouped by half octaves. The choice is made for the middle size of each group,
-regardless of the size that is called first. The first group of a family is planned among all candidates. The other groups
-are planned among the few fastest candidates of the first group, and the candidates that are worth a try at any size
-(`Problem.worth_running`).
+Sizes of a family of problems (`Problem.family`) are grouped by half octaves. The choice is made for the middle size of each
+group, regardless of the size that is called first. The first group of a family considers all candidates. Other groups consider
+only the fastest candidates of the first group, and candidates that are worth a try at any size (`Problem.worth_running`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.sim import Mode, Model
 T = TypeVar("T")
 
 CONTENDERS = 2
-"""Number of fastest schedules at one size, in each mode, that are candidates at other sizes."""
+"""The number of fastest schedules at one size, per mode, that are candidates at other sizes."""
 LONG_US = 300.0
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256
@@ -28,7 +27,7 @@ _MOST_FAMILIES = 256
 
 @dataclass
 class _Family:
-    base: Model  # holding it keeps its id from being given to another
+    base: Model  # a reference keeps its id from being reused
     contenders: frozenset[str]
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """The schedule of each mode, by half octave."""
@@ -42,7 +41,7 @@ def _choices(
 ) -> list[Choice]:
     """Return the choice for each mode.
 
-    A long schedule that is clearly the fastest is planned once: modes differ by microseconds at a run's ends.
+    A long schedule that is clearly the fastest is planned once: modes differ only by microseconds at the begin and end of a run.
     """
     found: list[Choice] = []
     for mode in modes:
@@ -94,7 +93,7 @@ def names_near(
 ) -> tuple[str, ...]:
     """Return the schedule to take for `problem` in each of these modes.
 
-    base: the model without the GEMMs that this process has timed. Choices stay when further GEMMs are timed.
+    base: the model without the GEMMs that this process has timed. So choices stay valid when further GEMMs are timed.
     itself: choose for exactly this size, because the choice for neighbouring sizes does not apply.
     """
     family, base = problem.family[0], base or model

@@ -3,9 +3,10 @@
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"):
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
-A pin holds in this thread (or task) until the block ends. Autograd's backward runs in threads of its own. All ranks must
-pin the same schedule. `weft.plan.explain` lists the names, which may also have other numbers (`weft.builders.named`). Two
-rules pick a schedule: "autotune" the fastest one by measurement, "heuristic" the pick of FiCCO's static heuristic.
+A pin holds in this thread (or task) until the block ends. It does not reach autograd's backward, which runs in other threads. All
+ranks must pin the same schedule. `weft.plan.explain` lists the names; their numbers may be changed (`weft.builders.named`). Two
+rules are accepted instead of a name: "autotune" takes the fastest schedule by measurement, "heuristic" the pick of FiCCO's static
+heuristic.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from contextvars import ContextVar
 from weft.words import kind
 
 AUTOTUNE = "autotune"
-"""A rule in place of a schedule's name: measure at the first call of a shape (`weft.operator.select`), and cache the times."""
+"""A rule instead of a schedule's name: measure at the first call of a shape (`weft.operator.select`), and cache the times."""
 
 HEURISTIC = "heuristic"
-"""A rule in place of a schedule's name: take the pick of FiCCO's static heuristic for the shape (`weft.plan.heuristic`)."""
+"""A rule instead of a schedule's name: take the pick of FiCCO's static heuristic for the shape (`weft.plan.heuristic`)."""
 
 _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 
 
 @contextmanager
 def use(schedule: str | None) -> Iterator[None]:
-    """Pin `schedule` wherever a schedule is chosen. None pins nothing.
+    """Pin `schedule` for all operators called in the block. None pins nothing.
 
     "autotune" takes the fastest schedule by measurement, "heuristic" the pick of FiCCO's heuristic. If the heuristic's pick
-    cannot run, a warning gives the reason, and the usual choice applies. Operators raise `ValueError` if they have no
-    schedule of this name. Embeddings support only "autotune": their transport is pinned by `transport=`.
+    cannot run, a warning gives the reason, and the default choice applies. Operators raise `ValueError` if they have no schedule
+    of this name. Embeddings support only "autotune": their transport is pinned by `transport=`.
     """
     token = _pinned.set(schedule)
     try:
@@ -53,7 +54,7 @@ def pinned(given: object = None) -> str | None:
     if name is None or isinstance(name, str):
         return name
     raise ValueError(
-        f"schedule={name!r} is {kind(name)}: pass the name of a schedule, a text such as 'serial', or None"
+        f"schedule={name!r} is {kind(name)}: pass the name of a schedule, a string such as 'serial', or None"
     )
 
 

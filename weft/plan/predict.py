@@ -1,13 +1,14 @@
-"""Predictions: the time of each candidate on the model of a machine. Every schedule is built, and simulated unless hopeless.
+"""Predictions: the time of each candidate on the model of a machine. Every schedule is built, and simulated unless a bound rules
+it out.
 
-A prediction is the time of a run that follows another one ("queued", or "graph", in which collectives and the run's end take
-longer), or of a run on idle devices, with the host's time for each step ("single"). If the host reads sizes in every run, a run
-takes at least the host's time to issue one.
+A prediction depends on the mode. "queued" is the time of a run that follows another run; "graph" is the same, but collectives and
+the run's end take longer. "single" is the time of a run on idle devices, with the host's time for each step. If the host reads
+sizes in every run, a run takes at least the host's time to issue it.
 
-Bounds save simulations. A run is no shorter than the steps of any lane, each alone; a single run is no shorter than the host's
-time to issue its steps. Schedules are simulated by rising bounds. A schedule whose bound is over `HOPELESS` times the best so far
-is not simulated. Equal schedules under two names are simulated once. The schedules of the last problem are cached, because
-a problem is often planned several times: for calls and for graphs, before and after its GEMMs are measured.
+Bounds save simulations. A run takes at least as long as the steps of any lane, each alone. A single run takes at least the host's
+time to issue its steps. Schedules are simulated in the order of their bounds. A schedule whose bound exceeds `HOPELESS` times the
+best so far is not simulated. Equal schedules under two names are simulated once. The schedules of the last problem are cached,
+because a problem is often planned several times: for calls and for graphs, before and after its GEMMs are measured.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from weft.sim.run_time import Mode, dynamic_steps, run_us
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 AT_LEAST = "takes at least"
-"""Prefix of `Row.why_not` of a candidate that was not simulated, because it cannot be the fastest."""
+"""Prefix of `Row.why_not` of a candidate that was not simulated because it cannot be the fastest."""
 
 SAME_AS = "the same schedule as "
 """Prefix of `Row.why_not` of a candidate that was simulated under another name."""
@@ -54,12 +55,12 @@ HOPELESS = 2.5
 """Multiple of the fastest prediction: schedules with a higher lower bound are not simulated."""
 
 Progress: TypeAlias = Callable[[str, float], None]
-"""Called before each piece of work, with its name and the share of all work that was done since the last call."""
+"""Called before each piece of work, with its name and the fraction of all work that was done since the last call."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results for a candidate. Without a predicted time, `why_not` has the reason: it has no schedule, or cannot be the
+    """The results for a candidate. Without a predicted time, `why_not` has the reason: there is no schedule, or it cannot be the
     fastest."""
 
     candidate: Candidate
@@ -69,21 +70,21 @@ class Row:
     """Empty for the chosen candidate."""
     gemms: int = 0
     steps: int = 0
-    """Steps of a rank, in all lanes."""
+    """The number of steps of a rank, in all lanes."""
     collectives: int = 0
-    """Library collectives of a rank, in all lanes."""
+    """The number of NCCL collectives of a rank, in all lanes."""
     lanes: int = 1
     copies_by_kernel: int = 0
-    """Copies by kernel on copy lanes."""
+    """The number of copies by kernel on copy lanes."""
     reads_on_host: bool = False
-    """True if no CUDA graph can capture it, since the host reads sizes from the device during the run."""
+    """True if a CUDA graph cannot capture it, because the host reads sizes from the device during the run."""
     stops_host: bool = False
-    """True if the host waits for these sizes before it issues the rest, so that the queue runs empty."""
+    """True if the host waits for these sizes before it issues the rest, so that the device's queue runs empty."""
     dynamic: int = 0
-    """Number of copies, tiles and collectives with dynamic sizes."""
+    """The number of copies, tiles and collectives with dynamic sizes."""
     rough: bool = False
-    """True if it reduces in 16 bits or fewer, and so has a larger error than one GEMM. Then it is taken only if pinned.
-    False if the problem rounds partial sums anyway."""
+    """True if it reduces in 16 bits or fewer, and so has a larger error than one GEMM. Such a schedule must be pinned. False if
+    the problem rounds partial sums anyway."""
     stages: bool = False
     """True if kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Models are least accurate
     for these."""
@@ -112,7 +113,7 @@ class Row:
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
-        """Decomposition and contention losses and exposed communication of a queued run; None without GEMMs."""
+        """Return the decomposition and contention losses and exposed communication of a queued run; None without GEMMs."""
         if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
             return None
         if not gemms_us(self.problem, self.model):
@@ -122,7 +123,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A step of a rank without its location: everything that its cost depends on."""
+    """A step of a rank without its location: all properties that determine its cost."""
 
     step: Step
     operands: tuple[Operand, ...]
@@ -148,7 +149,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """Return a lower bound for all schedules: the time of the whole GEMMs.
 
-    Predictions for pieces may be lower, from small GEMMs measured at a higher clock, but pieces are not faster.
+    Predictions for pieces may be lower, since small GEMMs may be measured at a higher clock, but pieces are not faster.
     """
     return gemms_us(problem, model, launches=False)
 
@@ -169,7 +170,7 @@ def predicted_rows(
 ) -> tuple[list[Row], dict[str, Schedule]]:
     """Return a row for each candidate, and the schedules by name.
 
-    among: names of the candidates to consider; by default all. needed: names of those that are always simulated.
+    among: names of the candidates to consider; by default all. needed: names of the candidates that are always simulated.
     """
     built = _built(problem, progress, needed, among)
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
@@ -191,9 +192,9 @@ _kept: dict[tuple, list[_Built]] = {}
 def _built(
     problem: Problem, progress: Progress, needed: frozenset[str] = frozenset(), among: frozenset[str] | None = None
 ) -> list[_Built]:
-    """Build all candidates that calls take, or those in `among`, and also those in `needed`.
+    """Build all candidates that calls may take, or the candidates in `among`, and also those in `needed`.
 
-    If candidates have equal schedules, only the first keeps the schedule.
+    If candidates have equal schedules, only the first keeps its schedule.
     """
     known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
     wanted = needed | (among or frozenset())
@@ -222,7 +223,8 @@ def _built(
 
 
 def _looks(schedule: Schedule) -> tuple:
-    """Return a key that equal schedules share, and rarely others. Hashing a large schedule takes as long as building it."""
+    """Return a key that equal schedules share, and different schedules rarely. Hashing a large schedule takes as long as building
+    it."""
     ends = tuple(
         (lane.name, lane.resource, len(lane.steps), lane.steps[:3], lane.steps[-3:]) for lane in schedule.lanes
     )
@@ -236,7 +238,7 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
-    # Rank 0 is enough: others differ in empty steps at most. The steps of tiles are left out, since evaluating them takes long.
+    # Rank 0 is enough: ranks differ at most in empty steps. The steps of tiles are omitted, since evaluating them takes long.
     counts = _Counts(schedule)
     lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
     each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
@@ -354,7 +356,7 @@ def _times(
 ) -> dict[str, float | str]:
     """Return microseconds of each candidate, or the reason for not simulating it.
 
-    A capturable candidate is compared with the best capturable one, any other with the best of all.
+    A candidate that a graph can capture is compared with the best such candidate, any other with the best of all.
     """
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}

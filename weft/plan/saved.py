@@ -1,4 +1,4 @@
-"""Dataclasses of measured numbers in JSON files: each field is checked before anything uses it."""
+"""Dataclasses of measured numbers in JSON files. Each field is checked before use."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mappin
 
     what: "calibration", for example: part of the file's name and of messages.
 
-    Raises `UnreadableError` for a broken file or another machine's file, `ValueError` if the file is of other than the
-    installed versions.
+    Raises `UnreadableError` for a broken file or another machine's file, `ValueError` if other versions are installed now.
     """
     path = store.path_of(what, machine, world_size)
     content = store.read(path)
@@ -38,10 +37,10 @@ def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mappin
         if name not in content:
             raise UnreadableError(f"{path} lacks {name!r}: {fix}")
         if not check(content[name]):
-            raise UnreadableError(f"{path}: {name} is not what {what}s hold: {fix}")
+            raise UnreadableError(f"{path}: {name} has a wrong type or size for a {what}: {fix}")
     if (content["machine"], content["world_size"]) != (machine, world_size):
         theirs = f"{content['machine']} with {counted(content['world_size'], 'rank')}"
-        raise UnreadableError(f"{path} is of {theirs}, and not of {machine} with {counted(world_size, 'rank')}: {fix}")
+        raise UnreadableError(f"{path} is for {theirs}, not for {machine} with {counted(world_size, 'rank')}: {fix}")
     if changed := store.differences(content["versions"], versions()):
         raise ValueError(
             f"the {what} of {machine} for {counted(world_size, 'rank')} ({path}) was made with {changed}: {fix}"
@@ -58,7 +57,7 @@ def is_whole(found: Any) -> bool:
 
 
 def is_positive(found: Any) -> bool:
-    """True if `found` can be a factor, or bytes/us."""
+    """True if `found` can be a factor, or a number of bytes/us."""
     return type(found) in (int, float) and 1e-6 <= found <= 1e12
 
 

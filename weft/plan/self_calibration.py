@@ -2,10 +2,10 @@
 
     a number is used if        derived / 2 <= measured <= 2 derived
 
-Derived numbers (`weft.hw.derived`) estimate the hardware's speed. A busy machine may measure many times slower, and saved
-numbers are kept permanently. So a number outside this range is dropped and reported. `weft plan calibrate` drops nothing.
+Derived numbers (`weft.hw.derived`) estimate the hardware's speed. Measurements on a busy machine may be many times slower, and
+saved numbers are permanent. So a number outside this range is dropped and reported. `weft plan calibrate` drops nothing.
 
-`weft.operator.self_calibrate` measures, at a group's first choice of a schedule.
+`weft.operator.self_calibrate` measures when a group first chooses a schedule.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Applied(NamedTuple):
     used: tuple[str, ...]
     """Names of the measured numbers in the model."""
     dropped: tuple[str, ...]
-    """A sentence for each number that stays derived."""
+    """One sentence for each number that stays derived."""
 
 
 class _Number(NamedTuple):
@@ -59,7 +59,7 @@ class _Number(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfCalibration:
-    """The raw measurements; None for a number without time to measure it. `apply` puts them into a model."""
+    """The raw measurements; None for a number that there was no time to measure. `apply` inserts them into a model."""
 
     machine: str
     world_size: int
@@ -75,14 +75,16 @@ class SelfCalibration:
     host_step_us: float | None = None
 
     def apply(self, base: Model) -> Applied:
-        """Return `base`, a model of derived numbers, with the measured numbers that are near the derived ones."""
+        """Return `base`, a model of derived numbers, with the measured numbers that are close to the derived ones."""
         model, used, dropped = base, list[str](), list[str]()
         for number in self._numbers(base):
             text = f"{number.name} stays at the derived {number.derived:.3g} {number.unit}"
             if number.measured is None:
                 dropped.append(f"{text}: there was no time to measure it")
             elif not number.derived / _FAR <= number.measured <= number.derived * _FAR:
-                dropped.append(f"{text}: {number.measured:.3g} {number.unit} was measured, over {_FAR:g}x away")
+                dropped.append(
+                    f"{text}: the measured {number.measured:.3g} {number.unit} differs by more than {_FAR:g}x"
+                )
             else:
                 model = number.into(model)
                 used.append(number.name)
@@ -106,7 +108,7 @@ class SelfCalibration:
         for name, field in (
             ("a signal to a peer", "signal_remote_us"),
             ("a signal between streams", "signal_local_us"),
-            ("a step of the host", "host_step_us"),
+            ("a step on the host", "host_step_us"),
         ):
             us = getattr(self, field)
             yield _Number(name, "us", us, getattr(base, field), _setting(**{field: us}))
@@ -134,7 +136,7 @@ def sizes_for(base: Model) -> ProbeSizes:
 
 
 def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> SelfCalibration:
-    """Measure the most important numbers first, and begin no measurement after `budget_s`. Collective."""
+    """Measure the most important numbers first, and start no measurement after `budget_s`. Collective."""
     count = sizes.copy_bytes
     gemms = {shape: partial(measure.gemm_us, *shape) for shape in sizes.gemms}
     asked: dict[Any, Callable[[], float]] = {
@@ -148,7 +150,7 @@ def measure(measure: Measure, sizes: ProbeSizes, budget_s: float = BUDGET_S) -> 
     }
     found: dict[Any, float] = {}
     for what, ask in asked.items():
-        if measure.elapsed_s() >= budget_s:  # the same on all ranks
+        if measure.elapsed_s() >= budget_s:  # equal on all ranks
             break
         found[what] = ask()
     times = tuple((*shape, found.pop(shape, None)) for shape in sizes.gemms)
@@ -168,14 +170,14 @@ def adopt(found: SelfCalibration) -> None:
 
 
 def save(found: SelfCalibration) -> None:
-    """Save these numbers for other processes, if possible. Called on one rank."""
+    """Save these numbers for other processes, if possible. Call it on one rank."""
     store.keep(store.path_of(WHAT, found.machine, found.world_size), asdict(found))
 
 
 def find(machine: str, world_size: int) -> SelfCalibration | None:
     """Return the numbers measured with `world_size` ranks, by this process or another; None if there are none.
 
-    Raises `ValueError` if other versions were installed then, `UnreadableError` if the file is broken or another machine's.
+    Raises `ValueError` if it was measured with other versions, `UnreadableError` if the file is broken or another machine's.
     """
     here = _known.get((machine, world_size))
     return here or saved.load(SelfCalibration, WHAT, machine, world_size, _HOLDS, _AGAIN)

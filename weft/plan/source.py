@@ -1,9 +1,9 @@
-"""Sources of a machine's model, best first. The first existing and usable source applies.
+"""Sources of a machine's model, best first. The first source that exists and is usable applies.
 
-calibration         `weft plan calibrate`, for this machine, number of ranks, and the versions that are installed
-machine file        `weft/hw/*.toml`
-self-calibration    for GPUs without either: measured at a group's first call, the rest derived
-derived             from the driver's data, and the ratios of a measured machine
+- calibration: `weft plan calibrate`, for this machine, number of ranks, and installed versions
+- machine file: `weft/hw/*.toml`
+- self-calibration: for GPUs without either; some numbers measured at a group's first call, the rest derived
+- derived: from the driver's data, and the ratios of a measured machine
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Calibrated(NamedTuple):
 
 
 def calibrated(machine: Machine, ranks: int) -> Calibrated:
-    """Return the model of `ranks` of these GPUs by the best source. `KeyError` names a number that the machine file lacks."""
+    """Return the model of `ranks` of these GPUs from the best source. `KeyError` names a number that the machine file lacks."""
     base = model_of(machine, ranks)
     refused = True
     try:
@@ -42,7 +42,7 @@ def calibrated(machine: Machine, ranks: int) -> Calibrated:
         refused = bool(others)
         if others:
             known = ", ".join(map(str, others))
-            why += f" (only with {known}: run `weft plan calibrate --ranks {ranks}`)"
+            why += f" (only for {known}: run `weft plan calibrate --ranks {ranks}`)"
     except ValueError as error:
         why = f"not calibrated: {error}"
     if not machine.about:

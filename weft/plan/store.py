@@ -1,4 +1,5 @@
-"""Measured numbers on disk: JSON files under `weft.env.cache_dir()`, replaced atomically, so that no reader sees half a file."""
+"""Measured numbers on disk: JSON files under `weft.env.cache_dir()`, replaced atomically, so that a reader never sees a partial
+file."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from weft.files import write_whole
 from weft.words import kind
 
 FIX = "delete it, and measure again"
-TIMES = "microseconds are between 1e-6 and 1e12"
+TIMES = "microseconds must be between 1e-6 and 1e12"
 
 
 def path_of(what: str, *names: object) -> Path:
@@ -60,8 +61,8 @@ def keep(path: Path, content: dict[str, Any]) -> None:
         write(path, content)
     except OSError as error:
         warn_once(
-            f"measured times cannot be kept in {path.parent} ({error.strerror or error}), and are measured anew in each process: "
-            f"set WEFT_CACHE_DIR to a folder that can be written"
+            f"measured times cannot be saved in {path.parent} ({error.strerror or error}), so each process measures "
+            "again: set WEFT_CACHE_DIR to a writable folder"
         )
 
 
@@ -79,12 +80,12 @@ def read(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not isinstance(content, dict):
-        raise UnreadableError(f"{path} holds {kind(content)} and not an object; {FIX}")
+        raise UnreadableError(f"{path} contains {kind(content)}, not an object; {FIX}")
     return content
 
 
 def is_time(found: object) -> bool:
-    """True if `found` can be a measured time: a number of microseconds, see `TIMES`."""
+    """True if `found` can be a measured time: a number of microseconds within the limits of `TIMES`."""
     return type(found) in (int, float) and 1e-6 <= cast(float, found) <= 1e12
 
 

@@ -1,11 +1,11 @@
 """FiCCO's evaluation: its schedules against serial and shard overlap on its GEMMs, and how often its heuristic picks the fastest.
 
-`simulated` makes the records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` makes the records
-of a real machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
+`simulated` returns records of a machine's model. `weft bench all_gather_matmul --preset table-1,synthetic` records a real
+machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
 
-Times are those of consecutive calls ("queued"). A speedup is over serial: NCCL's all-gather, then the GEMM. The ideal is serial
-over the longer of the GEMM alone and the communication alone: no loss, and all hidden. The paper studies four of its eight
-schedules, as the others "are strictly worse" (V-B); here all eight run, all with as many steps as ranks.
+Times are those of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM. The ideal is
+serial's time over the longer of the GEMM alone and the communication alone: no loss, and full overlap. The paper studies four of
+its eight schedules, as the others "are strictly worse" (V-B). Here all eight run, each with as many steps as ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -68,21 +68,23 @@ KINDS: dict[str, tuple[str, ...]] = {
     "weft's choice": (WEFT,),
     "weft, autotuned": (AUTOTUNE,),
 }
-"""Kinds of overlap and their variants; a GEMM counts with the fastest of a kind (figure 14)."""
+"""Kinds of overlap and their variants. For each GEMM, the fastest variant of a kind counts (figure 14)."""
 
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
-    "The paper's numbers are of its text: the ideal of I and II-B, shard overlap of I and VI-B, its best schedules of VI-C (2D "
-    "copies emulated), the heuristic's of VI-D. Those of its figures 12 to 14 are not in the text."
+    "The paper's numbers come from its text: the ideal of I and II-B, shard overlap of I and VI-B, its best "
+    "schedules of VI-C (2D copies emulated), the heuristic's of VI-D. The numbers of its figures 12 to 14 are not "
+    "in the text."
 )
 
 
 @dataclass(frozen=True)
 class GemmRow:
-    """One GEMM, as it ran: N over the ranks, M possibly smaller.
+    """One GEMM, as it was run: N divided by the ranks, M possibly smaller.
 
-    pick: the heuristic's, by the file of the machine, or of the paper's. ms: by variant, with serial."""
+    pick: the heuristic's pick, by the machine's file, or by the file of the paper's machine. ms: by variant, with serial.
+    """
 
     config: str
     gemm: GatheredGemm
@@ -103,12 +105,12 @@ class GemmRow:
         return min((name for name in among if name in self.ms), key=lambda name: self.ms[name], default=None)
 
     def speedup(self, *among: str) -> float | None:
-        """Return the speedup of the fastest over serial; None if none was recorded."""
+        """Return the speedup of the fastest of `among` over serial; None if none was recorded."""
         best = self.best(among)
         return None if best is None else self.ms[SERIAL] / self.ms[best]
 
     def lost(self, chosen: str, among: Sequence[str]) -> float | None:
-        """Return the part of the best speedup that `chosen` loses; None if either was not recorded."""
+        """Return the fraction of the best speedup that `chosen` loses; None if either was not recorded."""
         best, mine = self.speedup(*among), self.speedup(chosen)
         return None if best is None or mine is None else max(0.0, 1 - mine / best)
 
@@ -121,11 +123,12 @@ def simulated(
     *,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Record]:
-    """Return records of all variants of each GEMM, as the model of `ranks` such machines predicts them by the machine's file
+    """Return records of all variants of each GEMM, as the model of `ranks` such machines predicts them from the machine's file
     alone.
 
-    Raises `ValueError` for an unknown machine or topology, or a number of ranks that does not divide a GEMM. progress: gets the
-    next GEMM, and the share of the work done since the last call."""
+    Raises `ValueError` for an unknown machine or topology, or if a GEMM is not divisible by the number of ranks. progress: called
+    with the next GEMM, and the fraction of the work done since the last call.
+    """
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
@@ -135,7 +138,8 @@ def simulated(
         progress(f"simulating {gemm.name}", bool(found) / len(chosen))
         if gemm.m % (ranks * ranks):
             raise ValueError(
-                f"ranks={ranks}: M={gemm.m} of {gemm.name} is not divided into as many shards of as many pieces; take 2, 4 or 8"
+                f"ranks={ranks}: M={gemm.m} of {gemm.name} is not divisible into {ranks} shards of {ranks} pieces: "
+                "use 2, 4 or 8 ranks"
             )
         mine = gemm.sharded(ranks)
         problem = AllGatherMatmul.even(mine.m, mine.n, mine.k, ranks)
@@ -154,11 +158,13 @@ def simulated(
 def rows_of(records: Sequence[Record]) -> list[GemmRow]:
     """Return a row for each of FiCCO's GEMMs in all_gather_matmul, in the order of first appearance, from its last run.
 
-    Raises `ValueError` if there are none, or one lacks serial or the two halves of an ideal overlap."""
+    Raises `ValueError` if there are none, or if a GEMM lacks the times of serial, of the GEMM alone or of the communication
+    alone.
+    """
     mine = [r for r in records if r["op"] == "all_gather_matmul" and r["mode"] == "queued" and _gemm_of(r["config"])]
     if not mine:
         raise ValueError(
-            "no records of FiCCO's GEMMs: weft bench all_gather_matmul --preset table-1 --mode queued --json FILE"
+            "no records of FiCCO's GEMMs: run weft bench all_gather_matmul --preset table-1 --mode queued --json FILE"
         )
     rows = []
     for of_run in last_runs(mine, itemgetter("config")).values():
@@ -168,7 +174,7 @@ def rows_of(records: Sequence[Record]) -> list[GemmRow]:
         gemm, ms = replace(paper, m=first["m"], n=first["n"], k=first["k"]), {r["variant"]: r["p50_ms"] for r in of_run}
         halves = first["gemm_ms"], first["communication_ms"]
         if SERIAL not in ms or None in halves:
-            raise ValueError(f"{config}: no times of serial, GEMM and communication: measure it again")
+            raise ValueError(f"{config} lacks the times of serial, GEMM and communication: measure it again")
         machine = load_machine(file_of(first["machine"].rpartition(" x ")[2]) or "mi300x")
         pick = static_pick(AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, first["ranks"], first["dtype"]), machine)
         assert pick is not None
@@ -177,7 +183,7 @@ def rows_of(records: Sequence[Record]) -> list[GemmRow]:
 
 
 def _gemm_of(config: str) -> GatheredGemm | None:
-    """Return the GEMM whose name begins a configuration's ("g1-m4")."""
+    """Return the GEMM whose name is the first part of a configuration's name ("g1-m4")."""
     return next((gemm for gemm in (*TABLE_1, *SYNTHETIC) if gemm.name == config.partition("-")[0]), None)
 
 
@@ -251,7 +257,7 @@ def _choices(rows: Sequence[GemmRow]) -> ResultTable:
                 what, who, among, f"{len(lost) - len(wrong)} of {len(lost)}", f"{share([part <= NEAR for part in lost]):.0%}",
                 f"{sum(wrong) / len(wrong):.1%}" if wrong else "", f"{max(lost):.1%}", PAPER_BEST[begin] if names == four else "",
             ))  # fmt: skip
-    title = "How often the choice is the fastest, and which part of the best speedup is lost where it is not"
+    title = "How often the choice is the fastest, and how much of the best speedup is lost if it is not"
     return ResultTable(title, (*who_chooses, near, "wrong ones lose", "at most", "paper's"), cells)
 
 
@@ -266,7 +272,7 @@ def _by_kind(rows: Sequence[GemmRow]) -> ResultTable:
         (kind, *(number(geomean([of for one in some if (of := one[kind]) is not None]), 2) for some in found.values()))
         for kind in found["all"][0]
     ]
-    title = "Geometric mean of the speedup over serial, of each GEMM the fastest of a kind (figure 14)"
+    title = "Geometric mean of the speedup over serial, with the fastest schedule of a kind for each GEMM (figure 14)"
     return ResultTable(title, ("", *sets), [line for line in cells if any(line[1:])])
 
 
@@ -279,34 +285,34 @@ def _named(rows: Sequence[GemmRow], begin: str) -> list[GemmRow]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return the basis of the numbers, in sentences."""
+    """Return notes on the sources of the numbers, as sentences."""
     said = where(records[-1])
     return [said if records[-1]["device"] == "simulated" else f"{said} {_smaller(records)}".strip()]
 
 
 def conclusions(rows: Sequence[GemmRow]) -> list[str]:
-    """Return sentences on the schedules that the paper's choice of four leaves out, and on the source of its numbers."""
+    """Return sentences on the schedules that the paper does not study, and on the source of its numbers."""
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     return [
-        f"Of {len(best)} GEMMs {others} have their fastest schedule among the four that the paper leaves out, and {hetero} among "
-        f"those with a hetero start.",
+        f"Of {len(best)} GEMMs, {others} have their fastest schedule among the four that the paper omits, and "
+        f"{hetero} among those with a hetero start.",
         PAPER_SAYS,
     ]
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    """Return where M was halved, and where that moved a GEMM into the heuristic's other half."""
+    """Return a note on which GEMMs have a smaller M, and for which of them this changes the heuristic's pick."""
     made = {r["config"]: r for r in records if "-m" in r["config"]}
     if not made:
         return ""
     turned = [name for name, r in made.items() if (gemm := _gemm_of(name)) and gemm.m > gemm.k and r["m"] <= r["k"]]
-    but = f" Of {', '.join(turned)} it is not above K any more, as the paper's is." if turned else ""
-    return f"M is a part of the paper's for {len(made)} GEMMs: of g1-m4 a quarter.{but}"
+    but = f" For {', '.join(turned)}, M is no longer above K, as it is in the paper." if turned else ""
+    return f"{len(made)} GEMMs have a fraction of the paper's M; g1-m4 has a quarter.{but}"
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return a page's block: the runs, and the tables."""
+    """Return the block of a page: the runs, and the tables."""
     rows = rows_of(records)
     return block(notes([r for r in records if _gemm_of(r["config"])]), tables(rows), conclusions(rows))
 
@@ -339,7 +345,7 @@ def _draw_ratio(axis: Any, rows: Sequence[GemmRow]) -> None:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlabel("time of the GEMM over that of the communication", fontsize=9)
+    axis.set_xlabel("time of the GEMM over time of the communication", fontsize=9)
 
 
 def _draw_schedules(axis: Any, rows: Sequence[GemmRow]) -> None:

@@ -1,10 +1,10 @@
-"""The losses of a GEMM and an all-gather from decomposition, and from contention with each other: the FiCCO paper's
-characterisation on the machine at hand. docs/characterisation.md explains it.
+"""Decomposition and contention losses of a GEMM and an all-gather: the FiCCO paper's characterisation, on this machine.
+docs/characterisation.md explains it.
 
-Records give a `LossRow` for each GEMM, and these give tables, pictures after figures 7 to 10, and a verdict on the paper's
-observations. A claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign,
-and if at most 5% of random assignments of values to GEMMs give as clear a rho. A claim about each GEMM holds if at most one in
-ten is an exception: the reverse, by more than the 2% that repetitions may differ.
+Each GEMM's records give a `LossRow`. From the rows come tables, pictures after figures 7 to 10, and a verdict on the paper's
+observations. A claim about a trend is tested by a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the
+claimed sign, and if at most 5% of random permutations give as clear a rho. A claim about each GEMM holds if at most one GEMM in
+ten is an exception, in which the reverse holds by more than the 2% noise of repetitions.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """
@@ -49,21 +49,21 @@ from weft.studies.inefficiency_measure import (
 from weft.studies.pages import bars, figure
 from weft.words import counted
 
-# The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM). Its text
-# names no transport for them; they are shown beside DMA, which FiCCO uses.
+# The paper's geometric means for FiCCO: IV-C2 (a decomposed all-gather), IV-D1 (a GEMM concurrent with it), IV-D2 (it,
+# concurrent with a GEMM). The text names no transport for them; they are shown with DMA, which FiCCO uses.
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
 PAPER_MEANS |= {gemm_beside("dma", 1): 1.07, gather_beside("dma", 1): 1.03}  # shard-based overlap: IV-D1, IV-D2
 
 _SCALE = {"cuda": Fraction(1), "cpu": Fraction(1, 32)}
-_MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # operations of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
-_MEMORY_SHARE = 0.5  # share of the free memory
+_MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # FLOPs of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
+_MEMORY_SHARE = 0.5  # fraction of the free memory
 _REPETITIONS = 5  # as in the paper
 _TRANSPORTS_ARE = {
     "cuda": "dma: copy engines; kernel: a copying kernel; library: NCCL",
-    "cpu": "dma: a copying thread, for there is no engine; kernel: copies by the threads that compute, in turns with the GEMM; "
-    "library: gloo",
+    "cpu": "dma: a copying thread, since a CPU has no copy engine; kernel: copies by the compute threads, "
+    "alternating with the GEMM; library: gloo",
 }
-_LEAST_GEMMS = 5  # for a trend: 1 in 120 orders of five is monotonic by chance
+_LEAST_GEMMS = 5  # a monotonic trend of five GEMMs has a chance of 1 in 120
 _CHANCE, _EXCEPTIONS, _ALIKE, _SHUFFLES = 0.05, 0.1, 1.02, 20_000
 _VARIES = 0.06  # IV-A: the largest difference between times of one operation, on a GPU and between GPUs
 _OBSERVATION = ("observation", "section", "", "numbers")
@@ -74,7 +74,8 @@ class LossRow:
     """All measurements of one GEMM.
 
     ms, overlap: by variant; records may lack some. varies: the spread of times of the whole GEMM, without the shortest and the
-    longest fifth, and the spread over ranks, both over the median."""
+    longest fifth, and the spread over ranks, both relative to the median.
+    """
 
     gemm: GatheredGemm
     scaled: str
@@ -84,13 +85,13 @@ class LossRow:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Return a variant's time over its baseline's, 1 being no loss; None if either was not recorded."""
+        """Return a variant's time over its baseline's (1 is no loss); None if either was not recorded."""
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base
 
 
 def rows_of(records: Sequence[Record]) -> list[LossRow]:
-    """Return a row per GEMM, in the order of first appearance, from the last run that has it."""
+    """Return a row per GEMM, in the order of first appearance, from its last run."""
     rows = []
     for mine in last_runs(records, itemgetter("config")).values():
         first = mine[0]
@@ -105,9 +106,10 @@ def rows_of(records: Sequence[Record]) -> list[LossRow]:
 
 
 def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
-    """Return the tables of GEMMs cut up, all-gathers cut up, and both beside each other.
+    """Return the tables of decomposed GEMMs, decomposed all-gathers, and both running concurrently.
 
-    The last rows are geometric means, here and in the paper. Columns that were not recorded are left out."""
+    The last rows are geometric means, here and in the paper. Columns that were not recorded are omitted.
+    """
 
     def ms(variant: str) -> Callable[[LossRow], str]:
         return lambda row: milliseconds(row.ms.get(variant))
@@ -130,7 +132,10 @@ def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
     beside |= {f"gather,\n{by}": gather_beside(by) for by in TRANSPORTS}
     beside |= {"GEMM,\nwhole shards": gemm_beside("dma", 1), "whole shards,\nGEMM": gather_beside("dma", 1)}
     overlaps = {f"overlap,\n{by}": overlap(gemm_beside(by)) for by in TRANSPORTS}
-    said = f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9)"
+    said = (
+        f"Time when concurrent, over time alone: GEMM in {PIECES} pieces by rows, all-gather in {PIECES} pieces "
+        "(figure 9)"
+    )
     if any(
         row.loss(variant) is not None for row in rows for variant in (gemm_beside("dma", 1), gather_beside("dma", 1))
     ):
@@ -147,7 +152,7 @@ _Columns = dict[str, Callable[[LossRow], str]]
 
 
 def _table(title: str, rows: Sequence[LossRow], first: _Columns, losses: dict[str, str], last: _Columns) -> ResultTable:
-    """Return a table. losses: the variants of these columns, which have means below."""
+    """Return a table. losses: the variants of the columns that also show means."""
 
     def loss(variant: str) -> Callable[[LossRow], str]:
         return lambda row: number(row.loss(variant), 2)
@@ -183,18 +188,20 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
     for pieces in (8, 64):
         both = cut_name("rows", pieces), cut_name("columns", pieces)
         pairs = [(r, *(both[::-1] if r.gemm.m < r.gemm.k else both)) for r in rows]
-        found.append(_of_each("IV-C1", f"in {pieces}, rows lose more where M < K, columns else", pairs))
+        found.append(_of_each("IV-C1", f"in {pieces} pieces, rows lose more if M < K, columns otherwise", pairs))
     for cut, pieces in CUTS:
         name, of_pieces = cut_name(cut, pieces), [row.gemm.piece(**{cut: pieces}).op_to_byte for row in rows]
-        found.append(_trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte", rows, of_pieces, name, -1))
+        found.append(
+            _trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte ratio", rows, of_pieces, name, -1)
+        )
     for name in map(gather_name, TRANSPORTS):
         found.append(_trend("IV-C2", f"{name}: loss falls with size", rows, [r.gathered_bytes for r in rows], name, -1))
     for by in TRANSPORTS[:0:-1]:
         pairs = [(r, gemm_beside("dma"), gemm_beside(by)) for r in rows]
-        found.append(_of_each(_section("IV-D1", by), f"a GEMM loses less beside dma than {by}", pairs))
+        found.append(_of_each(_section("IV-D1", by), f"a GEMM loses less next to dma than next to {by}", pairs))
     for where, text, variant in (
-        ("IV-D1", "a GEMM's loss beside {} grows with its traffic", gemm_beside),
-        ("IV-D2", "{}'s loss beside a GEMM grows with the GEMM's traffic", gather_beside),
+        ("IV-D1", "a GEMM's loss next to {} grows with its traffic", gemm_beside),
+        ("IV-D2", "{}'s loss next to a GEMM grows with the GEMM's traffic", gather_beside),
     ):
         traffic = [row.gemm.traffic for row in rows]
         found += [_trend(_section(where, by), text.format(by), rows, traffic, variant(by), 1) for by in TRANSPORTS]
@@ -202,7 +209,7 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
 
 
 def _section(where: str, by: str) -> str:
-    """Return the section of an observation; the paper has RCCL and DMA, and no kernel that copies."""
+    """Return the section of an observation. The paper has RCCL and DMA, but no copies by kernel."""
     return "not in the paper" if by == "kernel" else where
 
 
@@ -218,13 +225,14 @@ def _within(where: str, rows: Sequence[LossRow], number: int) -> Claim | None:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Return the rank correlation, ties sharing their mean rank; NaN if one side does not vary."""
+    """Return Spearman's rank correlation, with mean ranks for ties; NaN if one side is constant."""
     with np.errstate(invalid="ignore"):
         return float(np.corrcoef(_ranks_of(x), _ranks_of(y))[0, 1])
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
-    """Return how often a permutation of `y` correlates with `x` at least as clearly in the direction of `sign` (1 or -1)."""
+    """Return the fraction of permutations of `y` that correlate with `x` at least as clearly in the direction of `sign` (1 or
+    -1)."""
     a, b = _ranks_of(x), _ranks_of(y)
     shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)
     as_clear = sign * (shuffled @ a) >= sign * (b @ a) - 1e-9
@@ -232,7 +240,7 @@ def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
 
 
 def _ranks_of(values: ArrayLike) -> np.ndarray:
-    """Return ranks, 1 for the least; equal values share the mean of their ranks."""
+    """Return ranks, 1 for the smallest; equal values share the mean of their ranks."""
     _, which, count = np.unique(np.asarray(values, dtype=float), return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return (last - (count - 1) / 2)[which]
@@ -249,7 +257,7 @@ def _trend(
     x, y = zip(*pairs, strict=True)
     rho = spearman(x, y)
     if np.isnan(rho):
-        return Claim(where, text, None, "all GEMMs are alike in it")
+        return Claim(where, text, None, "all GEMMs are equal in it")
     chance = by_chance(x, y, sign)
     return Claim(where, text, sign * rho > 0 and chance <= _CHANCE, f"rho {rho:+.2f}, by chance {chance:.1%}")
 
@@ -271,14 +279,15 @@ _COLOURS = ("#4063a3", "#e1812c", "#2f7d5b")
 
 
 _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], str]]], ...] = (
-    ("figure-7-gemm-decomposition", "gemm.op_to_byte", "GEMM and its op-to-byte; * M < K", ("rows", "columns"),
+    ("figure-7-gemm-decomposition", "gemm.op_to_byte", "GEMM and its op-to-byte ratio; * M < K", ("rows", "columns"),
      {f"GEMM in {pieces} pieces over the whole": partial(cut_name, pieces=pieces) for pieces in (8, 64)}),
     ("figure-8-gather-decomposition", "gathered_bytes", "GEMM and the size of its A, MB", TRANSPORTS,
      {f"all-gather in {PIECES} pieces over one piece": gather_name}),
     ("figure-9-contention", "gemm.traffic", "GEMM and its memory traffic, MB", TRANSPORTS,
-     {f"GEMM in {PIECES} beside an all-gather, over alone": gemm_beside, "all-gather beside that GEMM, over alone": gather_beside}),
+     {f"GEMM in {PIECES} pieces next to an all-gather, over alone": gemm_beside,
+      "all-gather next to that GEMM, over alone": gather_beside}),
 )  # fmt: skip
-"""Name; order of GEMMs; label of that order; groups; for each panel its title, and the variant of a group."""
+"""Name; order of GEMMs; label of that order; groups; for each panel, its title and the variant of a group."""
 
 
 def draw(directory: Path, rows: Sequence[LossRow], title: str) -> list[Path]:
@@ -307,18 +316,18 @@ def _said(row: LossRow, along: str) -> str:
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
-    """Return the share of each of two losses in their sum; a gain counts as no loss, and without loss both are 0."""
+    """Return the fraction of each of two losses in their sum. A gain counts as no loss; without any loss both fractions are 0."""
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
     total = sum(lost) or 1.0
     return lost[0] / total, lost[1] / total
 
 
 def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
-    """Draw the shares for the schedule with copy engines and cuts by rows; the contention of 64 pieces is taken from 8."""
+    """Draw the fractions for the schedule with copy engines and a split by rows; 64 pieces use the contention loss of 8."""
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     panels = {
         "GEMM in 8 by rows, dma": (cut_name("rows", 8), of_gemm),
-        "GEMM in 64 by rows, contention as in 8": (cut_name("rows", 64), of_gemm),
+        "GEMM in 64 by rows, contention loss of 8": (cut_name("rows", 64), of_gemm),
         f"all-gather in {PIECES}, dma": (gather_name("dma"), of_gather),
     }
     for axis, (what, (cut, beside)) in zip(axes, panels.items(), strict=True):
@@ -327,15 +336,15 @@ def _shares(axes: Any, rows: Sequence[LossRow]) -> None:
         names, of = [r.gemm.name for r in ordered], {"width": 0.7}
         axis.bar(names, parts[:, 0], color=_COLOURS[0], label="decomposition loss", **of)
         axis.bar(names, parts[:, 1], bottom=parts[:, 0], color=_COLOURS[1], label="contention loss", **of)
-        axis.set_ylabel("share of what is lost, %", fontsize=9)
+        axis.set_ylabel("fraction of the total loss, %", fontsize=9)
         axis.set_ylim(0, 100)
         axis.set_title(what, fontsize=10, loc="left", fontweight="bold")
-    axes[1].set_xlabel("GEMMs by op-to-byte times traffic, the least first", fontsize=9)
-    axes[2].set_xlabel("GEMMs by traffic, the least first", fontsize=9)
+    axes[1].set_xlabel("GEMMs by op-to-byte ratio times traffic, ascending", fontsize=9)
+    axes[2].set_xlabel("GEMMs by traffic, ascending", fontsize=9)
 
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
-    """Draw bars from 1, which is no loss. The axis is logarithmic if losses differ much."""
+    """Draw bars that start at 1, which is no loss. The axis is logarithmic if losses differ much."""
     if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
@@ -374,8 +383,8 @@ class _Inefficiency(OperatorBenchmark[GatheredGemm]):
     name = "inefficiency"
     refuses = {  # noqa: RUF012
         "option": OperatorBenchmark.refuses["option"],
-        "variants": "measures all of them, to compare them; give none",
-        "seconds": f"repeats each of its lanes {_REPETITIONS} times; give none, or --quick",
+        "variants": "compares all variants: leave it out",
+        "seconds": f"repeats each of its lanes {_REPETITIONS} times: leave it out, or pass --quick",
     }
 
     def modes(self, device: str) -> tuple[Mode, ...]:
@@ -383,7 +392,7 @@ class _Inefficiency(OperatorBenchmark[GatheredGemm]):
 
     def check_options(self, options: BenchOptions) -> None:
         if options.ranks < 2:
-            raise ValueError(f"ranks={options.ranks}: an all-gather takes at least 2")
+            raise ValueError(f"ranks={options.ranks}: an all-gather needs at least 2")
         self.presets(options)
 
     def presets(self, options: BenchOptions) -> Sequence[GatheredGemm]:
@@ -420,7 +429,9 @@ class _Inefficiency(OperatorBenchmark[GatheredGemm]):
         for one in tables(rows):
             print_table(*one)
         observations = [claim.cells for claim in claims(rows)]
-        print_table("The paper's observations, here", _OBSERVATION, observations, [_TRANSPORTS_ARE[options.device]])
+        print_table(
+            "The paper's observations on this machine", _OBSERVATION, observations, [_TRANSPORTS_ARE[options.device]]
+        )
         if options.pictures is not None:
             last = written[-1]
             ran = f"{counted(last['ranks'], 'rank')}, {last['dtype']}, {last['machine']}"
@@ -433,7 +444,7 @@ class _Inefficiency(OperatorBenchmark[GatheredGemm]):
         parts, measured = [], rows_of(rows)
         if whole:
             which = "all" if len(whole) == len(measured) else ", ".join(whole)
-            parts.append(f"Recorded with table I's N whole, not divided by the ranks as it is now: {which}.")
+            parts.append(f"Recorded with table I's full N, which is now divided by the ranks: {which}.")
         for one in tables(measured):
             parts += [one.title, markdown_table([column.replace("\n", " ") for column in one.columns], one.cells)]
         return "\n\n".join([*parts, markdown_table(_OBSERVATION, [claim.cells for claim in claims(measured)])])

@@ -1,13 +1,13 @@
-"""The losses of one GEMM and of its all-gather when cut up, and when run beside each other.
+"""Decomposition and contention losses of one GEMM and its all-gather.
 
     decomposition loss  time of the pieces, one after the other and alone, over the time of the whole
     contention loss     time of the same pieces while the other side is busy, over their time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
-All variants alternate in each repetition, with lanes (`weft.studies.inefficiency_measure`) of a fixed number of calls.
-Beside each other, GEMM and all-gather are both repeated, so often that both lanes take equally long. Only the time in which
-both run counts: their marks show what each did in it. Its share of the whole is recorded as `overlap`.
+All variants alternate in each repetition, as lanes (`StudyLane`) of a fixed number of calls. To run concurrently, the GEMM and
+the all-gather are both repeated until both lanes take equally long. Only the time in which both run counts; timestamps of the
+calls tell how much each did in it. The fraction of that time is recorded as `overlap`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ By = Literal["dma", "kernel", "library"]
 TRANSPORTS: tuple[By, ...] = ("dma", "kernel", "library")
 Call = Callable[[], object]
 
-_PIECE_MULTIPLE = 512  # bytes: the alignment of pieces that is best for copy engines and 16-byte accesses
+_PIECE_MULTIPLE = 512  # bytes: the best alignment of pieces for copy engines and 16-byte accesses
 _SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any current GPU
 _LONGEST_SLEEP_S = 0.05
 
 
 @dataclass(eq=False)
 class StudyLane:
-    """`call`, `count` times in a row. `by`: the resource that it uses. `enqueue_s`: host time of the last play, if calls return
-    early."""
+    """`call`, `count` times in a row. `by`: the resource that it uses. `enqueue_s`: the host time of the last play, if calls
+    return before they finish."""
 
     call: Call
     count: int
@@ -55,7 +55,7 @@ class StudyLane:
 
 
 def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
-    """Return the bytes of a rank's shard, rounded up so that its pieces are equal and well aligned."""
+    """Return the bytes of a rank's shard, rounded up so that its pieces are equal and aligned."""
     multiple = pieces * _PIECE_MULTIPLE
     return -(-gathered_bytes // (world_size * multiple)) * multiple
 
@@ -64,7 +64,8 @@ class Side(AbstractContextManager["Side"], ABC):
     """The memory of a rank for all-gathers. The constructor is collective.
 
     Every rank has a shard of `nbytes`, symmetric memory for all shards, and ordinary memory for all shards, which NCCL or gloo
-    fills. A context manager."""
+    fills. It is a context manager.
+    """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         self.ranks, self.nbytes = ranks, nbytes
@@ -78,7 +79,7 @@ class Side(AbstractContextManager["Side"], ABC):
         self._box.close()
 
     def gather(self, by: By, pieces: int) -> Call:
-        """Return the all-gather of the shards in `pieces` pieces, all of the same size."""
+        """Return the all-gather of the shards in `pieces` equal pieces."""
         size, rank, world = self.nbytes // pieces, self.ranks.rank, self.ranks.world_size
         moves: list[Call] = []
         for i, source in enumerate(self._shard.split(size)):
@@ -91,26 +92,26 @@ class Side(AbstractContextManager["Side"], ABC):
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
-        """Gather once and compare every byte; raise RuntimeError if one is wrong. Collective."""
+        """Gather once and compare every byte; raise RuntimeError if a byte is wrong. Collective."""
         world = self.ranks.world_size
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
         self.ranks.meet()
         self.play([StudyLane(self.gather(by, pieces), 1, by)])
         self.ranks.meet()
-        if by == "library":  # it stores piece by piece of all ranks
+        if by == "library":  # NCCL or gloo stores piece by piece, each of all ranks
             found = found.view(pieces, world, self.nbytes // pieces).transpose(0, 1).reshape(-1)
         for rank, shard in enumerate(found.split(self.nbytes)):
-            own = by != "library" and rank == self.ranks.rank  # it is not copied
+            own = by != "library" and rank == self.ranks.rank  # a rank's own shard is not copied
             if not own and not torch.equal(shard, self._bytes_of(rank)):
                 raise RuntimeError(
-                    f"all-gather by {by} in {counted(pieces, 'piece')}: rank {self.ranks.rank} got wrong bytes for rank "
-                    f"{rank}'s shard of {self.nbytes} bytes; nothing was timed"
+                    f"all-gather by {by} in {counted(pieces, 'piece')}: rank {self.ranks.rank} received wrong bytes "
+                    f"of rank {rank}'s shard of {self.nbytes} bytes; nothing was timed"
                 )
-        self.ranks.meet()  # or the next check would clear memory that a peer still reads
+        self.ranks.meet()  # otherwise the next check would clear memory that a peer still reads
 
     def _bytes_of(self, rank: int) -> torch.Tensor:
-        """Return the shard of `rank`: 32-bit words that no other place of any rank has."""
+        """Return the shard of `rank`: 32-bit words, each unique over all ranks."""
         words = torch.arange(self.nbytes // 4, dtype=torch.int32, device=self.ranks.device)
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
@@ -125,15 +126,15 @@ class Side(AbstractContextManager["Side"], ABC):
 
     @abstractmethod
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Start the lanes together; return for each, in seconds of one clock, its start, and the end of each of its calls."""
+        """Start the lanes together. Return for each lane its start, and the end of each of its calls, in seconds of one clock."""
 
 
 class CpuSide(Side):
     """The side of a CPU process.
 
-    It has no copy engine: a thread of its own, beside the computing threads, plays that part, and the system runs it on an idle
-    core if there is one. A copy by `kernel` takes the computing threads themselves. It alternates with the GEMM, so that both
-    progress equally, relative to their work."""
+    It has no copy engine: an additional thread plays that part, and the system runs it on an idle core if there is one. A copy by
+    `kernel` uses the compute threads. It alternates with the GEMM, so that both progress equally, relative to their work.
+    """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         super().__init__(ranks, nbytes)
@@ -172,8 +173,9 @@ class CpuSide(Side):
 class CudaSide(Side):
     """The side of a GPU.
 
-    GEMMs run on the current stream, copies on another stream of high priority. Copies by `dma` are the CUDA runtime's, which uses
-    a copy engine; copies by `kernel` are those of `weft.kernels.move`."""
+    GEMMs run on the current stream, copies on another stream of high priority. Copies by `dma` use the CUDA runtime, and so a
+    copy engine; copies by `kernel` use `weft.kernels.move`.
+    """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         super().__init__(ranks, nbytes)
@@ -189,7 +191,7 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Play behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""
+        """Play behind a device sleep that is as long as the last enqueueing of the lanes, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)
@@ -214,7 +216,7 @@ class CudaSide(Side):
 
 
 def in_turns(counts: Sequence[int]) -> list[int]:
-    """Return each lane's number as often as its count; the lane with the least relative progress comes next."""
+    """Return each lane's index as often as its count. The lane with the least relative progress comes next."""
     return [i for _, i in sorted((done / count, i) for i, count in enumerate(counts) for done in range(count))]
 
 
@@ -232,7 +234,7 @@ CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
 _LEAST_CALLS = 3  # calls of each of two lanes
 _MOST_CALLS = 20_000
 _BALANCING = 2  # rounds of balancing two lanes
-_LOOK_S = 2e-3  # the least duration of a reliable measurement
+_LOOK_S = 2e-3  # the shortest reliable measurement
 _LEAST_SHARE = 0.4
 _ATTEMPTS = 5
 
@@ -253,9 +255,10 @@ def gather_beside(by: By, pieces: int = PIECES) -> str:
     return f"{gather_name(by, pieces)} beside {_BESIDE}"
 
 
-_BESIDE = cut_name("rows", PIECES)  # the GEMM that runs beside an all-gather
+_BESIDE = cut_name("rows", PIECES)  # the GEMM that runs concurrently with an all-gather
 PAIRS: tuple[tuple[By, int], ...] = (*((by, PIECES) for by in TRANSPORTS), ("dma", 1))
-"""All-gathers beside that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as in shard-based overlap (IV-D)."""
+"""All-gathers that run concurrently with that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as in shard-based
+overlap (IV-D)."""
 # The baseline of each variant's loss. The whole GEMM and the all-gathers in one piece have none.
 BASELINES = (
     {cut_name(*cut): WHOLE for cut in CUTS}
@@ -269,8 +272,9 @@ BASELINES = (
 class Found:
     """The results of one GEMM, the same on every rank, by variant.
 
-    timings: a call is all its pieces. overlap: for pairs, the least over ranks of the median share. errors: of each cut, by
-    `check_cuts`."""
+    timings: a call is the sequence of all its pieces. overlap: for pairs, the smallest median fraction over ranks. errors: of
+    each split, by `check_cuts`.
+    """
 
     timings: dict[str, Timing]
     overlap: dict[str, float]
@@ -279,8 +283,8 @@ class Found:
 
 
 class MeasuringEffort(NamedTuple):
-    """The least duration of a lane, alone and beside another, and the repetitions. One more repetition comes first and does not
-    count."""
+    """The shortest duration of a lane, alone and concurrent, and the number of repetitions. One more repetition comes first and
+    is not counted."""
 
     alone_s: float
     beside_s: float
@@ -290,7 +294,7 @@ class MeasuringEffort(NamedTuple):
 def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: MeasuringEffort, step: Step) -> Found:
     """Check and time one GEMM and the all-gather of its A. Collective. Raises RuntimeError if a result is wrong.
 
-    `step` gets two shares of 1.
+    `step` is called with two shares, whose sum is 1.
     """
     step(f"{gemm.name}: checking pieces against the whole", 0)
     matrices = Matrices(gemm, dtype, ranks)
@@ -322,7 +326,7 @@ def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: Measur
 def make_lanes(
     alone: dict[str, StudyLane], side: Side, effort: MeasuringEffort
 ) -> dict[str, tuple[StudyLane, StudyLane]]:
-    """Set the counts of lanes that run alone, and return the pairs of lanes that run together, by the GEMM's variant.
+    """Set the counts of lanes that run alone, and return the pairs of lanes that run concurrently, by the GEMM's variant.
     Collective."""
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
@@ -343,8 +347,8 @@ def make_lanes(
 def _repeat(
     arms: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
-    """Return for each variant and repetition the seconds of a call, or for pairs the values of `together`; each repetition
-    starts with another variant."""
+    """Return for each variant and repetition the seconds of a call, or for pairs the values of `together`. Each repetition starts
+    with another variant."""
     names, found = list(arms), {name: list[float]() for name in arms}
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
@@ -357,7 +361,7 @@ def _repeat(
 
 
 def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
-    """Return `together` for a play with enough overlap on every rank; raise RuntimeError if no play has."""
+    """Return `together` for a play with enough overlap on every rank; raise RuntimeError if there is none."""
     for _ in range(_ATTEMPTS):
         marks = side.start(lanes)
         found = together(*marks)
@@ -366,15 +370,15 @@ def _play_together(lanes: tuple[StudyLane, ...], side: Side) -> list[float]:
             return found
         balance(lanes, marks, side, longer=2)
     raise RuntimeError(
-        f"GEMM and all-gather by {lanes[1].by} ran beside each other for only {share:.0%} of the time, in {_ATTEMPTS} "
-        f"attempts: is something else keeping this machine busy?"
+        f"GEMM and all-gather by {lanes[1].by} overlapped for only {share:.0%} of the time, in {_ATTEMPTS} "
+        "attempts: are other processes keeping this machine busy?"
     )
 
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
-    """Return the seconds of a call of each of two lanes while both ran, and the share of the time in which both ran.
+    """Return the seconds of a call of each of two lanes while both ran, and the fraction of the time in which both ran.
 
-    A lane is its start and the end of each call; between two marks its progress counts as even.
+    A lane is its start and the end of each call. Progress between two timestamps is assumed to be linear.
     """
     first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
     if not first < last:
@@ -385,7 +389,7 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
 
 
 def balance(lanes: tuple[StudyLane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
-    """Give the lane that ended first, by `marks`, more calls, then multiply both counts by `longer`. Collective."""
+    """Give more calls to the lane that ended first, by `marks`, then multiply both counts by `longer`. Collective."""
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
     _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
 
@@ -399,7 +403,8 @@ def _set_counts(lanes: Sequence[StudyLane], counts: Sequence[float]) -> None:
 def _seconds(lane: StudyLane, side: Side) -> float:
     """Return the seconds of one call of `lane` alone, on the slowest rank.
 
-    The second of two plays counts, after one call that may have loaded a kernel or found memory cold."""
+    The second of two plays counts. It follows one call that may have loaded a kernel or found memory cold.
+    """
     for _ in range(2):
         found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
         lane.count = min(max(2, math.ceil(_LOOK_S / found)), 50)
@@ -413,7 +418,7 @@ def _play_alone(lane: StudyLane, side: Side) -> list[float]:
 
 
 class Matrices:
-    """A and B of random numbers, and the calls that multiply them with torch, into one result."""
+    """A and B of random numbers, and torch calls that multiply them into one result."""
 
     def __init__(self, gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -425,7 +430,7 @@ class Matrices:
         return torch.mm(self.a, self.b, out=self.out)
 
     def cut(self, cut: str, pieces: int) -> Call:
-        """Return the whole GEMM in `pieces` pieces of A: `rows`, each a GEMM of its own, or `columns`, which accumulate into the
+        """Return the whole GEMM in `pieces` pieces of A: `rows`, each a separate GEMM, or `columns`, which accumulate into the
         result."""
         if cut == "rows":
             parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
@@ -435,8 +440,8 @@ class Matrices:
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
-    """Return the error of every cut against the whole, the largest over ranks. Collective. Raises RuntimeError if one is too
-    large.
+    """Return the error of every split relative to the whole, the largest over ranks. Collective. Raises RuntimeError if an error
+    is too large.
 
     Errors are root mean squares, relative to that of the whole's elements. The limit is eps x sqrt(accumulated pieces), because
     each addition rounds the sum again, plus eps of fp32 x sqrt(K), because libraries add in fp32 in different orders. A missing
@@ -452,15 +457,15 @@ def check_cuts(matrices: Matrices) -> dict[str, float]:
         limit = eps * math.sqrt(pieces if cut == "columns" else 1) + torch.finfo(torch.float32).eps * math.sqrt(k)
         if not error <= limit:
             raise RuntimeError(
-                f"GEMM {whole.shape[0]} x {whole.shape[1]} x {k} in {pieces} pieces by {cut} differs from the whole by "
-                f"{error:.3g} of its elements' root mean square; at most {limit:.3g} is allowed: nothing was timed"
+                f"GEMM {whole.shape[0]} x {whole.shape[1]} x {k} in {pieces} pieces by {cut} differs from the whole "
+                f"by {error:.3g} of its elements' root mean square; the limit is {limit:.3g}: nothing was timed"
             )
         errors[cut_name(cut, pieces)] = error
     return errors
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of the difference over that of `wanted`, in blocks of rows to save memory."""
+    """Return the root mean square of the difference over that of `wanted`, computed in blocks of rows to save memory."""
     squares = np.zeros(2)
     for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):
         reference = theirs.double()

@@ -1,4 +1,4 @@
-"""The parts that all studies share: the head of a simulated record, pictures, a page's block, and the note on its basis."""
+"""The code that all studies share: common fields of simulated records, pictures, a page's block, and the note on its sources."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from weft.trace.pyplot import pyplot
 
 @contextmanager
 def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
-    """Yield the axes of panels, one below the other, then write a PNG file into its folder, created if needed.
+    """Yield the axes of panels, one below the other, then write a PNG file into its folder, which is created if needed.
 
-    Labels of logarithmic axes mention the scale."""
+    Labels of logarithmic axes mention the scale.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     plt = pyplot()
     drawn, axes = plt.subplots(panels, 1, figsize=size, layout="constrained", squeeze=False)
@@ -48,7 +49,7 @@ def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -
 def bars(
     axis: Any, labels: Sequence[str], groups: Mapping[str, Sequence[float]], colours: Sequence[str], base: float = 0.0
 ) -> list[Any]:
-    """Draw at each label a bar of each group, from `base` on, and a line at 1; return the bars by group."""
+    """Draw, at each label, a bar of each group that starts at `base`, and a line at 1; return the bars by group."""
     width, drawn = 0.8 / len(groups), []
     for i, ((name, heights), colour) in enumerate(zip(groups.items(), colours, strict=False)):
         places = np.arange(len(labels)) + (i - (len(groups) - 1) / 2) * width
@@ -60,7 +61,7 @@ def bars(
 
 
 def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
-    """Return the fields that all records of one simulated run have."""
+    """Return the fields that all records of one simulated run share."""
     code, quantities = provenance(), list[Quantity](machine[key] for key in machine)
     return {
         "op": op, "mode": "queued", "device": "simulated", "dtype": "bf16", "ranks": ranks, "machine": machine.name,
@@ -72,7 +73,8 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
-    """Return the model; raise `ValueError` for an unknown topology, a wrong number of ranks, or a number that the file lacks."""
+    """Return the model; raise `ValueError` for an unknown topology, an unsupported number of ranks, or a number that the file
+    lacks."""
     try:
         model = model_of(machine, ranks)
         if topology is not None:
@@ -84,19 +86,19 @@ def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
 
 
 def where(last: Record, ranks: str = "") -> str:
-    """Return the basis of the numbers, in sentences. ranks: their numbers, if records differ."""
+    """Return the source of the numbers, as sentences. ranks: their numbers, if records differ."""
     at, of = f"commit {last['commit']}, {last['date'][:10]}", ranks or str(last["ranks"])
     if last["device"] != "simulated":
         return f"Measured on {last['machine']}, {of} ranks, {last['dtype']}, queued; {at}."
     assumed, known = last["assumed"]
     return (
-        f"Simulated: {of} x {last['machine']}, linked as a {last['topology']}, {last['dtype']}, queued; {at}. Nothing was measured "
-        f"for this. Of the {known} numbers in the machine's file {assumed} are assumed."
+        f"Simulated: {of} x {last['machine']}, linked as a {last['topology']}, {last['dtype']}, queued; {at}. "
+        f"Nothing was measured for this. {assumed} of the {known} numbers in the machine's file are assumed."
     )
 
 
 def block(first: Sequence[str], tables: Sequence[ResultTable], last: Sequence[str] = ()) -> str:
-    """Return a page's block, to go between its markers."""
+    """Return a page's block, the text between its markers."""
     parts = [*first]
     for table in tables:
         parts += [f"**{table.title}**", markdown_table(table.columns, table.cells)]

@@ -7,15 +7,15 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
     FC-1  backward, the gradient of the MLP's input      k = 4 hidden / ranks
     IP    backward, the gradient of the attention's      k = 3 hidden / ranks
 
-FC-1 and IP are GEMMs of these sizes with weights in the layout of forward, in bf16; the paper's are not transposed, in FP16
+FC-1 and IP are GEMMs of these sizes in bf16, with weights in the layout of forward; the paper's are in FP16, and not transposed
 (5.2).
 
-`simulated` makes the records of a machine's model: the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
---preset t3` makes the records of a real machine, without the all-gather. Both give the same tables: the times of GEMM,
-reduce-scatter and all-gather, the speedup (figures 15, 16), and the bytes through a GPU's memory, counted (figure 18).
+`simulated` returns records of a machine's model, with the schedule that weft's planner selects. `weft bench matmul_reduce_scatter
+--preset t3` records a real machine, without the all-gather. Both give the same tables: the times of GEMM, reduce-scatter and
+all-gather, the speedup (figures 15, 16), and a count of the bytes through a GPU's memory (figure 18).
 
-T3 is hardware: a tracker that triggers copies, memory that adds. Here tiles set signals, streams wait for them, and kernels add,
-so the partial sums that T3's memory would add are read again.
+T3 is hardware: a tracker that triggers copies, and memory that adds. Here tiles set signals, streams wait for them, and kernels
+add. So partial sums, which T3's memory would add, are read again.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 5, 6.1, 6.2, 6.4 and table 2.
 """
@@ -41,11 +41,11 @@ from weft.words import counted
 
 OP = "matmul_reduce_scatter"
 LAYERS = {"OP": 1, "FC-2": 4, "FC-1": 4, "IP": 3}
-"""k, in hidden sizes over the number of ranks."""
+"""k, in hidden sizes divided by the number of ranks."""
 
 
 class Network(NamedTuple):
-    """A network of table 2. tokens: of all sequences of a batch."""
+    """A network of table 2. tokens: the total over all sequences of a batch."""
 
     name: str
     hidden: int
@@ -62,22 +62,26 @@ NETWORKS = (
 """The networks of table 2; 12K, 18K and 20K are read as multiples of 1024."""
 
 PAPER = (
-    "The paper's, simulated hardware: T3 is 20% faster than serial in the geometric mean and 39% at most, T3-MCA 30% and 47%, an "
-    "ideal overlap 35% and 50% (6.1); on the large networks T3-MCA 29% and 35% (6.4). Through memory goes 22% less in the mean, "
-    "36% at most, the all-gather counted in (6.2)."
+    "The paper's results, on simulated hardware: T3 is 20% faster than serial in the geometric mean and 39% at "
+    "most, T3-MCA 30% and 47%, an ideal overlap 35% and 50% (6.1). On the large networks T3-MCA is 29% and 35% "
+    "faster (6.4). Memory traffic, with the all-gather, falls by 22% in the mean and 36% at most (6.2)."
 )
-"""The numbers in the paper's text; those of figures 15 to 20 are in pictures only."""
+"""The numbers in the paper's text; those of figures 15 to 20 are only in pictures."""
 
 
-_ABOVE = "weft may pass the ideal, which has NCCL's reduce-scatter: weft sends each part straight to its owner, in less time."
+_ABOVE = (
+    "weft may pass the ideal, which has NCCL's reduce-scatter: weft sends each part directly to its owner, "
+    "which takes less time."
+)
 
 
 @dataclass(frozen=True)
 class SublayerRow:
-    """One sub-layer, as it ran.
+    """One sub-layer, as it was run.
 
     gather_ms: 0 if it was not recorded. moved: bytes through memory, by kind, of serial and of the selected schedule; None for a
-    machine without a file."""
+    machine without a file.
+    """
 
     network: Network
     layer: str
@@ -97,7 +101,7 @@ class SublayerRow:
 
     @property
     def ideal(self) -> float:
-        """The ideal speedup of a sub-layer."""
+        """Return the ideal speedup of a sub-layer."""
         together = max(self.gemm_ms, self.scatter_ms) + self.gather_ms
         return (self.serial_ms + self.gather_ms) / together
 
@@ -107,7 +111,7 @@ class SublayerRow:
 
     @property
     def less_moved(self) -> float | None:
-        """The saved share of serial's bytes, without the all-gather, which is the same as in serial."""
+        """Return the fraction of serial's bytes that is saved, without the all-gather, which is the same as in serial."""
         return 1 - sum(self.moved[1].values()) / sum(self.moved[0].values()) if self.moved else None
 
 
@@ -126,8 +130,9 @@ def simulated(
 ) -> list[Record]:
     """Return records of serial and of the planner's choice for each sub-layer.
 
-    Raises `ValueError` for an unknown machine or topology. progress: gets the next sub-layer, and the share of the work done
-    since the last call."""
+    Raises `ValueError` for an unknown machine or topology. progress: called with the next sub-layer, and the fraction of the work
+    done since the last call.
+    """
     machine, found = load_machine(hw), list[Record]()
     chosen = networks or NETWORKS
     share = 1 / (len(LAYERS) * sum(len(network.ranks) for network in chosen))
@@ -136,7 +141,7 @@ def simulated(
             model, common = model_for(machine, ranks, topology), head(OP, machine, ranks, topology)
             for layer, p in problems(network, ranks):
                 progress(f"simulating {network.name} {layer}, {ranks} ranks", share if found else 0.0)
-                choice = decide(p, model, mode="queued")  # a machine elsewhere: no warnings, no pinned schedule
+                choice = decide(p, model, mode="queued")  # this models another machine: no warnings, no pinned schedule
                 of_layer = {
                     "config": f"{p.m}x{p.n}x{p.k}", "m": p.m, "n": p.n, "k": p.k, "gemm_ms": gemms_us(p, model) / 1e3,
                     "collective_ms": _alone_ms(p, model, "reduce_scatter"), "gather_ms": _alone_ms(p, model, "all_gather"),
@@ -153,7 +158,7 @@ def simulated(
 
 
 def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter", "all_gather"]) -> float:
-    """Return the time of NCCL's collective on the sum, in a row of such calls."""
+    """Return the time of NCCL's collective on the sum, one of a sequence of such calls."""
     d = Draft(op, p.world_size)
     whole, part = d.buffer("whole", p.m, p.n, p.dtype, "scratch"), d.buffer("part", p.rows, p.n, p.dtype, "scratch")
     lane = d.lane("compute")
@@ -169,12 +174,12 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
     none."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     if not mine:
-        raise ValueError(f"no records of T3's sub-layers: weft bench {OP} --preset t3 --mode queued --json FILE")
+        raise ValueError(f"no records of T3's sub-layers: run weft bench {OP} --preset t3 --mode queued --json FILE")
     rows = []
     for same in last_runs(mine, lambda r: (r["config"], r["ranks"], r.get("layer"), r.get("network"))).values():
         by = {r["variant"]: r for r in same}
         if not {"serial", "weft"} <= by.keys():
-            raise ValueError(f"{same[0]['config']}: serial and weft were not both recorded: measure it again")
+            raise ValueError(f"{same[0]['config']} lacks the times of serial or weft: measure it again")
         one = by["weft"]
         p = MatmulReduceScatter(one["ranks"], one["m"], one["n"], one["k"], one["dtype"])
         rows.append(SublayerRow(
@@ -186,7 +191,7 @@ def rows_of(records: Sequence[Record]) -> list[SublayerRow]:
 
 
 def _names(record: Record) -> list[tuple[Network, str]]:
-    """Return the network and layer of a record: as recorded, or by sizes; layers of equal sizes share one name."""
+    """Return the network and layer of a record: as recorded, or by its sizes. Layers of equal sizes share one name."""
     if "layer" in record:
         return [(next(n for n in NETWORKS if n.name == record["network"]), record["layer"])]
     sizes, found = (record["m"], record["n"], record["k"]), []
@@ -250,17 +255,17 @@ def _moves(rows: Sequence[SublayerRow]) -> ResultTable:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return the basis of the numbers, in sentences."""
+    """Return notes on the sources of the numbers, as sentences."""
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     ranks = sorted({r["ranks"] for r in mine})
     said = where(mine[-1], " or ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else "")
     if mine[-1]["device"] != "simulated":
-        said += " A sub-layer is here without its all-gather, which the paper's speedups count and do not overlap."
+        said += " Sub-layers here exclude the all-gather, which the paper's speedups include but do not overlap."
     return [said]
 
 
 def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return in sentences which schedules win, and where the ideal is no bound."""
+    """Return sentences on which schedules win, and on sub-layers that beat the ideal."""
     taken = [row.chosen.split("[")[0] for row in rows]
     count = ", ".join(f"{taken.count(name)} take {name}" for name in dict.fromkeys(taken))
     said = [f"Of {counted(len(rows), 'sub-layer')} {count}."]

@@ -89,7 +89,7 @@ class ExpertsCall(Call):
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
         """For two ranks with two experts each, K = 8 and N = 3, and two rows for each expert."""
         (x, w), (X, W), splits = self.operands, self.mine, self.splits_here
-        size, layout = "must be a whole number from 0 to 2**40", "it must be [E, K=8, N]"
+        size, layout = "must be a whole number from 0 to 2**40", "pass [E, K=8, N]"
         return {
             "one dimension": ({x: X[0]}, f"{x} has shape (8,): pass ["),
             "three dimensions": ({x: X[None]}, f"{x} has shape (1, 8, 8): pass ["),
@@ -100,7 +100,7 @@ class ExpertsCall(Call):
             "list of experts": ({w: list(W)}, f"{w} is a list: pass a torch.Tensor"),
             "other dtype": ({w: W.half()}, f"{w} is torch.float16 and {x} torch.float32"),
             "splits of floats": ({"splits": splits.float()}, "splits is torch.float32: use torch.int64"),
-            "splits of a rank": ({"splits": splits[:2]}, "splits has shape (2,): it must be [4], "),
+            "splits of a rank": ({"splits": splits[:2]}, "splits has shape (2,): pass [4], "),
             "splits elsewhere": ({"splits": splits.to("meta")}, f"splits is on meta and {x} on cpu"),
             "capacity of 64 bits": ({"capacity": 1 << 63}, f"capacity={1 << 63} {size}"),
             "capacity of many bits": ({"capacity": 10**5000}, f"capacity=a number of 16610 bits {size}"),
@@ -233,7 +233,7 @@ class MatmulAllToAllCall(ExpertsCall):
             **super().impossible(),
             "no table": ({"received": None}, "received is a NoneType: pass a torch.Tensor"),
             "received of floats": ({"received": received.float()}, "received is torch.float32: use torch.int64"),
-            "received of one": ({"received": received[0]}, "received has shape (2,): it must be [2, 2], for 2 experts"),
+            "received of one": ({"received": received[0]}, "received has shape (2,): pass [2, 2], for 2 experts"),
             "received elsewhere": ({"received": received.to("meta")}, "received is on meta and h on cpu"),
             "rows": ({"rows": -1}, f"rows=-1 {size}"),
             "cannot": ({"rows": 8, "schedule": "combine[chunks=1,by=dma]"}, "copy engines take sizes from the host"),

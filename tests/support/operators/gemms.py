@@ -238,7 +238,7 @@ class MatmulAllReduceCall(Reduced):
             "bias of other length": ({"bias": torch.ones(4)}, "bias has 4 columns: it must have the N=3 of w"),
             "bias of another dtype": ({"bias": bias.half()}, "bias is torch.float16 on cpu and x is torch.float32 on cpu"),
             "residual of fewer rows": (
-                {"residual": residual[1:]}, "residual has shape (7, 3) and x (8, 8): all but the last"
+                {"residual": residual[1:]}, "residual has shape (7, 3) and x (8, 8): all dimensions except the last"
             ),
             "residual of fewer columns": (
                 {"residual": residual[:, 1:]}, "residual has 2 columns: it must have the N=3 of w"

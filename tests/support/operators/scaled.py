@@ -140,7 +140,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             "lengths": ({"B_scales": [B_scale] * 2}, "B_scales has 2 entries: pass one for each of 1 Bs"),
             "shape of A_scale": (
                 {"A_scale": scales(0, (5, 1), 1)},
-                "A_scale has shape (5, 1): pass one element, or, for each row a scale, (7, 1) or (14, 1)",
+                "A_scale has shape (5, 1): pass one element, or one scale per row, (7, 1) or (14, 1)",
             ),
             "dtype of A_scale": ({"A_scale": scale.half()}, "A_scale is torch.float16 on cpu: use torch.float32"),
             "a number": ({"A_scale": 0.5}, "A_scale is a float: pass a torch.Tensor"),
@@ -162,7 +162,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             "out": ({"out_dtypes": [torch.float64]}, "out_dtypes has torch.float64: use one of torch.bfloat16"),
             "fp8 by row": (
                 {"A_scale": rows, "out_dtypes": [None]},
-                "out_dtypes[0] is torch.float8_e4m3fn (or None): with scales of rows",
+                "out_dtypes[0] is torch.float8_e4m3fn (or None): fp8 GEMMs with scales of rows",
             ),
             "bias of fp8": (
                 {"biases": [zeros], "out_dtypes": [None]}, "biases[0] is torch.float32 on cpu: use torch.bfloat16"
@@ -260,7 +260,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "a number": ({"A_scale": 0.5}, "A_scale is a float: pass a torch.Tensor"),
             "shape of A_scale": (
-                {"A_scale": of_rows[:5]}, "A_scale has shape (5, 1): pass one element, or, for each row a scale, (24, 1)"
+                {"A_scale": of_rows[:5]}, "A_scale has shape (5, 1): pass one element, or one scale per row, (24, 1)"
             ),
             "dtype of A_scale": ({"A_scale": scale.half()}, "A_scale is torch.float16 on cpu: use torch.float32"),
             "shape of B_scale": (
@@ -294,7 +294,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             "last": ({"orig_scatter_dim": 1}, "orig_scatter_dim=1 must name a dimension of A (24, 32) before the last"),
             "other dimension": (
                 {"A": halves, "scatter_dim_after_maybe_reshape": 1},
-                "scatter_dim_after_maybe_reshape=1: of A (12, 2, 32) orig_scatter_dim=0 is dimension 0",
+                "scatter_dim_after_maybe_reshape=1: orig_scatter_dim=0 is dimension 0 of A (12, 2, 32)",
             ),
             "no such dimension": (
                 {"scatter_dim_after_maybe_reshape": 2},
@@ -302,15 +302,15 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "columns of shape": (
                 {"output_shape": [m, n + 1]},
-                "output_shape=(24, 17) does not fit A (24, 32) @ B (32, 16): pass (24, 16), or, with A as (24, 32)",
+                "output_shape=(24, 17) does not match A (24, 32) @ B (32, 16): pass (24, 16), or, with A as (24, 32)",
             ),
             "rows of shape": (
-                {"output_shape": [m, 2, n]}, "output_shape=(24, 2, 16) does not fit A (24, 32) @ B (32, 16)"
+                {"output_shape": [m, 2, n]}, "output_shape=(24, 2, 16) does not match A (24, 32) @ B (32, 16)"
             ),
             "a word for a size": ({"output_shape": [m, "16"]}, "output_shape[1]='16' is a str: pass a whole number"),
             "another shape": (
                 {"A": halves, "output_shape": [2, m // 2, n]},
-                "output_shape=(2, 12, 16) does not fit A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or, with A as",
+                "output_shape=(2, 12, 16) does not match A (12, 2, 32) @ B (32, 16): pass (12, 2, 16), or, with A as",
             ),
             "add": ({"schedule": "direct[chunks=2,by=dma,add=gemm]"}, "with scales cannot accumulate: use add=reduce"),
             "tracked": ({"schedule": "tracked[chunks=1,to=dma]"}, "does not support fp8: use direct[...] or scatter"),

@@ -1,1 +1,1 @@
-"""The parts that all benchmarks share: clocks, checks, ceilings, records, tables, options."""
+"""The code that all benchmarks share: clocks, checks, ceilings, records, tables, options."""

@@ -1,6 +1,6 @@
-"""The parts that weft's commands share: parsing of shapes and files, checks before work starts, and how a command ends.
+"""The code that weft's commands share: parsing of shapes and files, checks before work starts, and exit status.
 
-It needs neither torch nor the packages of `weft[cli]`, except to count GPUs.
+It imports neither torch nor the packages of `weft[cli]`, except to count GPUs.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
 def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
-    """Return M, N, K of "M,N,K" or "MxNxK", and the suffix from a "-" on; raise `ValueError` for another text.
+    """Return M, N, K of "M,N,K" or "MxNxK", and the suffix that starts at "-"; raise `ValueError` for any other text.
 
-    also: further allowed forms, for the error."""
+    also: further allowed forms, for the error message.
+    """
     found = _SIZES.fullmatch(text.replace(" ", ""))
     if found is None:
         raise ValueError(
-            f"--shape {text!r} must be three whole numbers M,N,K above 0, as 16384,8192,4096 or 16384x8192x4096{also}"
+            f"--shape {text!r} must be three positive integers M,N,K, such as 16384,8192,4096 or 16384x8192x4096{also}"
         )
     m, n, k, suffix = found.groups()
     return int(m), int(n), int(k), suffix or ""
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise `ValueError` unless the file can be written. Make no folder, and leave no new file."""
+    """Raise `ValueError` unless the file can be written. Create no folder and leave no new file."""
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}")
+        raise ValueError(f"{option} {path}: the folder {path.absolute().parent} does not exist: create it")
     if path.is_dir():
-        raise ValueError(f"{option} {path}: is a folder: give a file")
+        raise ValueError(f"{option} {path} is a folder: give a file")
     found = path.exists()
     if found and not path.is_file():
         return  # a pipe or a terminal: opening it may block
@@ -52,9 +53,9 @@ def check_file(option: str, path: Path) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise `ValueError` unless files can be written into the folder, or the folder can be made. Make nothing."""
+    """Raise `ValueError` unless files can be written into the folder, or the folder can be made. Create nothing."""
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{option} {path}: is a file: give a folder")
+        raise ValueError(f"{option} {path} is a file: give a folder")
     nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     try:
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
@@ -66,12 +67,11 @@ def check_pictures(path: Path) -> None:
     """Raise `ValueError` unless pictures can be drawn into the folder."""
     check_folder("--pictures", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--pictures: drawing needs matplotlib: pip install 'weft[cli]'")
+        raise ValueError("--pictures needs matplotlib: pip install 'weft[cli]'")
 
 
 def number_of_ranks(given: int | None, device: str) -> int:
-    """Return the number of ranks to start: `given`, or torchrun's, or one for each GPU, or 2 on CPU; raise `ValueError` if too
-    many."""
+    """Return the number of ranks to start: `given`, or torchrun's, or one per GPU, or 2 on CPU. Raise `ValueError` if too many."""
     import torch
 
     from weft import env
@@ -79,14 +79,14 @@ def number_of_ranks(given: int | None, device: str) -> int:
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if env.under_torchrun():
         if given is not None:
-            raise ValueError(f"ranks={given} under torchrun, which has chosen the number of ranks: leave it out")
+            raise ValueError(f"ranks={given} conflicts with torchrun, which sets the number of ranks: leave it out")
         return env.world_size()
     if given is None:
         return max(1, gpus) if device == "cuda" else 2
     if device == "cuda" and given > gpus:
         raise ValueError(
-            f"--ranks {given}, and torch sees {gpus} GPUs: ranks would share them, and no time would mean anything. Take at most "
-            f"{gpus}, or --device cpu"
+            f"--ranks {given}, but torch sees {gpus} GPUs: ranks that share a GPU give meaningless times. Use at "
+            f"most {gpus}, or --device cpu"
         )
     return given
 
@@ -103,9 +103,9 @@ def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
 
 @contextlib.contextmanager
 def one_line(program: str) -> Iterator[None]:
-    """End the process with one line on stderr in place of a traceback.
+    """End the process with one line on stderr instead of a traceback.
 
-    Exit status 2: an argument, a path or a file cannot be used. 1: weft failed while it ran, or the reader of the output is gone.
+    Exit status 2: an argument, a path or a file is invalid. 1: weft failed while it ran, or the reader closed the output pipe.
     130: Ctrl-C. Other exceptions are bugs of weft and keep their traceback.
     """
     try:

@@ -1,9 +1,9 @@
-"""Ceilings of this machine: its best rates, measured on all ranks at once in the run whose results are divided by them.
+"""Ceilings of this machine: its best rates, measured on all ranks at once, in the same run as the results that they normalise.
 
-Memory bandwidth is a local copy, bytes read plus bytes written; on CPU the better of that and reading alone. Ranks share the
-memory bus, so all of them copy at the same time, with the threads that the benchmark gives them. Link bandwidth is a copy into
-the next rank's memory, bytes one way: the copy engine on GPUs, memcpy to shared memory on CPU. The matmul rate is that of one
-large GEMM of random numbers with the second operand transposed, as in `nn.Linear`.
+Memory bandwidth is that of a local copy, bytes read plus bytes written; on CPU, the better of a copy and of reading alone. Ranks
+share the memory bus, so all of them copy at the same time, with the threads that the benchmark gives them. Link bandwidth is that
+of a copy into the next rank's memory, bytes in one direction: by copy engine on GPUs, by memcpy to shared memory on CPU. The
+matmul rate is that of one large GEMM of random numbers with the second operand transposed, as in `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _GEMM = {"cuda": 8192, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of one rank; `link` is infinite without another rank. `matmul`: FLOP/s, if measured."""
+    """Bytes per second of one rank; `link` is infinite for a single rank. `matmul`: FLOP/s, if measured."""
 
     memory: float
     link: float
     matmul: float | None = None
 
     def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
-        """Return milliseconds of bytes through memory, bytes over the link, and operations, all at once: the longest."""
+        """Return the largest of the times, in ms, of these bytes through memory, bytes over the link, and FLOPs."""
         return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
 
     def __str__(self) -> str:
         link = "" if self.link == float("inf") else f", {self.link / 1e9:.1f} GB/s to a peer"
         matmul = "" if self.matmul is None else f", {self.matmul / 1e12:.4g} TFLOP/s"
-        return f"{self.memory / 1e9:.1f} GB/s of memory a rank{link}{matmul}"
+        return f"{self.memory / 1e9:.1f} GB/s of memory per rank{link}{matmul}"
 
     def as_fields(self) -> dict[str, float | None]:
         return {

@@ -1,4 +1,4 @@
-"""Tables and a progress bar on the terminal: rich, or plain lines on a GPU machine that has little but torch."""
+"""Tables and a progress bar on the terminal: by rich, or plain lines on a GPU machine without rich."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), section: int | None = None,
     optional: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Print a table on stdout: the first column left, the others right; a line where the value of column `section` changes.
+    """Print a table on stdout: the first column left, the others right, and a rule between different values of column `section`.
 
-    On a terminal that is too narrow, `optional` columns are left out, the last first. Elsewhere the table is as wide as needed.
+    A terminal that is too narrow omits `optional` columns, the last first. A pipe or file gets the full width.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
@@ -79,7 +79,7 @@ def _rich_table(
 
 
 def has_bar() -> bool:
-    """True if `progress` shows a bar: rich is there, and stderr is a terminal."""
+    """True if `progress` shows a bar: rich is installed, and stderr is a terminal."""
     return Console is not None and sys.stderr.isatty()
 
 
@@ -89,8 +89,9 @@ def progress(
 ) -> Iterator[Callable[[str, float], None]]:
     """Yield `step(what, share)`, which shows `what` and advances the bar by `share` of `total`.
 
-    The bar is on stderr and disappears at the end; print to stdout after it. If stderr is no terminal, lines are printed instead:
-    of all steps, or with `every_s` the first after that many seconds, so that short work prints nothing, and fewer after that.
+    The bar is on stderr and disappears at the end; print to stdout after it. If stderr is no terminal, print lines instead: one
+    per step, or with `every_s` only the first step after that many seconds, and then fewer and fewer. So short work prints
+    nothing.
     """
     if not shown:
         yield lambda what, share: None

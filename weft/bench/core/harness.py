@@ -1,19 +1,19 @@
-"""Timing across ranks: variants alternate, a repetition takes as long as its slowest rank, and calls come in three modes.
+"""Timing across ranks: variants alternate, a repetition takes as long as its slowest rank, and calls have three modes.
 
 - `single`: a call, a synchronisation, and the next call, as in a loop that waits for each result. Ranks start together, and then
   their collectives keep them together. (Pauses between calls would let the device idle, after which any launch takes longer.)
-- `queued`: many calls in a row and one synchronisation, divided by their number: how training runs. On CUDA the calls are enqueued
-  behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work. They are also behind a
-  barrier of the devices, so that no device waits in its first call for another's sleep to end. Calls that wait for the device
-  themselves cannot be enqueued ahead, and get no sleep. On CPU a call returns when its result is complete, so `queued` only drops
-  the common start.
-- `graph`: a call captured in a CUDA graph and replayed, many times as in `queued`: how decoding runs.
+- `queued`: many calls in a row and one synchronisation, divided by the number of calls, as in training. On CUDA the calls are
+  enqueued behind a device sleep that is longer than the enqueueing, so that launch time is hidden unless it exceeds the work. A
+  barrier of the devices also precedes them, so that no device's first call waits for another device's sleep. Calls that
+  synchronise with the device cannot be enqueued ahead, and get no sleep. On CPU a call returns when its result is complete, so
+  `queued` only omits the common start.
+- `graph`: a call captured in a CUDA graph and replayed many times in a row, as in decoding.
 
-Variants alternate in each repetition, since clocks, temperature and neighbours drift. The order changes each time: a
-variant that always follows the same variant would be measured at the clock that this one leaves behind. Repetitions go on
-while a difference that is to be published is within twice its noise, up to a limit.
+Variants alternate in each repetition, since clocks, temperature and neighbours drift. The order changes each time, since a
+variant inherits the clock rate that its predecessor leaves behind. Repetitions continue while a difference that will be published
+is within twice its noise, up to a limit.
 
-Timed results can be inspected: the last repetition hands on the output of each row's last call.
+Timed results can be inspected: the last repetition passes on the output of each row's last call.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ import torch
 import torch.distributed as dist
 
 HARNESS = 4
-"""The version of this harness, which every record has. Raise it when times of the same code would come out differently, and write
-the change into benchmarks/README.md."""
+"""The version of this harness; every record has it. Increment it when times of the same code would change, and document the
+change in benchmarks/README.md."""
 
 Mode = Literal["single", "queued", "graph"]
 Call = Callable[[int], object]  # a call on the input set of this number
 
-_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any current GPU: a sleep may be longer than asked, hardly shorter
+_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any current GPU: sleeps may be longer than asked, hardly shorter
 _LONGEST_SLEEP_S = 0.2
 _MOST_CALLS = 20  # in a row
-_MOST_REPLAYS = 12  # replays of graphs: behind more NCCL graphs, a launch waits for the device
+_MOST_REPLAYS = 12  # behind more replays of NCCL graphs, a launch waits for the device
 _ATTEMPTS = 4  # to enqueue a row of calls before the sleep ends
-_LONGER = 4  # at most this many times the repetitions, while a difference is within its noise
+_LONGER = 4  # the largest factor on the repetitions while a difference is within its noise
 _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that take part. `group` moves the data, `control` is a gloo group for small numbers and common starts."""
+    """The ranks of a benchmark. `group` moves the data; `control` is a gloo group for small numbers and common starts."""
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -62,18 +62,18 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of each rank, equally many, on all ranks: `[rank][i]`."""
+        """Return the values of every rank, on all ranks: `[rank][i]`. Every rank must pass the same number of values."""
         mine = torch.tensor(list(values), dtype=torch.float64)
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everybody, mine, group=self.control)
         return [t.tolist() for t in everybody]
 
     def most(self, value: float) -> float:
-        """Return the largest `value` of any rank; NaN counts as infinity."""
+        """Return the largest `value` over all ranks; NaN counts as infinity."""
         return max(float("inf") if v[0] != v[0] else v[0] for v in self.gather([value]))
 
     def start_together(self) -> None:
-        """Return at the same moment on all ranks: they agree on a time just ahead (one host, one monotonic clock)."""
+        """Return at the same moment on all ranks: they agree on a time slightly ahead (one host, one monotonic clock)."""
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass
@@ -85,17 +85,18 @@ class Ranks:
 
     @cached_property
     def _meeting(self) -> Any:
-        """A barrier of signals in symmetric memory; None if there is none.
+        """Return a barrier of signals in symmetric memory; None if there is none.
 
-        An NCCL barrier would not do: if a graph holds NCCL collectives, NCCL work before it blocks the host at the launch of the
-        graph."""
+        An NCCL barrier does not work here: if a graph contains NCCL collectives, its launch blocks the host until earlier NCCL
+        work ends.
+        """
         if self.world_size == 1:
             return None
         import torch.distributed._symmetric_memory as symm_mem
 
         try:
             return symm_mem.rendezvous(symm_mem.empty(1, dtype=torch.int64, device=self.device), self.group.group_name)
-        except RuntimeError:  # devices without peer access start as closely as their hosts do
+        except RuntimeError:  # devices without peer access start only as closely together as their hosts
             return None
 
     def synchronize(self) -> None:
@@ -103,7 +104,7 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Wait until devices are idle, and hosts are here, on all ranks."""
+        """Wait until the devices of all ranks are idle, and all hosts have arrived here."""
         self.synchronize()
         dist.barrier(self.control)
 
@@ -134,9 +135,10 @@ class Timing:
 
 
 def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
-    """Return the standard error of a median, relative to it, for normally distributed times.
+    """Return the relative standard error of a median of normally distributed times.
 
-    60% of the times lie within 1.68 standard deviations, and the median of n errs by 1.25 / sqrt(n) of one."""
+    60% of the times lie within 1.68 standard deviations, and the standard error of the median of n is 1.25 / sqrt(n) deviations.
+    """
     return 1.2533 * (p80 - p20) / 1.6832 / math.sqrt(repetitions) / p50
 
 
@@ -150,7 +152,7 @@ def summarise(
 ) -> Timing:
     """Return the slowest rank's percentiles of `repetitions_ms[i][rank]`; raise ValueError without repetitions."""
     if not repetitions_ms:
-        raise ValueError("no repetition was timed: ask for at least one")
+        raise ValueError("no repetition was timed: ask for at least 1")
     times = np.asarray(repetitions_ms, dtype=float)
     slowest = times.max(axis=1)
     p20, p50, p80 = (float(np.percentile(slowest, p)) for p in (20, 50, 80))
@@ -165,16 +167,17 @@ def time_arms(
     advance: Callable[[float], None] = lambda share: None, before_last: Callable[[], None] = lambda: None,
     inspect: Callable[[str, int, Any], None] = lambda name, which, output: None,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time `arms` alternately, on all ranks at once; every rank returns the same.
+    """Time `arms` alternately, on all ranks at once; every rank returns the same timings.
 
-    The slowest variant gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through
-    `input_sets`. `advance` is called after each repetition with its share of the whole. For `graph` a variant is the call
-    that replays. `waiting`: variants that wait for the device in each call.
+    The slowest variant gets about `seconds`. All variants get the same number of `repetitions` (least, most), and calls cycle
+    through `input_sets`. For `graph`, a variant is the call that replays.
 
-    claims: pairs of variants whose difference matters; while it is not clear, the two are repeated up to `_LONGER` times as
-        often.
-    before_last, inspect: called before the last repetition, and in it after each variant's row, with the variant's name,
-    the input set and the output of the row's last call, in the same order on all ranks.
+    waiting: variants that synchronise with the device in each call.
+    claims: pairs of variants whose difference matters. While it is not clear, both are repeated up to `_LONGER` times as often.
+    advance: called after each repetition with its share of the whole.
+    before_last: called before the last repetition.
+    inspect: called in the last repetition, after each variant's row, with the variant's name, the input set and the output of the
+        row's last call, in the same order on all ranks.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
@@ -249,7 +252,7 @@ class _HostClock:
     last: tuple[int, object] = field(default=(0, None), init=False)
 
     def measure(self, repetition: int) -> tuple[float, float]:
-        """Return (milliseconds of a call, microseconds of it that the host was busy), on this rank."""
+        """Return (milliseconds per call, microseconds per call that the host was busy), on this rank."""
         self.ranks.start_together()
         start = time.perf_counter()
         self._row(repetition, self.calls)
@@ -265,7 +268,7 @@ class _HostClock:
 
 
 class _SingleClock(_HostClock):
-    """One call and a synchronisation, several in a row: the medians. The first follows a pause, and does not count."""
+    """A row of single calls, each with a synchronisation; medians. The first call follows a pause and is not counted."""
 
     def measure(self, repetition: int) -> tuple[float, float]:
         found = []
@@ -286,8 +289,9 @@ class _SingleClock(_HostClock):
 class _QueueClock(_HostClock):
     """A row of calls behind a sleep of the device.
 
-    If the sleep ended on any rank before all calls were enqueued, the row is measured again behind a longer one. So the first
-    row, without a sleep, measures the time to enqueue. Calls that wait for the device would outlast any sleep."""
+    If the sleep ended on any rank before all calls were enqueued, the row is measured again behind a longer sleep. The first row
+    has no sleep and so measures the time to enqueue. Calls that synchronise with the device would outlast any sleep.
+    """
 
     sleep_s: float = field(default=0.0, init=False)
 

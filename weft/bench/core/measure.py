@@ -1,8 +1,8 @@
 """Checks and timings of variants, the same for every operator: first calls, checks on poisoned memory, graphs, timings.
 
-A variant is one way to compute the output of a workload. A variant is timed only after its output was compared with the
-float64 reference. The timed output is compared too: the last output of a row of calls, or of replays of a graph. A time
-with a wrong output is dropped.
+A variant is an implementation that computes the output of a workload. It is timed only after its output was compared with the
+float64 reference. The timed output is compared too: the last output of a row of calls, or of replays of a graph. The time of a
+wrong output is discarded.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import torch
 
 from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_arms
 
-Step = Callable[[str, float], None]  # (name of the running part, its finished share)
+Step = Callable[[str, float], None]  # (name of the current part, its finished share)
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
-STEPS = 1  # steps of progress, beside one for each mode
+STEPS = 1  # steps of progress, besides one for each mode
 
 _BLOCK_BYTES = 128 << 20  # bytes in float64 while an output is compared
 
 
 class Workload(ABC):
-    """One configuration's data on one rank: `input_sets` inputs, and their expected outputs."""
+    """The data of one configuration on one rank: `input_sets` inputs, and their expected outputs."""
 
     name: str
     ranks: Ranks
     input_sets: int
     dtype: torch.dtype
     waiting: Collection[str] = ()
-    """Arms that wait for the device in each call: they are not enqueued ahead, and not captured."""
+    """Variants that synchronise with the device in each call: they are neither enqueued ahead nor captured."""
     claims: Collection[tuple[str, str]] = ()
-    """(variant, baseline) pairs with published differences: they are repeated until the difference exceeds its noise."""
+    """(variant, baseline) pairs with published differences. They are repeated until the difference exceeds its noise."""
 
     @abstractmethod
     def reference(self, which: int) -> Any:
         """Return this rank's output for that input set, in float64 and two-dimensional. Collective."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
-        """Return pairs of variants that run the same schedule: their difference is noise, and no claim."""
+        """Return pairs of variants that run the same schedule: their difference is noise, not a claim."""
         return {}
 
     def called(self, name: str) -> None:  # noqa: B027  # most subclasses do nothing
@@ -62,13 +62,14 @@ class Workload(ABC):
         output.fill_(math.nan)
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """Return the rows of a variant's output that must equal the reference; variants may leave other rows undefined."""
+        """Return the rows of a variant's output that must equal the reference; a variant may leave other rows undefined."""
         return output
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Any) -> float:
         """Return the largest error of any element of `output`, on any rank, relative to the largest element. Collective.
 
-        It is infinite if an element is not finite, or the shape or dtype is wrong."""
+        The error is infinite if an element is not finite, or the shape or dtype is wrong.
+        """
         output = self.rows_of(name, output, which)
         largest = self.ranks.most(_largest(reference))
         if output.shape != reference.shape or output.dtype != self.dtype:
@@ -90,17 +91,17 @@ def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> flo
 
 
 Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]
-"""A graph and its output. The output is kept as long as the graph: graphs share one pool, and another graph would take its
-memory before it is checked."""
+"""A graph and its output. The output lives as long as the graph: graphs share one pool, and another graph would reuse its memory
+before it is checked."""
 
 
 @dataclass
 class Results:
     """The results by variant or by (mode, variant); the same on every rank.
 
-    wrong: messages about variants that differ from the reference; they are not timed, or not in every mode. not_captured:
-        reasons.
-    graphs: of captured calls, by input set."""
+    wrong: messages about variants that differ from the reference; they are not timed, or not in every mode. not_captured: the
+        reason for each variant that cannot be captured. graphs: captured calls, by input set.
+    """
 
     errors: dict[str, float]
     first_call_ms: dict[str, float] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class Results:
 
 
 class Recorder:
-    """Captures calls in CUDA graphs. They are replayed one after the other, so all share one memory pool."""
+    """A recorder of calls in CUDA graphs. The graphs are replayed one after the other, so all share one memory pool."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -145,16 +146,17 @@ class Recorder:
             torch.cuda.set_stream(here)
             self._renew()
         failed = self.ranks.most(float(bool(reason)))
-        return (reason or "another rank could not") if failed else (graph, output)
+        return (reason or "capture failed on another rank") if failed else (graph, output)
 
 
 def measure_arms(
     work: Workload, arms: Arms, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check `arms`, then time them and the calls `beside` them, whose results are not checked. Collective.
+    """Check and time `arms`; also time the calls in `beside`, whose results are not checked. Collective.
 
-    In `graph` mode, variants that wait for the device are left out."""
+    `graph` mode omits variants that synchronise with the device.
+    """
     step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(arms, work.ranks, work.called)
     found = check(arms, work)
@@ -180,7 +182,7 @@ def measure_arms(
         )  # fmt: skip
         return timed, seen
 
-    for mode in modes:  # graph is the last: captured calls may run differently afterwards
+    for mode in modes:  # graph is last: captured calls may change how later calls run
         calls: dict[str, Call] = {**arms, **beside}
         if mode == "graph":
             recorder = Recorder(work.ranks)
@@ -193,7 +195,7 @@ def measure_arms(
         timed, seen = time_all(mode, calls)
         for name, error in seen.items():
             found.errors[name] = max(found.errors[name], error)
-            so = "this was the last of a row of calls, and its time is not kept"
+            so = "this was the last output of a row of calls, so its time is discarded"
             if _is_wrong(name, error, work, found, f", {mode},", so, must=name == baseline):
                 del timed[name], arms[name]
         found.timings |= {(mode, name): timing for name, timing in timed.items()}
@@ -202,7 +204,7 @@ def measure_arms(
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
-    """Fill the outputs of replays with NaN. Calls that are no replays return newly allocated memory."""
+    """Fill the outputs of replays with NaN. Calls that are not replayed return newly allocated memory."""
     for graphs in captured.values():
         for _, output in graphs:
             if isinstance(output, torch.Tensor):
@@ -210,8 +212,10 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
 
 
 def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda name: None) -> dict[str, float]:
-    """Return milliseconds of each variant's first call with a synchronisation, the slowest rank's. called: gets each name.
-    Collective."""
+    """Return the slowest rank's milliseconds of each variant's first call with a synchronisation. Collective.
+
+    called: called with the name of each variant.
+    """
     found = {}
     for name, arm in arms.items():
         ranks.start_together()
@@ -226,8 +230,8 @@ def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda
 def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: Results | None = None) -> Results:
     """Add the error of each variant, relative to the largest element, over all input sets, to `found`. Collective.
 
-    Before each checked call the variant computes another input set and its result is filled with NaN and dropped, so that
-    memory that is not written anew shows. With a recorder, the checked call is the replay of a captured call, into memory
+    Before each checked call, the variant computes another input set, and that result is filled with NaN and dropped. This exposes
+    memory that the checked call does not write. With a recorder, the checked call is the replay of a captured call, into memory
     full of NaN. The first variant is the baseline; if it is wrong, raise RuntimeError.
     """
     found = found or Results(dict.fromkeys(arms, 0.0))
@@ -247,11 +251,11 @@ def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: R
 
 
 def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
-    """Return True and note it if a variant's error is too large; raise RuntimeError if `must`."""
+    """Return True and record a message if a variant's error is too large; raise RuntimeError instead if `must`."""
     if error <= (limit := work.limit(name, found.errors)):
         return False
     found.wrong[name] = (
-        f"{work.name}: {work.differs(name, how)} by {error:.3g} of the largest element; at most {limit:.3g} is allowed: {so}"
+        f"{work.name}: {work.differs(name, how)} by {error:.3g} of the largest element; the limit is {limit:.3g}: {so}"
     )
     if must:
         raise RuntimeError(found.wrong[name])
@@ -261,7 +265,7 @@ def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str,
 def _output(
     name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Results
 ) -> torch.Tensor | None:
-    """Return the variant's output in memory that was full of NaN; None if it cannot be captured."""
+    """Return the variant's output, in memory that was full of NaN; None if the call cannot be captured."""
     graph, output = None, None
     if name in found.not_captured:
         return None
@@ -272,7 +276,7 @@ def _output(
         graph, output = captured
         assert isinstance(output, torch.Tensor)
         output.fill_(math.nan)
-    stale = arm((which + 1) % work.input_sets)  # it also overwrites the memory that peers receive into
+    stale = arm((which + 1) % work.input_sets)  # it also overwrites the memory that peers write into
     work.poison(name, stale)
     del stale
     if graph is None:

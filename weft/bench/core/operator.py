@@ -1,8 +1,8 @@
-"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables), `Variants` of each preset
-(inputs, variants and baselines, bytes), and the records made of these.
+"""The interface between benchmarks and operators: `OperatorBenchmark` (presets, tables), `Variants` of each preset (inputs,
+variants, baselines, bytes), and the records made from them.
 
-An operator with baselines of its own has a file in `weft.bench.ops` of its name, with an `OperatorBenchmark` called
-`OPERATOR`. Timing, checks, records, command line and documents are shared.
+An operator with its own baselines has a file of its name in `weft.bench.ops`, with an `OperatorBenchmark` called `OPERATOR`.
+Timing, checks, records, command line and documents are shared.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ Columns = Mapping[str, Callable[[Record], str]]
 
 @dataclass(frozen=True)
 class Measured:
-    """One configuration's results: a JSON-ready object per (variant, mode).
+    """The results of one configuration: a JSON-ready object per (variant, mode).
 
-    beside: timings of the calls beside the variants. title, notes: of the table on the terminal. wrong: messages about variants
-    that were not timed because they differ from the reference."""
+    beside: timings of calls that are not variants. title, notes: of the table on the terminal. wrong: messages about variants
+    that were not timed because they differ from the reference.
+    """
 
     records: list[Record]
     beside: Sequence[Record] = ()
@@ -44,39 +45,39 @@ class Measured:
 
 
 class Variants(Workload):
-    """One configuration's data and the ways to compute its output."""
+    """The data of one configuration and the variants that compute its output."""
 
     about: str
-    """A description of the configuration, beside its `name`."""
+    """A description of the configuration, besides its `name`."""
     baselines: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def arms(self, wanted: Sequence[str]) -> tuple[Arms, Mapping[str, Call], list[str]]:
-        """Return (variants, the baseline first; calls beside them; notes on omitted variants). wanted: names, or the default
-        ones."""
+        """Return (variants, the baseline first; further calls to time; notes on omitted variants). wanted: names; empty for the
+        defaults."""
 
     @abstractmethod
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
-        """Return the time of bytes and operations at the rates measured in the same run; None if they are not counted.
-        Collective."""
+        """Return the larger of the times of all bytes and all FLOPs at the rates measured in this run; None if they are not
+        counted. Collective."""
 
     def baseline(self, mode: Mode) -> str:
         return self.baselines[0]
 
     @abstractmethod
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the fields that all records of a mode have, beside the fields of all operators."""
+        """Return the fields that all records of a mode share, besides the fields of all operators."""
 
     @abstractmethod
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
-        """Return the fields of a variant, beside the fields of all operators. Collective."""
+        """Return the fields of a variant, besides the fields of all operators. Collective."""
 
     @abstractmethod
     def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         """Return the notes below the table."""
 
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Check and time the variants. Collective; the same times on every rank."""
+        """Check and time the variants. Collective; every rank returns the same times."""
         arms, beside, notes = self.arms(options.variants)
         found = measure_arms(
             self, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
@@ -115,48 +116,49 @@ class ChoosingVariants(Variants):
 
     @abstractmethod
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return (the variant that selects its schedule, its baseline: the collective and the computation by hand)."""
+        """Return (the variant that selects its schedule, its baseline: NCCL / gloo and the computation, as a user writes them)."""
 
     @abstractmethod
     def taken(self, variant: str, mode: Mode) -> str:
-        """Return the schedule that the operator selected for a variant that pins none, after a call."""
+        """Return the schedule that the operator selected for a variant without a pinned schedule, after a call."""
 
     @abstractmethod
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
-        """Return (milliseconds of the computation alone, of the collective alone); None for a time that was not taken."""
+        """Return (milliseconds of the computation alone, of the collective alone); None for a time that was not measured."""
 
     @abstractmethod
     def arm(self, name: str) -> Callable[[int], torch.Tensor]:
-        """Return a variant of such a pair, for calls that are not captured."""
+        """Return a variant of such a pair as a function, for calls that are not captured."""
 
     @abstractmethod
     def resized(self, size: int) -> Self:
-        """Return the same weights with the first `size` rows of the inputs (tokens, samples): a call of another size."""
+        """Return a call of another size: the same weights, and the first `size` rows (tokens, samples) of the inputs."""
 
 
 class OperatorBenchmark(ABC, Generic[P]):
     """The benchmark of an operator. P: its presets, which have names and become `Variants`; tables show their records.
 
-    An operator that measures in its own way overrides the methods for measuring, showing and tables."""
+    An operator that measures differently overrides the methods for measuring, showing and tables.
+    """
 
     name: str
     matmul: bool = False  # True if the roofline needs the rate of a GEMM
-    fp8: bool = False  # True if it supports fp8 operands
-    refuses: Mapping[str, str] = {"pictures": "draws none, leave it out", "option": "has none, leave it out"}
+    fp8: bool = False  # True if the operator supports fp8 operands
+    refuses: Mapping[str, str] = {"pictures": "draws none: leave it out", "option": "has none: leave it out"}
     baselines: tuple[str, ...] = ()
     columns: ClassVar[Columns] = {}
-    """Columns of the table of a configuration, beside the columns of all operators."""
+    """Columns of the table of a configuration, besides the columns of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
-    """Columns of that table that a narrow terminal leaves out, the last first."""
+    """Columns of that table that a narrow terminal omits, the last first."""
     optional: tuple[str, ...] = ()
-    """Such columns of the table of several configurations."""
+    """Columns of the table of several configurations that a narrow terminal omits."""
     head: tuple[str, ...] = ()
     time: str = "{}"
     tail: tuple[str, ...] = ()
-    """Headers of the table of several configurations: before the times, of a variant's times, and behind the gains."""
+    """Headers of the table of several configurations: before the times, of a variant's times, and after the gains."""
 
     def modes(self, device: str) -> tuple[Mode, ...]:
-        """Return the modes that are timed on this type of device."""
+        """Return the modes to time on this type of device."""
         return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
 
     def default_dtype(self, device: str) -> str:
@@ -165,11 +167,11 @@ class OperatorBenchmark(ABC, Generic[P]):
 
     @abstractmethod
     def check_options(self, options: BenchOptions) -> None:
-        """Raise ValueError, with the fix, for an impossible preset or variant."""
+        """Raise ValueError, with the fix, for an invalid preset or variant."""
 
     @abstractmethod
     def presets(self, options: BenchOptions) -> Sequence[P]:
-        """Return the configurations that `options.preset` names."""
+        """Return the configurations named by `options.preset`."""
 
     # --- presets that become variants ---
 
@@ -177,11 +179,11 @@ class OperatorBenchmark(ABC, Generic[P]):
         raise NotImplementedError
 
     def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
-        """Return the baselines of each variant whose gains are shown, its own baseline first."""
+        """Return, for each variant whose gains are shown, its baselines; its main baseline comes first."""
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:
-        """Return the variants with a column of times: baselines first, without pinned schedules."""
+        """Return the variants that get a column of times: baselines first, without pinned schedules."""
         there = dict.fromkeys(r["variant"] for r in rows if not self.pinned(r["variant"]))
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
@@ -194,20 +196,20 @@ class OperatorBenchmark(ABC, Generic[P]):
         return []
 
     def twin(self, record: Record) -> str | None:
-        """Return the variant that pins the schedule that `record`'s variant selected, if its choice is recorded."""
+        """Return the variant that pins the schedule selected by `record`'s variant; None if no choice is recorded."""
         return None
 
     def pinned(self, variant: str) -> bool:
-        """True if the variant pins a schedule by name: such variants are shown behind the others, the fastest first."""
+        """True if the variant pins a schedule by name. Such variants are shown after the others, the fastest first."""
         return False
 
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Build, check and time one configuration. Collective; the same result on every rank."""
+        """Build, check and time one configuration. Collective; every rank returns the same result."""
         step(f"{preset.name}: making inputs", 0)  # type: ignore[attr-defined]
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration. Calls beside the variants have times only."""
+        """Print a table of one configuration. Calls that are not variants have times only."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows: list[Record] = []
         for mode in options.modes:
@@ -256,7 +258,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return self.lines(rows)
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
-        """Return the notes that a reader of these lines needs, in sentences."""
+        """Return the notes that explain these lines, in sentences."""
         header, lines = self.lines(rows)
         gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
         named = {(r["config"], r["variant"]): r for r in rows}

@@ -1,7 +1,7 @@
 """The list of operators that every command shows, and the lookup of their benchmarks.
 
-It has names only: an operator's file is imported on demand. So the command line shows its help without torch, and operators check
-their own options.
+This module has names only: an operator's file is imported on demand. So the command line shows its help without importing torch,
+and operators check their own options.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ SCALED = {"all_gather_scaled_matmul": "all_gather_matmul"}
 LAYERS = "tensor_parallel"
 """Layers that call several operators: measured as a whole, planned operator by operator."""
 _STUDY = "inefficiency"
-"""The study of the cost of overlap: it is measured, but is no operator."""
+"""The study of the cost of overlap: it is measured, but it is not an operator."""
 _HOMES = {
     LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", _STUDY: "weft.studies.inefficiency:OPERATOR",
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
-"""The places of benchmarks without a file of their name."""
+"""The modules of benchmarks without a file of their name."""
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
-    """Return the operator and dtype as which `name` is planned and measured; raise `ValueError` for a dtype other than fp8."""
+    """Return the operator and dtype under which `name` is planned and measured; raise `ValueError` for a dtype other than fp8."""
     if name not in SCALED:
         return name, dtype
     if dtype not in (None, "fp8"):
-        raise ValueError(f"--dtype {dtype}: {name} is for fp8; {SCALED[name]} takes {dtype}")
+        raise ValueError(f"--dtype {dtype}: {name} needs --dtype fp8; use {SCALED[name]} for {dtype}")
     return SCALED[name], "fp8"
 
 
@@ -48,10 +48,10 @@ def measured() -> list[str]:
 
 
 def operator(name: str) -> Any:
-    """Return the `OperatorBenchmark` of that name; raise `ValueError` with the known names if there is none.
+    """Return the `OperatorBenchmark` called `name`; raise `ValueError` with the known names if there is none.
 
-    An operator whose spec draws its calls and computes the expected results needs no file in `weft.bench.ops`, whether it is
-    weft's or registered by a user (`weft.operator`).
+    If an operator's spec draws calls and computes expected results, it needs no file in `weft.bench.ops`. This holds for weft's
+    operators and for those that a user registers (`weft.operator`).
     """
     home, _, what = _HOMES.get(name, f"weft.bench.ops.{name}:OPERATOR").partition(":")
     if name in measured() and importlib.util.find_spec(home) is not None:

@@ -1,4 +1,4 @@
-"""Options of a benchmark run: one frozen value that the command line fills and every rank receives."""
+"""Options of a benchmark run: one frozen dataclass that the command line fills and every rank receives."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 class BenchOptions:
     """The options of a run.
 
-    preset: None: all presets that suit the device. modes: default: the operator's. scale (embedding_all_to_all): None: the
-    largest 1/2^k that fits (GPU: memory; CPU: memory and about a second per variant: a call may read `read_mib` MiB of rows with
-    each thread). seconds: for the slowest variant of a mode. quick: small inputs and few repetitions, to try things out.
-    pictures: a folder for them, if the operator draws any. option: names and values of the operator's own options
-    (`weft.builders.Problem.sized`)."""
+    preset: names separated by commas; None: all presets that suit the device. modes: default: the operator's. scale
+    (embedding_all_to_all): None: the largest 1/2^k that fits (GPU: memory; CPU: memory, and about a second per variant, since
+    each thread of a call may read `read_mib` MiB of rows). seconds: for the slowest variant of a mode. quick: small inputs and
+    few repetitions, to try things out. pictures: a folder, if the operator draws any. option: names and values of the operator's
+    own options (`weft.builders.Problem.sized`).
+    """
 
     op: str
     preset: str | None = None
@@ -52,12 +53,10 @@ class BenchOptions:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.dtype == "fp8" and not op.fp8:
             others = "all_gather_matmul and scaled_matmul_reduce_scatter have"
-            raise ValueError(f"dtype='fp8': {self.op} has no scaled GEMMs; {others}")
+            raise ValueError(f"dtype='fp8' is not supported by {self.op}, which has no scaled GEMMs; {others}")
         known = op.modes(self.device)
         if not self.modes or set(self.modes) - set(known):
-            raise ValueError(
-                f"modes={self.modes} must be of {', '.join(known)}: {self.op} on {self.device} has no other"
-            )
+            raise ValueError(f"modes={self.modes}: {self.op} on {self.device} supports only {', '.join(known)}")
         if self.seconds is not None and not 0 < self.seconds <= 3600:
             raise ValueError(
                 f"seconds={self.seconds} must be above 0 and at most 3600, for the slowest variant of a mode"
@@ -66,29 +65,30 @@ class BenchOptions:
             if (value := getattr(self, field)) not in (None, ()):
                 raise ValueError(f"{field}={value}: {self.op} {why}")
         if self.scale is not None and not 0 < self.scale <= 1:
-            raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks what is measured")
+            raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks the configuration")
         op.check_options(self)
 
     @property
     def presets(self) -> tuple[str, ...]:
-        """The names in `preset`; empty for all that suit the device."""
+        """Return the names in `preset`; empty for all that suit the device."""
         return tuple(name.strip() for name in self.preset.split(",")) if self.preset is not None else ()
 
     @property
     def time_s(self) -> float:
-        """The seconds for the slowest variant of a mode."""
+        """Return the seconds for the slowest variant of a mode."""
         return self.seconds or (0.1 if self.quick else 1.0)
 
     @property
     def repetitions(self) -> tuple[int, int]:
-        """(least, most)"""
+        """Return (least, most)."""
         return (3, 5) if self.quick else (9, 25) if self.time_s >= 0.5 else (5, 25)
 
 
 def parse_option(op: str, text: str) -> tuple[str, Any]:
-    """Return name and value of "dst=2", an option of `op` (`weft.builders.options`).
+    """Return name and value of a text such as "dst=2", an option of `op` (`weft.builders.options`).
 
-    If the benchmark refuses `option`, the value is the text. Raises `ValueError` without a name, or for an impossible value."""
+    If the benchmark refuses `option`, the value stays text. Raises `ValueError` without a name, or for an invalid value.
+    """
     return split(text) if "option" in operator(op).refuses else option_from_text(op, text)
 
 
@@ -97,4 +97,4 @@ def parse_scale(text: str) -> float:
     try:
         return float(Fraction(text))
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"scale {text!r} is no number: write it as 1/32 or 0.03") from None
+        raise ValueError(f"scale {text!r} is not a number: write it as 1/32 or 0.03") from None

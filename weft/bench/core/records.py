@@ -30,7 +30,7 @@ _MOST_BYTES = 256 << 20
 def common_fields(
     options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float | None, ceilings: list[Ceilings]
 ) -> Record:  # fmt: skip
-    """Return the fields that all records of a configuration share, for every operator, beside `run`. roofline_ms: None if there
+    """Return the fields that all records of a configuration share, for every operator, besides `run`. roofline_ms: None if there
     is none."""
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
@@ -42,7 +42,7 @@ def common_fields(
 
 @lru_cache
 def environment(device_type: str) -> Record:
-    """Return this machine, these versions, this code, the variables that affect the baselines, and the time."""
+    """Return the machine, versions, commit, environment variables that affect the baselines, and the time."""
     versions = {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device_type == "cuda":
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -79,7 +79,8 @@ class _Line(Record):
 def read(paths: Iterable[Path]) -> list[Record]:
     """Return all records of these files, in order.
 
-    Raises `ValueError`, with file and line, for a line that is no record, and later for access to a missing field."""
+    Raises `ValueError`, with file and line, for a line that is not a record, and later on access to a missing field.
+    """
     found: list[Record] = []
     for path in paths:
         for number, line in enumerate(reading.read_bytes(path, _MOST_BYTES).splitlines(), 1):
@@ -89,7 +90,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
             fields = reading.parse_json(line, where, fix="remove the line, or record the run again")
             if not isinstance(fields, dict):
                 raise ValueError(
-                    f"{where}: {type(fields).__name__} in place of a record, which is an object: remove the line"
+                    f"{where}: found a {type(fields).__name__}, but a record is a JSON object: remove the line"
                 )
             record = _Line(fields)
             record.where = where
@@ -97,24 +98,24 @@ def read(paths: Iterable[Path]) -> list[Record]:
                 operator(str(record["op"]))
             except ValueError:
                 known = f"remove the line, or correct it to one of {', '.join(measured())}"
-                raise ValueError(f"{where}: op {record['op']!r} is no operator: {known}") from None
+                raise ValueError(f"{where}: unknown op {record['op']!r}: {known}") from None
             found.append(record)
     return found
 
 
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
-    """Raise `ValueError` if the code inside cannot compute with a record's values: a text for a number, a time of 0."""
+    """Raise `ValueError` if the code inside cannot compute with a record's values, such as text for a number or a time of 0."""
     try:
         yield
     except (TypeError, AttributeError, ArithmeticError, LookupError, StopIteration) as error:
         raise ValueError(
-            f"a record has a value of a wrong type or size ({error}): measure it anew, or take it out"
+            f"a record has a value of a wrong type or size ({error}): measure it again, or remove it"
         ) from error
 
 
 def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dict[Hashable, list[Record]]:
-    """Return by key, in the order of first appearance, the records of its last run, in their order."""
+    """Return, by key, the records of the key's last run, in their order; keys are in the order of first appearance."""
     found, runs = list(found), dict[Hashable, list[Record]]()
     last = {key(r): r["run"] for r in found}
     for r in found:

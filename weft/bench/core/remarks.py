@@ -1,6 +1,5 @@
-"""Remarks on tables, derived from the records alone: which differences are within their noise, how far one schedule differs from
-itself under another name, and which features other libraries ran without.
-"""
+"""Remarks on tables, derived from the records alone. They say which differences are within their noise, how far one schedule
+differs from itself under another name, and which features other libraries ran without."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from weft.bench.core.tables import Record, times
 from weft.words import counted
 
 MULTICAST_M = 2048
-"""Up to this M torch's fused_all_gather_matmul(return_A=False) gathers by NVLink multicast, if the machine has it."""
+"""Up to this M, torch's fused_all_gather_matmul(return_A=False) gathers by NVLink multicast, if the machine has it."""
 
 _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 
@@ -21,7 +20,8 @@ _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
     """Return the speed relative to `base`: "1.25x", in parentheses if within twice the noise, or if both are the same schedule.
 
-    It is empty if either is missing. Records without noise count as exact."""
+    The text is empty if either record is missing. Records without noise count as exact.
+    """
     if not (one and base):
         return ""
     noises = [
@@ -38,7 +38,8 @@ def unclear(cells: Sequence[str]) -> list[str]:
     if not in_them:
         return []
     return [
-        f"In parentheses: off 1 by less than twice its noise, or one schedule against itself ({in_them} of {len(some)})."
+        "In parentheses: differs from 1 by less than twice its noise, or one schedule compared with itself "
+        f"({in_them} of {len(some)})."
     ]
 
 
@@ -54,9 +55,9 @@ def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
 
 
 def of_asynctp(rows: Sequence[Record]) -> list[str]:
-    """Return remarks on AsyncTP. rows: of one dtype, AsyncTP's among them."""
+    """Return remarks on AsyncTP. rows: records of one dtype, including AsyncTP's."""
     if rows[0]["dtype"] == "fp8":
-        return ["asynctp, torch's scaled operator, does not gather by NVLink multicast, with which it did not run."]
+        return ["asynctp (torch's scaled operator) does not gather by NVLink multicast."]
     said = []
     for variables, how, some in _by_variables(rows):
         of = "" if len(some) == len(rows) else f" ({', '.join(dict.fromkeys(r['config'] for r in some))})"
@@ -67,18 +68,19 @@ def of_asynctp(rows: Sequence[Record]) -> list[str]:
             )
         elif not variables:
             said.append(
-                f"Whether asynctp had NVLink multicast, by which it gathers for M <= {MULTICAST_M}, is not known{of}."
+                "The records do not say if asynctp had NVLink multicast, by which it gathers for M <= "
+                f"{MULTICAST_M}{of}."
             )
     return said
 
 
 def of_nccl(rows: Sequence[Record]) -> list[str]:
-    """Return remarks on NCCL's all-gather in switches, which needs more than two ranks."""
+    """Return remarks on NCCL's all-gather in NVLink switches (NVLS), which needs more than two ranks."""
     if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
         return []
     without = [how for variables, how, _ in _by_variables(rows) if variables.get(_NO_NVLS) == "0"][:1]
     return [
-        f"NCCL ran without NVLink multicast too ({_NO_NVLS}=0{how}), which it may use on more than two GPUs."
+        f"NCCL also ran without NVLink multicast ({_NO_NVLS}=0{how}), which it may use on more than two GPUs."
         for how in without
     ]
 

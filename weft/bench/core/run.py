@@ -1,6 +1,6 @@
-"""A benchmark run: it starts the ranks or joins torchrun's, measures one configuration after the other, prints and records.
+"""A benchmark run: it starts ranks or joins torchrun's, measures one configuration after the other, prints and records.
 
-Ceilings are measured once, before anything else takes memory. A variant with wrong results is not timed; the run goes on, and
+Ceilings are measured once, before anything else takes memory. A variant with wrong results is not timed; the run continues, and
 ends with an error that names it.
 """
 
@@ -38,8 +38,8 @@ O = TypeVar("O")  # noqa: E741
 def bench(options: BenchOptions) -> list[Record]:
     """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
 
-    Rank 0 prints the tables and appends the records to `options.json`. Returns the records (under torchrun: on rank 0, elsewhere
-    none). Raises WeftError at the end if a variant computed a wrong result.
+    Rank 0 prints the tables and appends the records to `options.json`. Returns the records; under torchrun only on rank 0. Raises
+    WeftError at the end if a variant computed a wrong result.
     """
     return on_ranks(run_rank, options.ranks, options.device, options)
 
@@ -47,9 +47,10 @@ def bench(options: BenchOptions) -> list[Record]:
 def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, device: str, options: O) -> list[Record]:
     """Call `rank_of_run(rank, world_size, options)` on `ranks` new processes, or, under torchrun, as one of its ranks.
 
-    Returns rank 0's result, or under torchrun this rank's."""
+    Returns rank 0's result; under torchrun, this rank's result.
+    """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda' but torch sees no GPU here: run `weft doctor`, or use device='cpu'")
+        raise ValueError("device='cuda', but torch sees no GPU: run `weft doctor`, or use device='cpu'")
     backend = "nccl" if device == "cuda" else "gloo"
     if not env.under_torchrun():
         found: list[Record] = run_ranks(ranks, rank_of_run, options, backend=backend, timeout_s=24 * 3600.0)[0]
@@ -64,7 +65,7 @@ def on_ranks(rank_of_run: Callable[[int, int, O], list[Record]], ranks: int, dev
 
 
 def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
-    """Run one rank's part of `bench` in the default process group. Returns the records on rank 0, none elsewhere."""
+    """Run one rank's part of `bench` in the default process group. Return the records on rank 0, an empty list elsewhere."""
     ranks = make_ranks(options.device)
     op: OperatorBenchmark[Any] = operator(options.op)
     presets = op.presets(options)
@@ -103,8 +104,7 @@ def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
 
 
 def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
-    """Return the default group's ranks; each takes its share of the cores, as every variant will. timeout: of the control
-    group."""
+    """Return the default group's ranks, and limit each to its share of the cores. timeout: of the control group."""
     assert dist.group.WORLD is not None
     if device == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
@@ -113,14 +113,14 @@ def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
 
 
 def free_bytes(ranks: Ranks) -> float:
-    """Return the free memory of each rank, on the rank with the least. Collective."""
+    """Return the smallest free memory of any rank, in bytes. Collective."""
     on_gpu = ranks.device.type == "cuda"
     mine = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else available_memory_bytes() / ranks.world_size
     return -ranks.most(-mine)
 
 
 def release(ranks: Ranks) -> None:
-    """Free the last configuration's memory on all ranks, before the next configuration measures the free memory."""
+    """Free the last configuration's memory on all ranks, before the next configuration measures free memory."""
     gc.collect()
     ranks.meet()
     communicator(

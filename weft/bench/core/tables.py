@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
-"""One JSON object: the measurement of a (configuration, variant, mode), with the data needed to trust and repeat it."""
+"""A JSON object: the measurement of a (configuration, variant, mode), with the data needed to trust and repeat it."""
 
 
 class ResultTable(NamedTuple):
@@ -19,7 +19,7 @@ class ResultTable(NamedTuple):
 def table(
     title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
 ) -> ResultTable:
-    """Return a table with a line for each row, then the lines of `last`, by column. Columns without any value are left out."""
+    """Return a table with a line for each row, then the lines of `last`, by column. Columns without any value are omitted."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     shown = [name for name in columns if any(cells[name])]
     lines = [*zip(*(cells[name] for name in shown), strict=True)]
@@ -45,13 +45,13 @@ def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column left, the others right; a bar inside a cell stays a bar."""
+    """Return a Markdown table, the first column left, the others right; escape bars inside cells."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
     return "\n".join([lines[0], "|---" + "|---:" * (len(header) - 1) + "|", *lines[1:]])
 
 
 def milliseconds(value: float | None) -> str:
-    """Return three digits; empty for None."""
+    """Return the value with three significant digits; empty for None."""
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
@@ -68,10 +68,10 @@ def times(factor: float | None, clear: bool = True) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """Return a fixed-point number; empty for None."""
+    """Return the value with `digits` decimals; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def share(those: Sequence[bool]) -> float | None:
-    """Return the share of true values; None for no values."""
+    """Return the fraction of true values; None for no values."""
     return sum(those) / len(those) if those else None

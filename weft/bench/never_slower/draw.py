@@ -30,7 +30,7 @@ Drawn: TypeAlias = GemmShape | EmbeddingPreset
 EMBEDDING = "embedding_all_to_all"
 EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
 _EVEN = ("all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter")
-"""Operators whose ranks have equal parts of M."""
+"""Operators that need equal numbers of rows on all ranks."""
 
 _MOST_US = 5000.0
 _MEMORY_SHARE = 0.25
@@ -39,15 +39,17 @@ _DECODE_SHARE = 0.3
 _ATTEMPTS = 100_000
 _ITEM_BYTES, _TABLE_BYTES = {"cuda": 2, "cpu": 4}, 4
 _CHECKING = 2.4
-"""The check of results may hold this many times the bytes of a shape: 60% of the memory."""
+"""The float64 check may take this many times the bytes of a shape: 60% of the memory."""
 
 
 @dataclass(frozen=True)
 class Ranges:
     """The ranges of a type of device.
 
-    m, tokens, experts: the most. decode: the most rows of a decode step. nk, rows, dim, batch: least and most. sizes: the largest
-    M, number of tokens and batch of `changing`."""
+    m, tokens, experts: the largest. decode: the largest number of rows of a decode step. nk, rows, dim, batch: (smallest,
+        largest).
+    sizes: the largest M, number of tokens and batch of `changing`.
+    """
 
     m: int
     decode: int
@@ -70,7 +72,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a draw for each rank: flops of its GEMMs, bytes that pooling reads, bytes of inputs and of results in float64."""
+    """Limits of a draw for each rank: FLOPs of its GEMMs, bytes that pooling reads, bytes of inputs and of results in float64."""
 
     device: str
     ranks: int
@@ -80,7 +82,7 @@ class Bounds:
 
 
 def bounds_here(device: str, ranks: int) -> Bounds:
-    """Return the bounds of this machine: 5 ms at the rates of its model, a quarter of its memory. On CPU they are constants."""
+    """Return the bounds of this machine: 5 ms at the rates of its model, and a quarter of its memory. On CPU they are constants."""
     if device == "cpu":
         return Bounds(device, ranks, 1e8, 8e6, 64e6)
     machine = machine_of(torch.cuda.get_device_name())
@@ -97,9 +99,10 @@ def draw(op: str, index: int, seed: str, bounds: Bounds) -> Drawn:
 
 
 def draw_changing(op: str, seed: str, bounds: Bounds, count: int) -> tuple[Drawn, tuple[int, ...]]:
-    """Return a shape of the largest size, and `count` different sizes up to that, or fewer if fewer exist.
+    """Return a shape of the largest size, and `count` different sizes up to it, or as many as exist.
 
-    Sizes are M, tokens of a rank, or samples of all ranks."""
+    Sizes are M, tokens of a rank, or samples of all ranks.
+    """
     rng, kind, sizes = random.Random(f"{seed}/{op}/changing"), _kind(op), RANGES[bounds.device].sizes
     most = sizes[(GemmShape, MoeShape, EmbeddingPreset).index(_made_by(op))]
     unit = _unit(op, bounds)
@@ -134,7 +137,7 @@ def _first_fitting(
         one = drawn(rng, op, bounds)
         if fits(one, bounds):
             return one
-    raise ValueError(f"no shape of {op} fits {bounds}: give more memory, or leave the operator out")
+    raise ValueError(f"no shape of {op} fits {bounds}: free memory, or leave the operator out")
 
 
 def fits(drawn: Drawn, bounds: Bounds) -> bool:
@@ -155,14 +158,13 @@ def fits(drawn: Drawn, bounds: Bounds) -> bool:
 
 
 def _checking_bytes(shape: GemmShape, ranks: int, item_bytes: int) -> float:
-    """Return the memory of the comparison with float64: two input sets and one of each rank, operands in fp32 and fp64,
-    products."""
+    """Return the bytes of the float64 check: two input sets and one per rank, operands in fp32 and fp64, products."""
     operands = (shape.m + shape.n) * shape.k
     return operands * ((2 + ranks) * item_bytes + 4 + 8) + 2 * 8 * ranks * shape.m * shape.n
 
 
 def _of_busiest(costs: Sequence[float], ranks: int) -> float:
-    """Return a lower bound of the busiest rank's cost of tables that are not split."""
+    """Return a lower bound on the busiest rank's cost, given the costs of tables that are not split."""
     return max(max(costs), sum(costs) / ranks)
 
 

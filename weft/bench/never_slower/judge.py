@@ -1,7 +1,7 @@
-"""The verdict on rows. A row is a record of one shape in one mode: the slowest rank's milliseconds of weft and of serial by hand
-in each repetition, in which they alternated; for `changing` the same over all sizes.
+"""The verdict on rows. A row is a record of one shape in one mode: in each repetition, the slowest rank's milliseconds of weft
+and of serial by hand, which alternate. A row of `changing` has statistics over all sizes.
 
-A shape is *below* in a mode if weft ran at under `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a
+A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a
 second run. Single calls are judged by the microseconds that weft adds, `changing` by mean and 99th percentile.
 """
 
@@ -17,15 +17,15 @@ from weft.bench.core.tables import Record, geomean, share
 from weft.bench.ops.any_operator import NEVER_BELOW
 
 BENCHMARK = "never-slower"
-"""The field `benchmark` of its rows."""
+"""The field `benchmark` of this benchmark's rows."""
 
 SERIAL = "serial"
 """The schedule without overlap."""
 GAINS_BELOW = 0.9
-"""Overlap can gain if the ideal time is under this share of serial's."""
+"""Overlap can gain if the ideal time is below this fraction of serial's."""
 OVERLAPPED_SHARE = 0.6
 ADDED_US = {True: 20.0, False: 10.0}
-"""Limit on what a single call adds to serial's time, by overlapped or not."""
+"""Limits in us on the time that weft adds to a single serial call; the key is True if the schedule overlaps."""
 CHANGING_MEAN, CHANGING_P99_MS = 1.03, 0.3
 """Limits relative to serial's mean, and above serial's 99th percentile."""
 
@@ -49,7 +49,7 @@ def speed(row: Record) -> float:
 
 
 def is_under(row: Record) -> bool:
-    """True if weft ran at under `NEVER_BELOW` of serial's speed in four of five repetitions of this run."""
+    """True if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions of this run."""
     pairs = [*zip(row["serial_ms"], row["weft_ms"], strict=True)]
     under = sum(serial / weft < NEVER_BELOW for serial, weft in pairs)
     return under >= math.ceil(_OF_REPETITIONS * len(pairs))
@@ -65,7 +65,7 @@ def is_suspect(row: Record) -> bool:
 
 
 def added_us(row: Record) -> float:
-    """Return the microseconds by which a call is longer than serial's, at the median."""
+    """Return by how many microseconds weft's median exceeds serial's."""
     return 1e3 * (median(row["weft_ms"]) - median(row["serial_ms"]))
 
 
@@ -86,7 +86,7 @@ def can_gain(row: Record) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on all rows together. Of rows with equal keys the last one counts, in the first run and in the second."""
+    """The verdict on all rows. Among rows with equal keys the last counts, separately for the first and the second run."""
 
     rows: Sequence[Record]
 
@@ -95,53 +95,53 @@ class Verdict:
         first, second = dict[Hashable, Record](), dict[Hashable, Record]()
         for row in self.rows:
             if not row["again"]:
-                second.pop(key(row), None)  # a second run belongs to the first run before it
+                second.pop(key(row), None)  # a new first run invalidates the old second run
             (second if row["again"] else first)[key(row)] = row
         return first, second
 
     @cached_property
     def timed(self) -> list[Record]:
-        """Rows of the first run with times, without rows of `changing`."""
+        """Return the rows of the first run with times, except rows of `changing`."""
         return [row for row in self._runs[0].values() if is_timed(row)]
 
     @cached_property
     def judged(self) -> list[Record]:
-        """The timed rows in modes in which a shape can be below."""
+        """Return the timed rows in modes that can be below."""
         return [row for row in self.timed if row["mode"] in _JUDGED]
 
     @cached_property
     def suspects(self) -> list[Record]:
-        """The rows that were under the limit in the first run and have no second run."""
+        """Return the rows that were under the limit in the first run and have no second run."""
         return [row for row in self.judged if is_suspect(row) and key(row) not in self._runs[1]]
 
     @cached_property
     def below(self) -> list[Record]:
-        """The rows that were under the limit in both runs."""
+        """Return the rows that were under the limit in both runs."""
         again = self._runs[1]
         return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
 
     @property
     def worst(self) -> list[Record]:
-        """The rows by speed relative to serial, the slowest first; single calls only if there are no others."""
+        """Return the rows by speed relative to serial, the slowest first; single calls only if there are no others."""
         return sorted(self.judged or self.timed, key=speed)
 
     @property
     def serial(self) -> list[Record]:
-        """The rows for which the serial schedule was selected."""
+        """Return the rows for which the serial schedule was selected."""
         return [row for row in self.judged if not overlaps(row)]
 
     @property
     def gaining(self) -> list[Record]:
-        """The rows in which overlap can gain."""
+        """Return the rows in which overlap can gain."""
         return [row for row in self.judged if can_gain(row)]
 
     @property
     def overlapped_share(self) -> float | None:
-        """The share of overlapped rows among those in which overlap can gain."""
+        """Return the fraction of overlapped rows among the rows in which overlap can gain."""
         return share([overlaps(row) for row in self.gaining])
 
     def added_us(self, overlapped: bool) -> float | None:
-        """Return the microseconds that single calls add, at the median of all shapes."""
+        """Return the median over all shapes of the microseconds that weft adds to single calls."""
         found = [added_us(row) for row in self.timed if row["mode"] == "single" and overlaps(row) == overlapped]
         return median(found) if found else None
 
@@ -159,12 +159,12 @@ class Verdict:
 
     @property
     def mean_ideal_of_serial(self) -> float | None:
-        """The ideal time over serial's, in the geometric mean of rows for which serial was selected."""
+        """Return the geometric mean of the ideal time over serial's, of rows for which serial was selected."""
         return geomean([ratio for row in self.serial if (ratio := ideal_ratio(row)) is not None])
 
     @property
     def failures(self) -> list[str]:
-        """The violated criteria, a part of a sentence for each; empty if all hold."""
+        """Return the violated criteria as phrases; empty if all hold."""
         found = []
         if self.below:
             found.append(f"{len(self.below)} of {len(self.judged)} below {NEVER_BELOW}x")

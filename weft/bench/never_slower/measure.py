@@ -1,4 +1,4 @@
-"""The measurement of one drawn shape on all ranks: inputs, checks and times by the shared harness, and a row for each mode."""
+"""The measurement of one drawn shape on all ranks: inputs, checks and times by the shared harness, one row per mode."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SECONDS = {"cuda": 0.03, "cpu": 0.05}
 _WARM = {"cuda": 20, "cpu": 5}
 """The number of warm-up sizes of `changing`."""
 _FP8 = (8, 9)
-"""The least compute capability with fp8 GEMMs."""
+"""The lowest compute capability with fp8 GEMMs."""
 _LIMIT = 4.0
-"""Two results, each rounded, may differ by this many times the allowed error of torch's own GEMM."""
+"""Two rounded results may differ by this many times the allowed error of torch's own GEMM."""
 
 
 @dataclass(frozen=True)
 class ShapeToMeasure:
-    """A shape to measure. index: its number; -1 for the shape of `changing`. sizes: of `changing`."""
+    """A shape to measure. index: its number; -1 for the shape of `changing`. sizes: the sizes of `changing`."""
 
     op: str
     index: int
@@ -61,7 +61,7 @@ def common(item: ShapeToMeasure, mode: str, again: bool, ranks: Ranks, options: 
 
 
 def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ranks, options: Options) -> list[Record]:
-    """Measure a shape. Collective; the same times on every rank."""
+    """Measure a shape. Collective; every rank returns the same times."""
     if why := _cannot(item, ranks):
         return [common(item, mode, again, ranks, options) | {"skipped": why} for mode in modes]
     name, dtype = plain(item.op, None)
@@ -77,7 +77,9 @@ def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ran
     if item.sizes:
         return [common(item, "changing", again, ranks, options) | _changing(work, item, ranks)]
     known = op.modes(options.device)
-    rows: dict[str, Record] = {mode: {"skipped": f"{item.op} is not captured by its benchmark"} for mode in modes}
+    rows: dict[str, Record] = {
+        mode: {"skipped": f"the benchmark of {item.op} does not capture calls"} for mode in modes
+    }
     timed: tuple[Mode, ...] = tuple(m for m in get_args(Mode) if m in modes and m in known)  # graph is the last
     if timed:
         rows |= _timed(work, timed, options)
@@ -85,7 +87,7 @@ def measured(item: ShapeToMeasure, modes: Sequence[str], again: bool, ranks: Ran
 
 
 def _cannot(item: ShapeToMeasure, ranks: Ranks) -> str:
-    """Return why an operator cannot run on this machine; empty if it can."""
+    """Return the reason why an operator cannot run on this machine; empty if it can."""
     fp8 = "scaled" in item.op and ranks.device.type == "cuda"
     if fp8 and torch.cuda.get_device_capability(ranks.device) < _FP8:
         return f"fp8 GEMMs need a GPU of compute capability {'.'.join(map(str, _FP8))}"
@@ -98,7 +100,7 @@ def _timed(work: ChoosingVariants, modes: tuple[Mode, ...], options: Options) ->
     arms, beside, notes = work.arms([*wanted])
     arms, beside = {name: arms[name] for name in wanted if name in arms}, dict(beside)
     beside.pop(COMMUNICATION, None)
-    work.claims = ()  # every repetition runs all variants, so that repetitions are pairs
+    work.claims = ()  # every repetition runs all variants, so repetitions are pairs
     found = measure_arms(
         work, arms, beside, modes=modes, seconds=_SECONDS[options.device], repetitions=(REPETITIONS, REPETITIONS),
         step=lambda what, share: None,
@@ -112,7 +114,7 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
         return {"error": wrong}
     if mine is None or serial is None:
         name = base if serial is None else weft
-        waits = f"{name} waits for the device in each call" if name in work.waiting else ""
+        waits = f"{name} synchronises with the device in each call" if name in work.waiting else ""
         return {"skipped": found.not_captured.get(name) or waits or "; ".join(notes) or f"{name} cannot run here"}
     computation, collective = work.alone_ms(mode, found)
     ideal = None if computation is None or collective is None else max(computation, collective)
@@ -125,7 +127,7 @@ def _row(work: ChoosingVariants, mode: Mode, weft: str, base: str, found: Result
 
 
 def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Record:
-    """Call all sizes, one after the other, weft and serial alternately, with a synchronisation after each call."""
+    """Call all sizes in sequence, alternating weft and serial, with a synchronisation after each call."""
     names = work.pair("single")
     warm, times = _WARM[ranks.device.type], list[list[float]]()
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -146,7 +148,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
     limit = _LIMIT * work.limit(work.baselines[0], {})
     if not (worst := ranks.most(float(apart))) <= limit:
         raise RuntimeError(
-            f"{item.config}: weft and serial differ by {worst:.3g} of the largest element (at most {limit:.3g})"
+            f"{item.config}: weft and serial differ by {worst:.3g} of the largest element (the limit is {limit:.3g})"
         )
     counted_from = min(warm, len(times) // 2)
     flat = ranks.gather([ms for took in times[counted_from:] for ms in took])
@@ -156,7 +158,7 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference over the largest element, without waiting for the device."""
+    """Return the largest difference relative to the largest element, without synchronising."""
     if not one.numel():
         return torch.zeros((), dtype=torch.float64, device=one.device)
     largest = other.abs().max().double().clamp_min(1e-30)

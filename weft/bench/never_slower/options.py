@@ -20,12 +20,12 @@ SIZES = {"cuda": 1000, "cpu": 30}
 """The number of consecutive sizes in `changing`, by type of device."""
 
 _ABOUT = """
-Measure whether weft is ever slower than NCCL (gloo) and cuBLAS called by hand: every forward operator, on shapes that a seed draws.
+Compare weft with NCCL (gloo) and cuBLAS called by hand: is it ever slower? Every forward operator, on shapes drawn from a seed.
 
 Each shape is checked against float64, then timed in turns with serial by hand, five times. A shape is below if weft runs at under
 0.98 of serial's speed in four of the five, and again when all such shapes are measured a second time. Shapes: M 1 to 65536, N and
-K 512 to 53248; those of more than 5 ms of GEMM, or a quarter of the memory, are drawn again; on CPU they are small. The exit status
-is 0 whatever is found; the last line is the verdict.
+K 512 to 53248. A shape of more than 5 ms of GEMM, or a quarter of the memory, is drawn again. On CPU shapes are small.
+The exit status is 0 for any result; the last line is the verdict.
 """
 _EXAMPLES = """modes:
   queued    the host runs ahead of the device, as in training
@@ -43,14 +43,14 @@ examples:
 
 
 def forward_operators() -> list[str]:
-    """Return the names of weft's operators that users call. Those that users have registered are measured by `weft bench OP`."""
+    """Return the names of weft's operators that users call. `weft bench OP` measures operators that users have registered."""
     own = [name for name in names() if name not in PROBLEMS or PROBLEMS[name].__module__.startswith("weft.")]
     return [name for name in own if name != LAYERS and not name.endswith("_gradients")]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. part: (i, n), the i-th of n equal parts of all shapes. sizes: number of consecutive sizes in
+    """The options of a run. part: (i, n), the i-th of n equal parts of all shapes. sizes: the number of consecutive sizes in
     `changing`."""
 
     ops: tuple[str, ...]
@@ -74,24 +74,24 @@ class Options:
                 raise one_of("mode", mode, MODES)
         if self.modes == ("graph",) and self.device == "cpu":
             raise ValueError(
-                "--modes graph: on CPU nothing is captured: take queued, single or changing, or --device cuda"
+                "--modes graph: CPU calls cannot be captured: use queued, single or changing, or --device cuda"
             )
         if not re.fullmatch(r"[0-9a-f]{1,16}", self.seed):
             raise ValueError(f"--seed {self.seed}: give up to 16 hexadecimal digits, such as 89614071")
         if self.ranks < 2:
             raise ValueError(
-                f"--ranks {self.ranks}: weft overlaps exchanges between ranks: take 2 at least, or --device cpu"
+                f"--ranks {self.ranks}: weft overlaps exchanges between ranks: use at least 2, or --device cpu"
             )
         for name, count in (("--shapes", self.shapes), ("--sizes", self.sizes)):
             if count < 1:
-                raise ValueError(f"{name} {count}: must be at least 1")
+                raise ValueError(f"{name} {count} must be at least 1")
         number, parts = self.part
         if not 1 <= number <= parts:
             raise ValueError(f"--part {number}/{parts}: parts are numbered from 1 to {parts}")
 
 
 def options_of(arguments: Sequence[str], program: str) -> Options:
-    """Parse the command line; raise `ValueError` for impossible options."""
+    """Parse the command line; raise `ValueError` for invalid options."""
     parser = argparse.ArgumentParser(
         prog=f"{program} {COMMAND}", description=_ABOUT, epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -110,9 +110,11 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
     add("--sizes", type=int, metavar="N", help="number of consecutive sizes in mode changing. Default: "
         f"{SIZES['cuda']} on GPUs, {SIZES['cpu']} on CPU")  # fmt: skip
     add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
-    add("--ranks", type=int, help="processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun")
-    add("--json", type=Path, metavar="FILE", help="append a line for each shape and mode. Skip shapes that FILE has for this "
-        "seed, code and machine")  # fmt: skip
+    add("--ranks", type=int, help="processes to start. Default: 2 on CPU, one per GPU on cuda. Not under torchrun")
+    add("--json", type=Path, metavar="FILE", help=(
+        "append a line for each shape and mode. Shapes that FILE already "
+        "has for this seed, code and machine are skipped"
+    ))  # fmt: skip
     given = parser.parse_args(arguments)
 
     import torch
@@ -132,7 +134,7 @@ def options_of(arguments: Sequence[str], program: str) -> Options:
 
 
 def default_seed() -> str:
-    """Return the first 8 hexadecimal digits of the commit, or of the sources' hash if no commit is known."""
+    """Return the first 8 hexadecimal digits of the commit, or of the hash of the sources if no commit is known."""
     code = provenance()
     return (code.source if code.commit == "unknown" else code.commit)[:8]
 

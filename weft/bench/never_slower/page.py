@@ -1,4 +1,4 @@
-"""Rows for readers: the summary on the terminal, a table for documents, and the sentence of the README."""
+"""Rows as text: the summary on the terminal, a table for documents, and the sentence of the README."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weft.words import counted, joined
 
 _WORST = 10
 _SPEEDS = ("queued", "graph")
-"""The modes with shown factors."""
+"""The modes whose factors are shown."""
 _HOW = {True: "overlapped", False: "serial"}
 
 
 def in_short(rows: Sequence[Record]) -> str:
-    """Return a shape's rows in short, for a line of progress."""
+    """Return a summary of a shape's rows, for a line of progress."""
     found = []
     for row in rows:
         if row.get("error"):
@@ -55,7 +55,9 @@ def show(rows: Sequence[Record]) -> None:
         ]  # fmt: skip
         columns = ("shape", "mode", "vs\nserial", "serial\nms", "ideal /\nserial", "chosen", "")
         where = f"{counted(rows[0]['ranks'], 'rank')}, {rows[0]['machine']}, seed {rows[0]['seed']}"
-        print_table(f"never-slower, {where}: the slowest beside serial", columns, lines, optional=("ideal /\nserial",))
+        print_table(
+            f"never-slower, {where}: the slowest relative to serial", columns, lines, optional=("ideal /\nserial",)
+        )
     print("\n".join(["", *said(verdict), "", f"Verdict: {verdict_of(verdict)}"]), flush=True)
 
 
@@ -91,7 +93,7 @@ def said(verdict: Verdict) -> list[str]:
     for how, most in ADDED_US.items():
         if (added := verdict.added_us(how)) is not None:
             lines.append(
-                f"single, {_HOW[how]}: {added:+.1f} us beside serial at the median (wanted: at most {most:.0f})"
+                f"single, {_HOW[how]}: {added:+.1f} us relative to serial at the median (wanted: at most {most:.0f})"
             )
     for row in verdict.changing:
         mean, p99_ms = changing_ratios(row)
@@ -184,12 +186,12 @@ def _total(verdict: Verdict) -> str:
 
 
 def sentence(rows: Sequence[Record]) -> str:
-    """Return the sentence about "never slower" for the README; raise `ValueError` for rows without times."""
+    """Return the README's sentence about "never slower"; raise `ValueError` for rows without times."""
     verdict = Verdict(rows)
     judged = verdict.judged
     if not judged:
         raise ValueError(
-            "never-slower: no row of queued or captured calls: measure with --modes queued,graph,single,changing"
+            "never-slower: no row of queued or graph calls: measure with --modes queued,graph,single,changing"
         )
     seeds = dict.fromkeys(row["seed"] for row in judged)
     shapes = len({(row["seed"], row["op"], row["config"]) for row in judged})

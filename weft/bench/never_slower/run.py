@@ -1,8 +1,8 @@
-"""A run of `weft bench never-slower`: all shapes of its part except those in the file, and the suspects again.
+"""A run of `weft bench never-slower`: all shapes of its part except those in the file, and suspects again.
 
-Rank 0 draws shapes, reads the file and decides; it broadcasts to the other ranks. If all ranks fail alike at a shape and the
-group is alive, the error becomes a row, and the run goes on. Otherwise it ends: the same command, with `--json`, goes on behind
-that shape.
+Rank 0 draws shapes, reads the file and decides; it broadcasts to the other ranks. If all ranks fail in the same way at a shape
+and the group is alive, the error becomes a row, and the run continues. Otherwise the run ends; the same command, with `--json`,
+continues after that shape.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from weft.words import by_rank
 T = TypeVar("T")
 
 _SAME = ("seed", "commit", "source", "machine", "device", "ranks", "versions", "variables", "harness")
-"""The fields in which a row of the file must equal this run."""
+"""The fields that a row of the file must share with this run."""
 _CHANGING = -1
 
 
 def never_slower(options: Options) -> list[Record]:
     """Measure on new processes or as one of torchrun's ranks, print the summary, and append rows to `options.json`.
 
-    Returns all rows of the summary. Raises WeftError if the group died."""
+    Returns all rows of the summary. Raises WeftError if the group failed.
+    """
     return on_ranks(run_rank, options.ranks, options.device, options)
 
 
 def run_rank(rank: int, world_size: int, options: Options) -> list[Record]:
-    """Run one rank's part in the default process group. Return the rows on rank 0, none elsewhere."""
+    """Run one rank's part in the default process group. Return the rows on rank 0, an empty list elsewhere."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", plan.NoOverlapWarning)  # each row records the selected schedule
         return _Run(options).all()
@@ -73,7 +74,7 @@ class _Run:
         self.options, self.run = options, uuid.uuid4().hex[:12]
         self.patience = timedelta(seconds=2 * env.deadline_s())
         self.ranks = make_ranks(options.device, self.patience)
-        # A rank that fails alone waits here for the others, which may wait for it elsewhere until their deadline.
+        # A rank that fails alone waits here for its peers, which may wait for it elsewhere until their deadline.
         self.meeting = dist.new_group(backend="gloo", timeout=2 * self.patience)
         self.rows: list[Record] = []
         self.written = 0
@@ -83,7 +84,7 @@ class _Run:
         return self.ranks.rank == 0
 
     def told(self, value: T) -> T:
-        """Return rank 0's `value`. Collective."""
+        """Broadcast rank 0's `value`. Collective."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.meeting)
         found: T = box[0]
@@ -107,7 +108,7 @@ class _Run:
         return self.rows
 
     def found(self, items: Sequence[ShapeToMeasure]) -> list[Record]:
-        """Return the rows of these shapes that the file has, and print their number."""
+        """Return the file's rows of these shapes, and print their number."""
         path = self.options.json
         if path is None or not path.is_file():
             return []
@@ -134,7 +135,7 @@ class _Run:
         return tuple(mode for mode in self.options.modes if mode != "changing")
 
     def missing(self, items: Sequence[ShapeToMeasure]) -> list[tuple[ShapeToMeasure, tuple[str, ...]]]:
-        """Return the shapes and modes that are still to be measured."""
+        """Return the shapes and modes that have no rows yet."""
         done: set[Hashable] = {key(row) for row in self.rows if not row["again"]}
         found = []
         for item in items:
@@ -156,8 +157,8 @@ class _Run:
                 step(f"{what}: {page.in_short(rows)}", 1)
                 if dead:
                     raise WeftError(
-                        f"{item.op} {item.config}: {dead}. The group cannot be used any more: run the same command with --json "
-                        f"FILE again, and it goes on behind this shape"
+                        f"{item.op} {item.config}: {dead}. The group is unusable: run the same command with --json "
+                        "FILE again; it continues after this shape"
                     )
 
     def keep(self, rows: Sequence[Record]) -> None:
@@ -167,7 +168,7 @@ class _Run:
             records.append(self.options.json, rows)
 
     def attempt(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Return (rows of a shape, the reason if the group is dead). Collective."""
+        """Return (rows of a shape, the reason if the group is unusable). Collective."""
         rows, error = self.rows_of(item, modes, again)
         errors = self.said(error)
         if not any(errors):
@@ -188,7 +189,7 @@ class _Run:
         return rows, next((dead for dead in self.said(error) if dead), "")
 
     def rows_of(self, item: ShapeToMeasure, modes: tuple[str, ...], again: bool) -> tuple[list[Record], str]:
-        """Return (rows, the error); the references of an exception are dropped here."""
+        """Return (rows, the error). Dropping the exception here frees what it references."""
         try:
             found = measured(item, modes, again, self.ranks, self.options)
             return [row | {"run": self.run} for row in found], ""
@@ -196,7 +197,7 @@ class _Run:
             return [], _shown(error)
 
     def said(self, text: str) -> list[str]:
-        """Return each rank's text. Collective."""
+        """Gather each rank's text. Collective."""
         everybody: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(everybody, text, group=self.meeting)
         return everybody
