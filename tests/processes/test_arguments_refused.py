@@ -148,7 +148,7 @@ def mapped(group: dist.ProcessGroup, operator: str) -> str:
 def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
     for said in pool.run(mapped, operator, ranks=2, timeout_s=60):
         assert said.startswith("RefusedError: rank 1: ")
-        assert "inside of a transform of torch.func (vmap, grad, jvp, ...)" in said
+        assert "inside a transform of torch.func (vmap, grad, jvp, ...)" in said
 
 
 def on_a_destroyed_group(group: dist.ProcessGroup, operator: str) -> list[str]:
@@ -212,25 +212,25 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("Bs", {torch.ones(8, 3)}, "Bs is a set: pass a list"),
     ("Bs", [], "Bs"),
     ("return_A", "no", "return_A='no' is a str: pass True or False"),
-    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
 ]
 SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
     ("scatter_dim", "0", f"scatter_dim='0' is a str: {NO_DIMENSION}"),
-    ("scatter_dim", 1, "A @ B has shape (4, 3), and the 3 of scatter_dim=1 must be divisible by world_size=2, as"),
+    ("scatter_dim", 1, "A @ B has shape (4, 3), and the 3 of scatter_dim=1 must be divisible by world_size=2: pad"),
     ("scatter_dim", 2, "scatter_dim=2 must name a dimension of A (4, 8): pass one from -2 to 1"),
     ("scatter_dim", -3, "scatter_dim=-3 must name a dimension of A (4, 8): pass one from -2 to 1"),
     ("A", torch.ones(8), "A has shape (8,): pass at least two dimensions"),
-    ("A", torch.ones(5, 8), "A has shape (5, 8), and the 5 of scatter_dim=0 must be divisible by world_size=2, as"),
+    ("A", torch.ones(5, 8), "A has shape (5, 8), and the 5 of scatter_dim=0 must be divisible by world_size=2: pad"),
     ("A", torch.ones(3, 2, 8), "A has shape (3, 2, 8), and the 3 of scatter_dim=0 must be divisible by world_size=2"),
     ("B", [torch.ones(8, 3)], "B is a list: pass a torch.Tensor"),
     ("reduce_op", "max", 'reduce_op=\'max\': use "sum" or "avg"'),
     ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
-    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
 ]
 PRODUCTS_REFUSE: list[tuple[str, Any, str]] = [
     ("x", torch.ones(8), "x has shape (8,): pass at least two dimensions"),
     ("w", [torch.ones(8, 3)], "w is a list: pass a torch.Tensor"),
-    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
 ]
 ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmul"], GATHERS_REFUSE) | {
     "matmul_reduce_scatter": SCATTERS_REFUSE,
@@ -251,7 +251,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         ("out_dtype", "bf16", "out_dtype=bf16: use one of torch.bfloat16"),
         ("out_dtype", [torch.bfloat16], "out_dtype=[torch.bfloat16]: use one of torch.bfloat16"),
         ("use_fast_accum", "no", "use_fast_accum='no' is a str: pass True or False"),
-        ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+        ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
     ],
     "matmul_all_gather": [
         ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
@@ -382,7 +382,9 @@ def test_no_group_is_the_world_where_the_signature_says_so(pool: Pool, operator:
 
 def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
     (text,) = pool.run(no_group, ranks=1, timeout_s=60)
-    assert text.startswith("ValueError: group='none' names no process group of this rank, or a destroyed one: pass the")
+    assert text.startswith(
+        "ValueError: group='none' is not the name of a process group of this rank, or the group was destroyed: pass the"
+    )
 
 
 def no_group(group: dist.ProcessGroup) -> str:

@@ -62,7 +62,14 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads(file.read_text())
     assert data["machine"] == "AMD Instinct MI300X"
-    for words in (data["choice"], data["heuristic"], "serial", "GEMM DIL", "exposed us", "slower candidates are not shown"):
+    for words in (
+        data["choice"],
+        data["heuristic"],
+        "serial",
+        "GEMM DIL",
+        "exposed us",
+        "slower candidates are not shown",
+    ):
         assert words in done.stdout
 
 
@@ -256,7 +263,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
         (
             ["--option", "experts=960", "--ranks", "96"],
             "M=8192 tokens are not as many for each of 960 experts (M=8640 is), and more than 72 ranks that differ "
-            "take too long to simulate",
+            "takes too long",
         ),
         ([*EIGHT, "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to compute"),
         (

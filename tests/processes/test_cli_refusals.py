@@ -46,7 +46,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["reproduce", "bogus"], "weft: no paper 'bogus': give one of ficco, t3"),
         (["plan", "--hw", "h200"], "weft: --hw: the operator comes first, one of all_gather_matmul, "),
         (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),
-        ([*GEMM, "8,8,8", "--hw", "h20"], "for NVIDIA GPUs without one, weft derives its numbers from what the driver says"),
+        ([*GEMM, "8,8,8", "--hw", "h20"], "for NVIDIA GPUs without one, weft derives the numbers from the driver's"),
         ([*GEMM, "8,8,8", "--hw", "h20"], "copy weft/hw/a100.toml, change its datasheet numbers"),
         ([*GEMM, "8,8"], "--shape '8,8' must be three positive integers M,N,K"),
         (["bench", "all_gather_matmul", "--shape", "8,8"], "--shape '8,8' must be three positive integers M,N,K"),

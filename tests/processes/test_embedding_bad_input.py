@@ -316,7 +316,7 @@ def test_a_rank_outside_the_group(pool: Pool) -> None:
     """NON_GROUP_MEMBER is what torch gives a rank that is not in a new group; `call` asks it for its rank first."""
     kind, text = pool.run(outside, problem(1), ranks=2)[1]
     assert kind == "ValueError"
-    assert "no process group that this rank belongs to" in text
+    assert "not a process group that this rank belongs to" in text
 
 
 def outside(group, p):

@@ -136,7 +136,7 @@ def test_every_callback_is_told_but_those_taken_back(pool: Pool) -> None:
         assert kind is PoisonedGroupError
         assert text == "rank 0: the table is on fire"
         assert more == of_taken_back == []
-        assert ["a callback for the group's failure failed itself" in line for line in logged] == [True]
+        assert ["a callback for the group's failure itself failed" in line for line in logged] == [True]
 
 
 def end_in_order(group, how):

@@ -328,10 +328,10 @@ def changed(group: dist.ProcessGroup, kind: str, dtype: bool) -> tuple[str, str]
 @pytest.mark.parametrize("kind", ["mlp", "experts"])
 def test_an_activation_that_changes_shape_or_dtype_is_refused(pool: Pool, kind: str, dtype: bool) -> None:
     name = "ExpertParallelMLP" if kind == "experts" else "ParallelMLP"
-    makes = "torch.float64 of torch.float32: pass a function that keeps the dtype" if dtype else "(1, "
+    makes = "torch.float32 to torch.float64: pass a function that keeps the dtype" if dtype else "the shape ("
     for refused, text in pool.run(changed, kind, dtype, ranks=WORLD):
         assert refused == "RefusedError", text
-        assert text.startswith(f"rank 1: {name}: activation makes {makes}"), text
+        assert text.startswith(f"rank 1: {name}: activation changes {makes}"), text
         assert dtype or text.endswith("pass a function that keeps the shape, such as torch.nn.functional.silu")
 
 

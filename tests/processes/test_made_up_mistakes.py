@@ -72,12 +72,12 @@ class Spec(Operator[Call]):
 OPERATOR = registered(Spec())
 SAID = {
     "problem": "problem of made_up_mistake returns a NoneType: return a Problem",
-    "name": "problem of made_up_mistake returns one named 'made_up_otherwise': give Other and the operator one name",
-    "inputs": "inputs of made_up_mistake has nothing, and the input buffers of its schedules are x: give one tensor for each",
+    "name": "problem of made_up_mistake returns a Problem named 'made_up_otherwise': give Other and the operator the same name",
+    "inputs": "inputs of made_up_mistake has nothing, but the input buffers of its schedules are x: return one tensor for each",
     "too many": "inputs of made_up_mistake has x, z, and the input buffers of its schedules are x",
     "outputs": "outputs of made_up_mistake has z, and the output buffers of its schedules are y",
-    "shape": r"inputs of made_up_mistake has x of shape \[1, 2\], and that buffer of MadeUp\(world_size=1, m=3\) is \[3, 2\]",
-    "gradients": "gradients of made_up_mistake returns 0, and a call has 1 tensors: return one for each, None for those",
+    "shape": r"inputs of made_up_mistake has x of shape \[1, 2\], but that buffer of MadeUp\(world_size=1, m=3\) is \[3, 2\]",
+    "gradients": "gradients of made_up_mistake returns 0 gradients, but a call has 1 tensors: return one for each, None if",
 }
 
 
@@ -124,7 +124,7 @@ def test_a_group_tells_rank_and_size_where_a_call_is_traced(by_name: bool, pool:
 
 def looked_up(group: dist.ProcessGroup) -> None:
     name = group.group_name
-    with pytest.raises(Exception, match=r"ask size_of\(group\) and rank_of\(group\)"):
+    with pytest.raises(Exception, match=r"use size_of\(group\) and rank_of\(group\)"):
         torch.compile(lambda x: x + group_of(name).size(), fullgraph=True, backend="eager")(torch.zeros(3))
 
 

@@ -138,7 +138,7 @@ def _changed(**changed: Any) -> dict[str, Any]:
 BAD: dict[str, tuple[Any, str]] = {
     "missing": (
         lambda: _changed(w=None, y=None),
-        "tensors has none for w, y: pass one for each of x, w, y, of schedule shifted",
+        "tensors lacks w, y: pass one tensor for each of x, w, y, the buffers of schedule shifted",
     ),
     "unknown": (
         lambda: _changed(z=torch.ones(1, 1)),
@@ -167,7 +167,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "meta alone": (
         lambda: {name: t.to("meta") for name, t in tensors_of(1).items()},
-        "tensors are on meta: pass at least one tensor, on a GPU or on the CPU",
+        "tensors are on meta: pass at least one tensor on a GPU or on the CPU",
     ),
     "function": (
         lambda: _changed(y=lambda rows: torch.empty(rows, N)),
@@ -183,14 +183,14 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "one memory": (
         lambda: (lambda one: _changed(x=one.view(-1)[: ROWS * K].view(ROWS, K), y=one[:, :N]))(torch.ones(ROWS, 8)),
-        "x and y are one piece of memory: pass an output of its own, torch.empty_like(y)",
+        "x and y share memory: pass a separate output, torch.empty_like(y)",
     ),
     "gradient": (
         lambda: _changed(w=torch.ones(K, N, requires_grad=True)),
-        "w needs a gradient, and a run computes none: call under torch.no_grad(), or pass w.detach()",
+        "w requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass w.detach()",
     ),
     "deadline": (None, "deadline_s=-1 must be positive, and at most"),
-    "timeline": (None, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    "timeline": (None, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
     "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
     "ranks": (None, "schedule shifted is for 4 ranks, and the group has 2: build it for 2, or pass a group of 4"),
 }
@@ -236,7 +236,9 @@ def refused_alone(group: dist.ProcessGroup) -> list[str]:
 
 def test_one_rank_gets_a_value_error(pool: Pool) -> None:
     ((missing, nowhere),) = pool.run(refused_alone, ranks=1)
-    assert missing == "ValueError: tensors has none for w: pass one for each of x, w, y, of schedule shifted"
+    assert (
+        missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+    )
     assert nowhere.startswith("ValueError: group=None: pass dist.group.WORLD or your own group")
 
 

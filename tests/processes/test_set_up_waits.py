@@ -169,7 +169,7 @@ def test_ranks_on_several_hosts_are_told_so_at_once(pool: Pool, is_late: bool) -
     (text,) = {text for _, text, _ in found}
     here = re.escape(socket.gethostname())
     assert re.match(rf"this group is on 2 hosts, ranks \[0, 2\] on host {here}, ranks \[1\] on host elsewhere, ", text)
-    assert text.endswith("a transport between hosts is missing: make one group per host (and container)")
+    assert text.endswith("transport between hosts is not supported: make one group per host (and container)")
     assert max(seconds for _, _, seconds in found) < PROMPT_S
 
 

@@ -124,7 +124,7 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "sequence": "ValueError: sequence_dim=2: pass 1 for [B, S, H], 0 for [S, B, H], None for an x that is whole on",
             "no linear": "ValueError: linear is a Identity: pass a torch.nn.Linear",
             "odd": "ValueError: head_dim=5 must be even",
-            "no group": "ValueError: group='nobody' names no process group",
+            "no group": "ValueError: group='nobody' is not the name of a process group",
             "mesh": "ValueError: group=DeviceMesh(",
             "x": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (2, 5, 5), and sequence_dim=1 takes [B, S/W, 8]: pass that",
             "length": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 4), and the 5 of sequence_dim=1 must be "
@@ -139,11 +139,11 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "takes [S/W, B, 8]: pass that",
             "norm": "RefusedError: ranks 0, 1: RowParallelLinear: norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: "
             "pass torch's",
-            "inference": "RefusedError: ranks 0, 1: a row-parallel layer with a tensor that was made in torch.inference_mode()",
+            "inference": "RefusedError: ranks 0, 1: a row-parallel layer with a tensor made in torch.inference_mode()",
             "whole": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 8), and sequence_dim=None takes [..., S, 4]",
             "no tensor": "RefusedError: ranks 0, 1: RowParallelLinear: x is a list: pass a torch.Tensor",
         }
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert found[name].startswith(text), (name, found[name])
-        assert found["mesh"].endswith("is a DeviceMesh: pass its get_group(), of one of its dimensions")
+        assert found["mesh"].endswith("is a DeviceMesh: pass its get_group(), for one of its dimensions")

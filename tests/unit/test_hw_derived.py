@@ -46,7 +46,9 @@ def test_rates_follow_what_is_given_and_times_stay(name: str) -> None:
 def test_a_file_that_lacks_what_others_follow_is_refused(missing: str) -> None:
     h200 = load_machine("h200")
     given = {key: h200[key] for key in DATASHEET if key != missing}
-    with pytest.raises(ValueError, match=f"my card: add {missing}: the other numbers are derived from them and h200's"):
+    with pytest.raises(
+        ValueError, match=f"my card: add {missing}: the other numbers are derived from these and from h200's"
+    ):
         derived("my card", given, "h200", h200.quantities)
 
 
@@ -88,7 +90,7 @@ def test_a_gpu_that_nobody_knows_has_a_machine(monkeypatch: pytest.MonkeyPatch) 
 def test_what_the_driver_does_not_say_is_the_bases_and_said(facts: nvml.DriverFacts | None) -> None:
     machine = _from_driver("NVIDIA Unknown", facts)
     assert values(machine) == values(load_machine("h200"))
-    assert "the driver says nothing usable of" in machine.about
+    assert "the driver has no usable" in machine.about
 
 
 def test_others_have_none() -> None:

@@ -97,7 +97,7 @@ def test_a_broken_file_is_said_once_and_measured_anew(monkeypatch: pytest.Monkey
     save(made(1.4))
     (path,) = tmp_path.iterdir()
     path.write_text("{")
-    with pytest.warns(UserWarning, match="a self-calibration is not used: .*cannot be read") as warned:
+    with pytest.warns(UserWarning, match="the self-calibration is not used: .*cannot be read") as warned:
         assert Ranks().call(monkeypatch).measured
     assert len(warned) == 1
     assert find(NAME, 2) == made()
@@ -120,7 +120,7 @@ def test_if_one_rank_cannot_measure_none_does_and_the_first_says_why(
     other: Callable[[_Stand], _Stand], message: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     ranks = Ranks(other=other)
-    with pytest.warns(UserWarning, match=f"{NAME} is not measured, and planned for by .*: {message}") as warned:
+    with pytest.warns(UserWarning, match=f"{NAME} is not measured, and planned by .*: {message}") as warned:
         assert not ranks.call(monkeypatch)
     assert len(warned) == 1
     assert ranks.measured == 0
@@ -131,7 +131,7 @@ def test_if_one_rank_cannot_measure_none_does_and_the_first_says_why(
 
 def test_parts_of_gpus_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    with pytest.warns(UserWarning, match=r"ranks 0, 1: a part of a GPU \(MIG\) reaches no other"):
+    with pytest.warns(UserWarning, match=r"ranks 0, 1: a part of a GPU \(MIG\) has no peer access"):
         assert not Ranks(other=lambda mine: mine).call(monkeypatch, name).measured
     found = machine_of(name)
     assert found is not None
@@ -164,7 +164,7 @@ def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.Monkey
         raise RefusedError("rank 1: OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(ranks, "measures", refuses)
-    with pytest.warns(UserWarning, match="by the numbers that are known: rank 1: OutOfMemoryError"):
+    with pytest.warns(UserWarning, match="by the known numbers: rank 1: OutOfMemoryError"):
         assert not ranks.call(monkeypatch)
     assert calibrated(machine(), 2).source == "derived"
 

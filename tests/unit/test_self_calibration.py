@@ -281,7 +281,7 @@ def test_the_doctor_says_which_source_is_used_how_old_and_what_was_dropped(monke
 
 def test_the_doctor_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _planning(monkeypatch).found.startswith("no GPU")
-    assert "nothing is known of AMD Radeon" in _planning(monkeypatch, "AMD Radeon").found
+    assert "no numbers for AMD Radeon" in _planning(monkeypatch, "AMD Radeon").found
     assert f"GPUs differ (NVIDIA H200, {NAME})" in _planning(monkeypatch, "NVIDIA H200", NAME).found
     path = Calibration("NVIDIA H200", 2, "2020-01-01", versions(), (), 3.5, 1.5).save()
     path.write_text("{")

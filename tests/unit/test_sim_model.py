@@ -184,7 +184,7 @@ def test_what_a_machine_file_lacks_is_named() -> None:
         with pytest.raises(KeyError, match=f"add {key} to its machine file"):
             model_of(_without(h200, key), 2)
     with pytest.raises(
-        KeyError, match=r"topology switch: NVIDIA H200 has no link\.port_usable: add it to that machine's file"
+        KeyError, match=r"topology switch: NVIDIA H200 has no link\.port_usable: add it to the file of the machine"
     ):
         model_of(_without(h200, "link.port_usable"), 2)
     with pytest.raises(KeyError, match=r'add topology = "switch" to its machine file.*one of .*mesh, ring, switch'):

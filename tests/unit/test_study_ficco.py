@@ -82,7 +82,9 @@ def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:
     again = [record("g1", "serial", 9.0, run="b"), record("g1", "serial", 1.0, run="b", mode="single")]
     (row,) = rows_of([*of("g1", serial=10.0), *again, record("g1", "serial", 5.0) | {"config": "512x512x512"}])
     assert row.ms == {"serial": 9.0}
-    with pytest.raises(ValueError, match="no records of FiCCO's GEMMs: run weft bench all_gather_matmul --preset table-1"):
+    with pytest.raises(
+        ValueError, match="no records of FiCCO's GEMMs: run weft bench all_gather_matmul --preset table-1"
+    ):
         rows_of([])
     with pytest.raises(ValueError, match="g1: no times of serial, GEMM and communication"):
         rows_of([record("g1", SHARD, 1.0)])
@@ -101,15 +103,13 @@ def test_the_simulated_records_are_the_models(name: str, machine: str, ranks: in
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="ranks=3: M=16384 of g1 is not divisible into 3 shards of 3 pieces: use"
-    ):
+    with pytest.raises(ValueError, match="ranks=3: M=16384 of g1 is not divisible into 3 shards of 3 pieces: use"):
         simulated("mi300x", 3)
 
 
 def test_a_machine_that_lacks_a_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"^topology mesh: NVIDIA H200 has no link\.pair_usable: add it to that machine's file"
+        ValueError, match=r"^topology mesh: NVIDIA H200 has no link\.pair_usable: add it to the file of the machine"
     ):
         simulated("h200", 4, "mesh")
     file = tmp_path / "mine.toml"

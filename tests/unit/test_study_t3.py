@@ -70,7 +70,9 @@ def test_rows_of_measured_sub_layers_and_what_they_say() -> None:
     assert (gathered.speedup, gathered.ideal) == (pytest.approx(6 / 5), pytest.approx(6 / 4))
     assert "1 take direct" in t3.conclusions([row])[0]
     assert "faster than the ideal" in t3.conclusions([replace(row, weft_ms=2.5)])[1]
-    with pytest.raises(ValueError, match="no records of T3's sub-layers: run weft bench matmul_reduce_scatter --preset t3"):
+    with pytest.raises(
+        ValueError, match="no records of T3's sub-layers: run weft bench matmul_reduce_scatter --preset t3"
+    ):
         t3.rows_of(other)
 
 

@@ -251,18 +251,20 @@ def test_a_machine_file_may_name_a_topology_file_beside_it(tmp_path: Path) -> No
 def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(f'name = "odd"\n[topology]\nport = {RATE}\n')
-    with pytest.raises(ValueError, match=r'odd\.toml: topology = .* must be a name or a path, as topology = "switch"'):
+    with pytest.raises(
+        ValueError, match=r'odd\.toml: topology = .* must be a name or a path, such as topology = "switch"'
+    ):
         load_machine(path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('shape = "ring"', r'wires\.toml: a topology file starts with name = "\.\.\."'),
+        ('shape = "ring"', r'wires\.toml: a topology file must start with name = "\.\.\."'),
         ('name = "x"', r"wires\.toml: shape = None is not known; use one of switch, mesh, ring, torus, hosts"),
         ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is not known; use one of switch, mesh"),
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
-         r"wires\.toml: link\.pair_usble says nothing of shape 'ring'; its numbers are link\.pair_usable, link\.pair_latency"),
+         r"wires\.toml: shape 'ring' does not use link\.pair_usble; its numbers are link\.pair_usable, link\.pair_latency"),
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "us", source = "paper"}',
          r"link\.pair_usable is in us: give it in B/s or GB/s"),
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "GB/s"}',
@@ -286,7 +288,7 @@ def test_what_is_missing_is_told_by_name() -> None:
     with pytest.raises(ValueError, match=r"the topology file nowhere\.toml cannot be read \(No such file"):
         load_topology("nowhere.toml", load_machine("h200"))
     with pytest.raises(
-        KeyError, match=r"topology ring: NVIDIA H200 has no link\.pair_usable: add it to that machine's file or"
+        KeyError, match=r"topology ring: NVIDIA H200 has no link\.pair_usable: add it to the file of the machine or"
     ):
         load_topology("ring", load_machine("h200"))
     with pytest.raises(ValueError, match="rows of 4 ranks cannot have 6: give it a multiple of 4"):

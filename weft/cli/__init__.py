@@ -1,6 +1,7 @@
 """The command line: `weft demo`, `weft bench`, `weft plan`, `weft reproduce`, `weft doctor`.
 
-It needs the packages of the extra `weft[cli]`; the package itself does not. `weft --help` is fast: torch is imported on demand.
+It needs the packages of the extra `weft[cli]`, which the library does not need. `weft --help` is fast: torch is imported on
+demand.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import sys
 
 
 def main() -> None:
-    """Run the `weft` command; without the extra print in one line what to install, with exit status 1."""
+    """Run the `weft` command. Without the extra, print the command that installs it, and exit with status 1."""
     from weft.bench.core.arguments import one_line
 
     try:
-        with one_line("weft"):  # Ctrl-C while it imports, too
+        with one_line("weft"):  # also handles Ctrl-C during imports
             from weft.cli.app import main as run
 
             run()

@@ -1,4 +1,4 @@
-"""The commands with their arguments and help. Their work is elsewhere: `weft.bench`, `weft.cli.doctor`."""
+"""The commands with their arguments and help. `weft.bench` and `weft.cli.doctor` do the work."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    help="weft weaves communication through the computation that it depends on.\n\n"
-    "Start with `weft doctor` (what can this machine do?), then `weft demo` (does it pay?).",
+    help=(
+        "weft overlaps communication with the computation that it depends on.\n\nStart with `weft doctor` (what "
+        "can this machine do?), then `weft demo` (is it faster?)."
+    ),
 )
 
 
@@ -71,12 +73,13 @@ def demo(
     ),
     ranks: Annotated[int, typer.Option(min=1, help="CPU processes.")] = 2,
     scale: Annotated[
-        str | None, typer.Option(help="Shrink batch and tables, as 1/64. Default: what fits; it is printed.")
+        str | None,
+        typer.Option(help=("Scale of batch and tables, such as 1/64. Default: the largest that fits; it is printed.")),
     ] = None,
 ) -> None:
     """Run embedding + all-to-all on CPU processes, check it, time it, and draw how it overlaps.
 
-    The tables are MLPerf's DLRM-DCNv2, scaled to this machine. Takes under a minute and no GPU.
+    The tables are those of MLPerf's DLRM-DCNv2, scaled to this machine. It takes under a minute and needs no GPU.
     """
     check_folder("--out", out)
     from weft.bench.core.options import parse_scale
@@ -84,20 +87,20 @@ def demo(
 
     shown = run(out, ranks, None if scale is None else parse_scale(scale))
     typer.echo(
-        f"\nChecked: every variant agrees with the unfused float64 reference (largest error {shown.error:.1e} of the "
-        f"largest element).\nWhat a call does by default is {shown.gain.strip('()')} as fast as nn.EmbeddingBag + all_to_all here"
+        f"\nChecked: every variant matches the unfused float64 reference (largest error {shown.error:.1e} of the "
+        f"largest element).\nBy default a call is {shown.gain.strip('()')} as fast as nn.EmbeddingBag + all_to_all here"
         f"{', but the difference is within twice its noise' if '(' in shown.gain else ''}.\n\n"
-        f"  {shown.picture}   when each rank computes and when its bytes leave: open it with any image viewer\n"
-        f"  {shown.trace}    the same, to zoom into: drop it onto https://ui.perfetto.dev\n\n"
+        f"  {shown.picture}   when each rank computes and when it sends: open it with any image viewer\n"
+        f"  {shown.trace}    the same as a trace: drop it onto https://ui.perfetto.dev\n\n"
         f"All configurations: weft bench embedding_all_to_all"
     )
 
 
 @app.command()
 def doctor() -> None:
-    """Report this machine's abilities, weft's choices, and ways to get missing parts.
+    """Report this machine's abilities, weft's choices, and how to get missing parts.
 
-    Exit code 0 unless neither the CPU nor the GPU path can work.
+    The exit status is 0 unless neither the CPU nor the GPU path works.
     """
     from weft.cli.doctor import examine, print_report
 

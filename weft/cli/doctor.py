@@ -1,6 +1,6 @@
-"""The report of `weft doctor`: this machine's abilities, weft's choices, missing parts and ways to get them.
+"""The report of `weft doctor`: this machine's abilities, weft's choices, and how to get missing parts.
 
-Each check is independent and may fail in any way without affecting the others: on the machines that need a doctor, imports crash
+Each check is independent and may fail in any way without affecting the others: on machines that need this command, imports crash
 and libraries report wrong facts.
 """
 
@@ -26,7 +26,7 @@ _ENOUGH_SHARED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing`: weft can do without it; `broken`: it cannot."""
+    """One line of the report. `missing`: weft works without it; `broken`: it does not."""
 
     what: str
     state: State
@@ -87,7 +87,7 @@ def print_report(report: Report) -> None:
     console.print(f"weft {weft.__version__} on {platform.node() or 'this machine'}\n")
     console.print(table)
     console.print(
-        "\nweft will use:" if report.works else "\n[red]Nothing works here yet[/red]: mend what is broken above."
+        "\nweft will use:" if report.works else "\n[red]Nothing works here yet[/red]: fix what is broken above."
     )
     for line in report.uses:
         console.print(f"  - {line}")
@@ -119,7 +119,7 @@ def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
             )
         else:
             uses.append(
-                "one GPU: ranks that share it (weft.launch.run_ranks), for trying: all works so, and nothing is fast"
+                "one GPU: ranks that share it (weft.launch.run_ranks), to try things out: all features work, but slowly"
             )
     return tuple(uses)
 
@@ -174,7 +174,7 @@ def _shared_memory() -> Finding:
         os.posix_fallocate(file, 0, 1 << 20)
     finally:
         os.close(file)
-    found = f"anonymous (memfd), {limit / 2**30:.1f} GiB can be had"
+    found = f"anonymous (memfd), {limit / 2**30:.1f} GiB available"
     if limit < _ENOUGH_SHARED_BYTES:
         return Finding("shared memory", "missing", found, "free some memory, or raise the container's memory limit")
     return Finding("shared memory", "ok", found)
@@ -191,8 +191,8 @@ def _gpus() -> Finding:
     torch: Any = _import("torch")
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        fix = "none needed on a machine without GPUs" if built else "for GPUs: install a CUDA build of torch"
-        why = f"torch is built for CUDA {built} and sees none" if built else "torch is built without CUDA"
+        fix = "not needed on a machine without GPUs" if built else "for GPUs: install a CUDA build of torch"
+        why = f"torch is built for CUDA {built} but sees no GPU" if built else "torch is built without CUDA"
         return Finding("GPUs", "missing", why, fix)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding(
@@ -206,12 +206,15 @@ def _peer_access() -> Finding:
     torch: Any = _import("torch")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        fix = "none needed to try weft: ranks can share a GPU" if count else ""
+        fix = "not needed to try weft: ranks can share a GPU" if count else ""
         return Finding("peer access", "missing", f"{counted(count, 'GPU')}: nobody to reach", fix)
     cut = [(i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)]
     if cut:
         pairs = ", ".join(f"{i} to {j}" for i, j in cut)
-        fix = "nvidia-smi topo -p2p r says why (virtualisation, ACS, different root complexes); give weft the GPUs that can"
+        fix = (
+            "nvidia-smi topo -p2p r gives the reason (virtualisation, ACS, different root complexes); run weft "
+            "on GPUs with peer access"
+        )
         return Finding("peer access", "missing", f"not from {pairs}", fix)
     return Finding("peer access", "ok", f"between all {count} GPUs")
 
@@ -220,7 +223,7 @@ def _symmetric_memory() -> Finding:
     symm_mem: Any = _import("torch.distributed._symmetric_memory")
     torch: Any = _import("torch")
     if not torch.cuda.is_available():
-        return Finding("symmetric memory", "missing", "on GPUs only; CPU ranks use shared memory")
+        return Finding("symmetric memory", "missing", "only on GPUs; CPU ranks use shared memory")
     backend = symm_mem.get_backend(torch.device("cuda")) if hasattr(symm_mem, "get_backend") else "CUDA"
     return Finding("symmetric memory", "ok", f"torch's, backend {backend}")
 
@@ -243,7 +246,7 @@ def _triton() -> Finding:
 
 
 def _planning() -> Finding:
-    """Report the source of the numbers behind plans here, for all GPUs and for the numbers of ranks that were measured."""
+    """Report the sources of the numbers that plans use here, for all GPUs and for the measured numbers of ranks."""
     from weft.hw import machine_of
     from weft.plan import calibrated
     from weft.plan.self_calibration import WHAT
@@ -256,7 +259,7 @@ def _planning() -> Finding:
     names = list(dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count)))
     machine = machine_of(names[0])
     if machine is None:
-        found = f"nothing is known of {names[0]}: schedules are measured at the first call of each shape"
+        found = f"no numbers for {names[0]}: schedules are measured at the first call of each shape"
         return Finding("planning", "missing", found)
     saved = {ranks for what in ("calibration", WHAT) for ranks in ranks_of(what, machine.name)}
     sources = {ranks: calibrated(machine, ranks) for ranks in sorted({max(2, count), *saved})}
@@ -265,7 +268,7 @@ def _planning() -> Finding:
     lines += [f"GPUs differ ({', '.join(names)}): all ranks take the first rank's schedules"] if names[1:] else []
     of_all = sources[max(2, count)]
     if of_all.refused or of_all.source == "derived":
-        fix = "weft plan calibrate" if count > 1 else "none needed to try weft"
+        fix = "weft plan calibrate" if count > 1 else "not needed to try weft"
         return Finding("planning", "missing", "\n".join(lines), fix)
     return Finding("planning", "ok", "\n".join(lines))
 
@@ -274,7 +277,7 @@ def _fbgemm() -> Finding:
     try:
         fbgemm: Any = _import("fbgemm_gpu")
     except Exception as error:
-        fix = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, of the version that belongs to your torch"
+        fix = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, in the version for your torch"
         return Finding("FBGEMM", "missing", f"does not import ({type(error).__name__})", fix)
     return Finding("FBGEMM", "ok", str(getattr(fbgemm, "__version__", "installed")))
 

@@ -1,4 +1,4 @@
-"""Groups of commands that answer an unknown name with the known names."""
+"""Groups of commands whose error for an unknown name lists the known names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Named(TyperGroup):
     """The word for the commands of the group in messages."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse options of a command in the place of its name."""
+        """Refuse options that precede the command's name."""
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         if args and args[0].startswith("-") and args[0].partition("=")[0] not in known:
             raise ValueError(f"{args[0]}: the {self.noun} comes first, one of {', '.join(self.list_commands(ctx))}")

@@ -1,6 +1,5 @@
-"""`weft plan OP`: the schedule that would be selected for a shape, on this or another machine, and why. It needs no torch and no
-GPU.
-"""
+"""`weft plan OP`: the schedule that would be selected for a shape, on this or another machine, and the reason. It needs neither
+torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -33,20 +32,20 @@ class PlanMode(enum.StrEnum):
     single = "single"
 
 
-# A schedule with a step for each rank has ranks^2 steps, all_to_all_matmul's that times the experts of a rank; every candidate is
-# built and simulated. Near this number that takes minutes, and beyond it gigabytes too.
+# A schedule with a step for each rank has ranks^2 steps; all_to_all_matmul has as many for each expert of a rank. Every
+# candidate is built and simulated. Around this number that takes minutes; beyond it, also gigabytes.
 _MOST_RANKS = 256
 _SAYS_EVERY_S = 2.0  # interval of progress lines without a terminal
 _GEMMS_OF = "all_gather_matmul"  # its shape may be the name of one of FiCCO's GEMMs
-_MANY = "A plan's time grows with their square: for hundreds it may be minutes."
-_MOST_UNEVEN_RANKS = 72  # one NVLink communicator: if ranks differ, each is simulated
+_MANY = "The time to plan grows with their square: hundreds may take minutes."
+_MOST_UNEVEN_RANKS = 72  # one NVLink domain; if ranks differ, each is simulated
 
-_LOSSES = """Where there are GEMMs, DIL and CIL are factors: what decomposition and contention cost; `comm` is communication;
-exposed is time in which a rank has nothing to compute."""
+_LOSSES = """With GEMMs, DIL and CIL are the factors of decomposition and contention loss; `comm` is communication;
+exposed is the time in which a rank has nothing to compute."""
 
 
 class _Operators(Named):
-    """The group with a command for each operator. They are imported for a plan only: other commands need no numpy."""
+    """The group with a command for each operator. Operators are imported only for a plan: other commands do not need numpy."""
 
     noun = "operator"
 
@@ -69,13 +68,15 @@ class _Operators(Named):
 plan = typer.Typer(
     cls=_Operators,
     no_args_is_help=True,
-    help="Show the choice for a shape, on this machine or another, and its reasons: candidates, predicted times, losses.",
+    help=(
+        "Show the choice for a shape, on this machine or another, and the reason: candidates, predicted times, losses."
+    ),
 )
 
 
 def _layers() -> Any:
-    """Return the command for layers, which are no operator of their own."""
-    told = "Layers call several operators: plan each of them, as all_gather_matmul and matmul_reduce_scatter."
+    """Return the command for layers, which are not operators."""
+    told = "Layers call several operators: plan each of them, such as all_gather_matmul and matmul_reduce_scatter."
     alone = typer.Typer(add_completion=False)
 
     @alone.command(
@@ -94,8 +95,9 @@ def _layers() -> Any:
 def _command(name: str, problem: type[Problem]) -> Any:
     """Return the command of an operator.
 
-    Its help is the first paragraph of its problem, and the docstring of its own `sized`, if it has one, about M, N, K, with
-    examples. `--option` lists the keywords of `sized` behind the dtype."""
+    Its help is the first paragraph of its problem and, if its problem has its own `sized`, that docstring, about M, N, K, with
+    examples. `--option` lists the keywords of `sized` after the dtype.
+    """
     from weft.bench.core.operators import plain
     from weft.builders.problem import Problem
 
@@ -144,7 +146,10 @@ def _own_options(problem: type[Problem]) -> Any:
 
 def _shape_option(also: str) -> Any:
     """Return the option `--shape`. also: further allowed forms."""
-    sizes = "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or of a table. K: what is summed over."
+    sizes = (
+        "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's weight, or of a table. "
+        "K: the summed dimension."
+    )
     return typer.Option(metavar="M,N,K", help=sizes + also)
 
 
@@ -152,29 +157,34 @@ def _run(
     op: str,
     shape: Annotated[
         str,
-        _shape_option(" Also g1 to g16 and s1 to s16, FiCCO's GEMMs with N over the ranks."),
+        _shape_option(" Also g1 to g16 and s1 to s16: FiCCO's GEMMs, with N divided by the ranks."),
     ],
     ranks: Annotated[
         int,
         typer.Option(
             min=1,
             max=_MOST_RANKS,
-            help=f"GPUs; gathered or scattered rows must be divisible by them. {_MANY} It grows with experts too.",
+            help=f"Number of GPUs, which must divide gathered or scattered rows. {_MANY} It grows with experts too.",
         ),
     ] = 2,
     hw: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="A file of weft/hw, as h100 or mi300x, or a TOML file like those. Default: this machine, or h200.",
+            help=(
+                "A machine file of weft/hw, such as h100 or mi300x, or a TOML file of the same form. Default: "
+                "this machine, or h200."
+            ),
         ),
     ] = None,
     topology: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file like those in weft/hw/topology. "
-            "Default: as the machine file says.",
+            help=(
+                "How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file of the form of "
+                "weft/hw/topology. Default: the machine file's."
+            ),
         ),
     ] = None,
     dtype: Annotated[
@@ -187,7 +197,7 @@ def _run(
         ),
     ] = PlanMode.queued,
     option: list[str] | None = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not only the fastest.")] = False,
     json: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; existing lines stay."),
@@ -202,16 +212,19 @@ def _run(
     options = dict(option_from_text(op, one) for one in option or ())
     p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > _MOST_UNEVEN_RANKS else None
     if p is not None and p.uneven:
-        raise ValueError(f"{p.uneven}, and more than {_MOST_UNEVEN_RANKS} ranks that differ take too long to simulate")
+        raise ValueError(
+            f"{p.uneven}, and simulating more than {_MOST_UNEVEN_RANKS} ranks that differ takes too "
+            "long: use fewer ranks or even sizes"
+        )
     if json is not None:
         check_file("--json", json)
     shown = None if everything else 10
-    # Hundreds of ranks take minutes, so there is progress.
+    # Hundreds of ranks take minutes, so progress is shown.
     with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
         found = explanation(
             op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **options
         )  # fmt: skip
-        step("simulating what is lost", 0.0)
+        step("simulating losses", 0.0)
         found.cells(shown)
     print_explanation(found, shown)
     if json is not None:
@@ -221,8 +234,7 @@ def _run(
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Disable garbage collection: millions of steps have no cycles, and a search takes a third of the time, and once more at the
-    end."""
+    """Disable garbage collection: millions of steps have no cycles, and each search for cycles takes a third of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -239,13 +251,13 @@ def calibrate(
         int | None, typer.Option(min=2, help="GPUs to measure with. Default: all of this machine.")
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; may be repeated. Default: bf16.")] = None,
-    seconds: Annotated[float, typer.Option(min=10, help="After so many no further GEMM is measured.")] = 60,
+    seconds: Annotated[float, typer.Option(min=10, help="No further GEMM is measured after this many seconds.")] = 60,
 ) -> None:
-    """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs beside copies.
+    """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs concurrent with copies.
 
-    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft) with the versions that they hold for, and are used from then
-    on. Without them the planner uses the machine's file. Without a file, it uses a few numbers that a first call has measured,
-    and others derived from the driver's. `weft doctor` shows which numbers these are.
+    The numbers are stored in WEFT_CACHE_DIR (default ~/.cache/weft) with the installed versions, and are used from then on.
+    Without them the planner uses the machine's file. Without a file, it uses a few numbers measured at a first call, and derives
+    the others from the driver's numbers. `weft doctor` shows the source of the numbers.
 
         weft plan calibrate
 
@@ -257,8 +269,8 @@ def calibrate(
     wanted = ranks or found
     if found < 2 or wanted > found:
         raise ValueError(
-            f"torch sees {found} GPUs here and {max(2, wanted)} are to be measured: there is nothing to calibrate. On CPU "
-            f"processes schedules are measured at the first call of each shape"
+            f"torch sees {found} GPUs, but {max(2, wanted)} are needed to calibrate. On CPU processes no "
+            "calibration is needed: schedules are measured at the first call of each shape"
         )
     from weft.bench.calibrate import calibrate_ranks
     from weft.launch import run_ranks
@@ -291,7 +303,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         justify: Literal["left", "right"] = "left" if i in (0, len(found.header) - 1) else "right"
         table.add_column(found.header[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
     for cells in rows:
-        # Users copy names: they stay in one piece if there is room.
+        # Users copy names, so names are not broken if they fit.
         name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
         texts = (escape(cell) for cell in (name, *(cells[i] for i in kept[1:])))
         table.add_row(*texts, style="green" if cells[-1] == "taken" else "")
@@ -301,18 +313,21 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     for line in (*found.legend(), *found.left_out(shown)):
         console.print(line, markup=False)
     if without := [title for i, title in enumerate(found.header) if widths[i] == 0]:
-        console.print(f"no room here for {', '.join(without)}: a wider terminal, a pipe and --json have all columns")
+        console.print(
+            f"columns that do not fit: {', '.join(without)}: a wider terminal, a pipe and --json have all columns"
+        )
 
 
 _GAP = 2  # between columns
-_LEAST_WHY = 20  # columns for the last one's sentences
+_LEAST_WHY = 20  # columns for the sentences in the last column
 _LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
-    """Return the width of each column by its index; 0: left out.
+    """Return the width of each column by its index; 0: omitted.
 
-    Numbers are at least as wide as their longest word, so never cut. The last column, and names if needed, wrap."""
+    Numbers get at least the width of their longest word, so they are never cut. The last column wraps, and names if needed.
+    """
     columns = list(zip(header, *rows, strict=True))
     last = len(columns) - 1
     full = {i: max(map(len, column)) for i, column in enumerate(columns)}
@@ -320,7 +335,7 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> 
     least_why = max(words[last], min(_LEAST_WHY, full[last]))
 
     def why(widths: dict[int, int]) -> int:
-        """Return the room for the last column."""
+        """Return the width that is left for the last column."""
         return room - sum(width + _GAP for i, width in widths.items() if width and i != last) - _GAP
 
     if why(full) >= least_why:
@@ -343,7 +358,7 @@ def _pieces(name: str) -> list[str]:
 
 
 def _at_commas(name: str, width: int) -> str:
-    """Return the name in lines of at most `width`, as far as its pieces allow."""
+    """Return the name in lines of at most `width`, broken only between its pieces."""
     lines = [""]
     for piece in _pieces(name):
         if len(lines[-1]) + len(piece) > width:
@@ -353,7 +368,7 @@ def _at_commas(name: str, width: int) -> str:
 
 
 def _shape(text: str, ranks: int | None) -> tuple[int, int, int]:
-    """Parse `--shape`. ranks: given if the text may name one of FiCCO's GEMMs, whose N the ranks share."""
+    """Parse `--shape`. ranks: given if the text may name one of FiCCO's GEMMs, whose N is divided by the ranks."""
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:
             return gemm.m, gemm.sharded(ranks or 1).n, gemm.k
@@ -361,6 +376,6 @@ def _shape(text: str, ranks: int | None) -> tuple[int, int, int]:
     m, n, k, suffix = sizes(text, named)
     if suffix:
         raise ValueError(
-            f"--shape {text!r}: leave out {suffix!r}, plans have no such suffix; options are --option NAME=VALUE"
+            f"--shape {text!r}: leave out {suffix!r}, which plans do not support; options are --option NAME=VALUE"
         )
     return m, n, k

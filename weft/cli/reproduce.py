@@ -1,4 +1,4 @@
-"""`weft reproduce`: a paper's figures, simulated here or made from recorded measurements."""
+"""`weft reproduce`: a paper's figures, simulated or drawn from recorded measurements."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ def _root() -> None:
 @reproduce.command()
 def ficco(
     hw: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Machine: a file of weft/hw, as the paper's mi300x, or another TOML file.")
+        str, typer.Option(metavar="NAME|FILE", help=(
+            "Machine: a file of weft/hw, such as the paper's mi300x, or "
+            "another TOML file."
+        ))
     ] = "mi300x",
     ranks: Annotated[int, typer.Option(min=2, max=64, help="GPUs; the paper has 8.")] = 8,
     topology: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="How they are linked. Default: as the machine file says."),
+        typer.Option(metavar="NAME|FILE", help="How GPUs are linked. Default: the machine file's topology."),
     ] = None,
     records: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", exists=True, dir_okay=False,
-            help="Show these records, of `weft bench` or of --json, and simulate nothing.",
+            help="Show these records, from `weft bench` or --json, and simulate nothing.",
         ),
     ] = None,
     json: Annotated[
@@ -52,9 +55,10 @@ def ficco(
     ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 12(b), 13 and 14 here.")] = None,
 ) -> None:  # fmt: skip
-    """FiCCO's evaluation (figures 12b, 13, 14, accuracy of its heuristic) on its sixteen GEMMs and sixteen synthetic ones.
+    """Reproduce FiCCO's evaluation (figures 12b, 13, 14, accuracy of its heuristic) on its sixteen GEMMs and sixteen synthetic
+    ones.
 
-    Simulated on a machine file, many of whose numbers are assumed. To measure, on a machine with GPUs:
+    It is simulated on a machine file, many of whose numbers are assumed. To measure, on a machine with GPUs:
 
         weft bench all_gather_matmul --preset table-1,synthetic --variants weft,asynctp,all --mode queued --json ficco.jsonl
 
@@ -68,17 +72,20 @@ def ficco(
 @reproduce.command()
 def t3(
     hw: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Machine: a file of weft/hw, as h200 or mi300x, or a TOML file like those.")
+        str, typer.Option(metavar="NAME|FILE", help=(
+            "Machine: a file of weft/hw, such as h200 or mi300x, or a TOML "
+            "file of the same form."
+        ))
     ] = "h200",
     topology: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="How they are linked. Default: as the machine file says."),
+        typer.Option(metavar="NAME|FILE", help="How GPUs are linked. Default: the machine file's topology."),
     ] = None,
     records: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", exists=True, dir_okay=False,
-            help="Show these records, of `weft bench` or of --json, and simulate nothing.",
+            help="Show these records, from `weft bench` or --json, and simulate nothing.",
         ),
     ] = None,
     json: Annotated[
@@ -86,9 +93,10 @@ def t3(
     ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figure 16 here.")] = None,
 ) -> None:  # fmt: skip
-    """T3's sub-layers (figures 15, 16 and 18): GEMM, reduce-scatter and all-gather of its Transformers, as software overlaps them.
+    """Reproduce T3's sub-layers (figures 15, 16 and 18): GEMM, reduce-scatter and all-gather of its Transformers, overlapped in
+    software.
 
-    Simulated for the paper's 8, 16 and 32 ranks on a machine file. To measure, on a machine with GPUs:
+    They are simulated for the paper's 8, 16 and 32 ranks on a machine file. To measure, on a machine with GPUs:
 
         weft bench matmul_reduce_scatter --preset t3 --mode queued --json t3.jsonl
 
@@ -112,7 +120,7 @@ def _reproduce(
     if json is not None:
         if records is not None:
             raise ValueError(
-                "--json with --records: nothing is simulated, so there is nothing new to write; leave one out"
+                "--json with --records: nothing is simulated, so there is nothing new to write: leave one of them out"
             )
         check_file("--json", json)
     if pictures is not None:

@@ -1,4 +1,4 @@
-"""Numbers of a machine, derived from a measured machine: they are scaled by the ratio of datasheet or driver numbers.
+"""Numbers of a machine that are derived from a measured machine, scaled by the ratio of datasheet or driver numbers.
 
     rates of GEMMs                          like the datasheet's rate of bf16
     elementwise kernels, in fp32            like compute.fp32_vector, if that is given, else like bf16
@@ -7,7 +7,7 @@
     late stores of compute units            like their number
     latencies, shares, everything else      unchanged
 
-Datasheet numbers with an H200's ratios predict recorded calls on two H100s within 4% above 100 us and 12% below, in the mean
+Numbers derived from an H200's predict recorded calls on two H100s with a mean error of 4% above 100 us and 12% below
 (`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these numbers.
 """
 
@@ -37,17 +37,19 @@ _AS: tuple[tuple[str, str], ...] = (
     ("copy_engine.bandwidth", _LINK),
     ("contention.", _LINK),
 )
-"""(beginning of a key, the number whose ratio scales it); the first match counts."""
+"""(prefix of a key, the number whose ratio scales it); the first match applies."""
 _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
-"""The units of scaled numbers; times, shares and counts stay."""
+"""The units of scaled numbers; times, fractions and counts are not scaled."""
 
 
 def derived(
     name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity]
 ) -> dict[str, Quantity]:
-    """Return `given` and every other number of the machine `base`, scaled; raise `ValueError` for a missing number (`GIVEN`)."""
+    """Return `given`, and all other numbers of the machine `base`, scaled. Raise `ValueError` if one of `GIVEN` is missing."""
     if missing := [key for key in GIVEN if key not in given]:
-        raise ValueError(f"{name}: add {', '.join(missing)}: the other numbers are derived from them and {base}'s")
+        raise ValueError(
+            f"{name}: add {', '.join(missing)}: the other numbers are derived from these and from {base}'s"
+        )
     ratios = {key: given[key].si / of_base[key].si for key in (_BF16, _MEMORY, _LINK, _UNITS)}
     ratios[_VECTOR] = given[_VECTOR].si / of_base[_VECTOR].si if _VECTOR in given else ratios[_BF16]
     found = dict(given)

@@ -1,4 +1,4 @@
-"""The machine of a GPU by its name: its file, or numbers derived from the driver's."""
+"""The machine of a GPU, by its name: from its file, or derived from the driver's numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _OF_BASE = DriverFacts(
     name="NVIDIA H200", multiprocessors=132, flops_per_s=132 * 1.98e9 * 4096, memory_bytes=150_754_820_096,
     memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 25e9, nvlinks=18,
 )  # fmt: skip
-"""The driver's numbers of the base machine. They are not the datasheet's, so that ratios compare like with like."""
+"""The driver's numbers of the base machine. They differ from the datasheet's, so ratios compare driver numbers only."""
 _MOST = 30.0
-"""The largest ratio to the base's number, either way; beyond it the driver's number counts as wrong."""
+"""The largest plausible ratio to the base's number, in either direction; beyond it the driver's number is considered wrong."""
 _SCALED = {
     "compute.multiprocessors": "multiprocessors",
     "compute.bf16_dense": "flops_per_s",
@@ -28,9 +28,10 @@ _SCALED = {
 
 @lru_cache(maxsize=16)
 def machine_of(name: str) -> Machine | None:
-    """Return the machine of NVIDIA GPUs of this name, as the driver or torch spells it: a known file's, or a derived one.
+    """Return the machine of NVIDIA GPUs of this name, as the driver or torch spells it: from a known file, or derived.
 
-    Returns None for other names, unless the driver knows them."""
+    Returns None for other names, unless the driver knows them.
+    """
     if file := file_of(name):
         return load_machine(file)
     facts = facts_of(name)
@@ -51,7 +52,7 @@ def _from_driver(name: str, facts: DriverFacts | None) -> Machine:
         given[key] = Quantity(
             float(f"{value:.4g}"), of_base.unit, "derived", "from the driver" if ratio != 1 else f"{_BASE}'s"
         )
-    about = f"no machine file has {name!r}: its numbers are derived from what the driver says, and from {base.name}'s"
+    about = f"no machine file has {name!r}: its numbers are derived from the driver's, and from {base.name}'s"
     if unknown:
-        about += f"; the driver says nothing usable of {', '.join(unknown)}, which are taken to be {base.name}'s"
+        about += f"; the driver has no usable {', '.join(unknown)}, so {base.name}'s are used"
     return Machine(name, derived(name, given, _BASE, base.quantities), base.topology, about)

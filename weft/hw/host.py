@@ -1,4 +1,4 @@
-"""The available memory of this host, by the kernel and the container's limit."""
+"""The available memory of this host, according to the kernel and the container's limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Return the bytes that can be allocated without swapping, and without the container being killed."""
+    """Return the bytes that can be allocated without swapping, and without exceeding the container's limit."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -26,7 +26,7 @@ def available_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path =
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None without a file, a number ("max": no limit) or the right to read it."""
+    """Return the number in a file; None if there is no file, no number ("max": no limit) or no permission."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -6,11 +6,11 @@
     source = "measured"        # or one of the others in `weft.hw.quantity.SOURCES`
     note = "device-to-device copy, bytes read and written"
 
-Its first lines are `name = "..."` and `topology = "switch"`: the links of its GPUs (`weft.hw.topology`). With `derived_from =
-"h200"` below them, missing numbers are derived from another machine's (`weft.hw.derived`): a datasheet is enough.
+Its first lines are `name = "..."` and `topology = "switch"`, the links of its GPUs (`weft.hw.topology`). With `derived_from =
+"h200"` below them, missing numbers are derived from another machine's (`weft.hw.derived`), so datasheet numbers are enough.
 
-`load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its ceilings in
-its own run (`weft.bench.core.ceilings`). The files are for models, and to tell a faulty machine from a sound one.
+`load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. Benchmarks do not divide by these numbers: they measure their
+ceilings in the same run (`weft.bench.core.ceilings`). The files are for models, and for recognising a faulty machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RANGES = {
     _TIMES: (1e-15, 1e6), _BYTES: (1.0, 1e18), _BANDWIDTHS: (1.0, 1e18), _RATES: (1.0, 1e21), ("Hz", "GHz"): (1.0, 1e15),
     ("1",): (1e-9, 1e6),
 }  # fmt: skip
-"""The least and the largest value by unit, in SI: beyond them a model divides by zero or overflows."""
+"""The smallest and the largest value by unit, in SI. Values beyond them make a model divide by zero or overflow."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Machine:
     topology: str = ""
     """The name or path for `weft.hw.topology.load_topology`."""
     about: str = ""
-    """The source of the numbers, if not a file."""
+    """The source of the numbers, if they come from no file."""
 
     def __getitem__(self, key: str) -> Quantity:
         if key not in self.quantities:
@@ -59,14 +59,14 @@ class Machine:
         """Return a number in SI units for the simulator; `KeyError` and `ValueError` name the fix in the machine file."""
         if key not in self.quantities:
             raise KeyError(
-                f"{self.name}: add {key} to its machine file, the simulator needs it (see weft/sim/machines.py)"
+                f"{self.name}: add {key} to its machine file: the simulator needs it (see weft/sim/machines.py)"
             )
         if self[key].unit not in units:
             raise ValueError(f"{self.name}: {key} is in {self[key].unit}: give it in {' or '.join(units)}")
         return self[key].si
 
     def per_us(self, key: str) -> float:
-        """Return a rate per microsecond: of floating-point operations for compute, of bytes otherwise."""
+        """Return a rate per microsecond: FLOPs for compute, bytes otherwise."""
         return self.number(key, _RATES if key.startswith("compute.") else _BANDWIDTHS) * 1e-6
 
     def us(self, key: str) -> float:
@@ -77,7 +77,7 @@ class Machine:
 
     def count(self, key: str) -> int:
         if self.number(key) % 1:
-            raise ValueError(f"{self.name}: {key} = {self[key]}: it must be a whole number")
+            raise ValueError(f"{self.name}: {key} = {self[key]} must be a whole number")
         return int(self.number(key))
 
     def __str__(self) -> str:
@@ -96,16 +96,16 @@ def file_of(machine: str) -> str | None:
 
 
 def load_machine(name: str | Path) -> Machine:
-    """Return the machine `name` (see `known_machines`), or the one in the TOML file at that path.
+    """Return the machine `name` (see `known_machines`), or the machine in the TOML file at that path.
 
-    Raises `ValueError` if a number lacks its unit or source, has an unknown one, is beyond the range of its unit, or is assumed
-    without a note; and if numbers must be derived, and the numbers for that are missing. Raises `UnreadableError` for a file that
-    is no TOML, or beyond the limits of `weft.reading`.
+    Raises `ValueError` if a number has no unit or source, an unknown unit or source, or a value out of range, or if it is assumed
+    without a note. Also if numbers must be derived, but the numbers for that are missing. Raises `UnreadableError` for a file
+    that is not TOML, or exceeds the limits of `weft.reading`.
     """
     data = read_file("machine", name)
     title, topology, base = data.pop("name"), data.pop("topology", ""), data.pop("derived_from", None)
     if not isinstance(topology, str):
-        raise ValueError(f'{name}: topology = {topology!r} must be a name or a path, as topology = "switch"')
+        raise ValueError(f'{name}: topology = {topology!r} must be a name or a path, such as topology = "switch"')
     if topology.endswith(".toml"):
         topology = str(Path(name).parent / topology)
     quantities = quantities_of(str(name), data)
@@ -114,7 +114,7 @@ def load_machine(name: str | Path) -> Machine:
             raise ValueError(f"{name}: derived_from = {base!r} must be one of {', '.join(known_machines())}")
         quantities = derived(str(name), quantities, base, load_machine(base).quantities)
     if not quantities:
-        raise ValueError(f"{name}: the machine has no number: add some, or derived_from")
+        raise ValueError(f"{name}: the machine has no numbers: add some, or derived_from")
     return Machine(title, quantities, topology)
 
 
@@ -124,14 +124,15 @@ def known_files(what: str) -> tuple[str, ...]:
 
 
 _WITHOUT_FILE = (
-    ". Calls need no machine file: for NVIDIA GPUs without one, weft derives its numbers from what the driver says. To plan for "
-    "such a GPU elsewhere, copy weft/hw/a100.toml, change its datasheet numbers, and pass the path of the copy"
+    ". Calls need no machine file: for NVIDIA GPUs without one, weft derives the numbers from the driver's. To "
+    "plan for such a GPU on another machine, copy weft/hw/a100.toml, change its datasheet numbers, and pass the "
+    "path of the copy"
 )
 
 
 def read_file(what: str, name: str | Path) -> dict[str, Any]:
-    """Read the file of a known machine or topology, or at that path; raise `ValueError` with the known names, or the error of the
-    file."""
+    """Read the file of a known machine or topology, or the file at that path. Raise `ValueError` with the known names, or with
+    the error of the file."""
     path, known = Path(name), known_files(what)
     either = f"give one of {', '.join(known)}, or"
     if path.suffix == ".toml":
@@ -148,7 +149,7 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
             f"no {what} {str(name)!r}: {either} a path ending in .toml{_WITHOUT_FILE if what == 'machine' else ''}"
         )
     if not isinstance(data.get("name"), str):
-        raise ValueError(f'{name}: a {what} file starts with name = "..."')
+        raise ValueError(f'{name}: a {what} file must start with name = "..."')
     return data
 
 
@@ -171,20 +172,22 @@ def _leaves(file: str, prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[s
 def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
     unknown = set(node) - {"value", "unit", "source", "note"}
     if unknown:
-        raise ValueError(f"{file}: {path} has {', '.join(sorted(unknown))}; a number has value, unit, source and note")
+        raise ValueError(
+            f"{file}: {path} has {', '.join(sorted(unknown))}; a number has only value, unit, source and note"
+        )
     unit, source, note, value = node.get("unit"), node.get("source"), node.get("note", ""), node["value"]
     if not isinstance(unit, str) or unit not in UNITS:
         raise ValueError(f"{file}: {path} has unit {unit!r}; use one of {', '.join(UNITS)}")
     if source not in SOURCES:
         raise ValueError(f"{file}: {path} has source {source!r}; use one of {', '.join(SOURCES)}")
     if type(value) not in (int, float) or not value > 0:
-        raise ValueError(f"{file}: {path} has value {value!r}; it must be a positive number")
+        raise ValueError(f"{file}: {path} has value {value!r}, which must be a positive number")
     least, most = next(limits for units, limits in _RANGES.items() if unit in units)
     if not least <= value * UNITS[unit] <= most:
         ends = f"{least / UNITS[unit]:g} and {most / UNITS[unit]:g} {unit}"
-        raise ValueError(f"{file}: {path} has value {value!r}; it must be between {ends}")
+        raise ValueError(f"{file}: {path} has value {value!r}, which must be between {ends}")
     if not isinstance(note, str):
-        raise ValueError(f"{file}: {path} has note {note!r}; it must be a text")
+        raise ValueError(f"{file}: {path} has note {note!r}, which must be a string")
     if source == "assumed" and not note:
-        raise ValueError(f"{file}: {path} is assumed: add a note that says why this value")
+        raise ValueError(f"{file}: {path} is assumed: add a note with the reason for this value")
     return Quantity(float(value), unit, source, note)

@@ -1,8 +1,8 @@
-"""Facts about a GPU from NVIDIA's driver, by its management library (NVML), which comes with the driver. Without torch.
+"""Facts about a GPU from NVIDIA's driver, by its management library (NVML), which comes with the driver. It needs no torch.
 
-The numbers of a machine without a file are derived from these (`weft.hw.here`). The driver does not know a datasheet's rate of
-bf16. Here it is the number of multiprocessors, times the highest clock, times the operations of a multiprocessor per cycle, which
-the compute capability gives.
+The numbers of a machine without a file are derived from these (`weft.hw.here`). The driver does not know the datasheet's bf16
+rate. Here the rate is the number of multiprocessors, times the highest clock, times the FLOP per cycle of a multiprocessor, by
+compute capability.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _FLOPS_PER_CYCLE = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}
-"""FLOP of a multiprocessor per cycle, dense, in 16 bits, by compute capability; others count as the newest older one."""
+"""FLOP of a multiprocessor per cycle, dense, in 16 bits, by compute capability. Missing capabilities use the newest older entry.
+"""
 _CORES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
-"""Cores of a multiprocessor by compute capability; 128 in others."""
+"""Cores of a multiprocessor by compute capability; 128 for all others."""
 _PER_NVLINK = {(7, 0): 25e9, (8, 6): 14.1e9, (8, 9): 25e9, (10, 0): 50e9}
-"""Bytes a second of an NVLink, one direction, by compute capability; others count as the newest older one."""
+"""Bytes per second of an NVLink, in one direction, by compute capability. Missing capabilities use the newest older entry."""
 _PCIE_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _MOST_NVLINKS = 18
@@ -26,7 +27,7 @@ _MOST_NVLINKS = 18
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """The facts about one GPU, in SI units; 0 for a number that the driver does not give."""
+    """The facts about one GPU, in SI units; 0 for a number that the driver does not provide."""
 
     name: str
     multiprocessors: int
@@ -34,7 +35,7 @@ class DriverFacts:
     memory_bytes: int
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """The bandwidth to all peers, one direction: NVLinks, or the PCIe slot."""
+    """The bandwidth to all peers, in one direction: NVLinks, or the PCIe slot."""
     nvlinks: int
 
 

@@ -1,14 +1,14 @@
 """Comparisons across ranks at every call of a known shape, in addition to the agreement at its first call
 (`weft.operator.together`).
 
-    on CPU    tables of counts, in a meeting (`weft.runtime.meeting`), before anything is sent
+    on CPU tables of counts, in a meeting (`weft.runtime.meeting`), before anything is sent
     on GPUs   a digest of the calls, off the critical path (`weft.symm.calls`)
     WEFT_CHECK_CALLS=1, on both: tables of counts, and the values of tensors that must be equal; on GPUs the host waits for both
 
-Tables agree if every rank sends to each rank what that rank expects of it. Each rank contributes two numbers: a weighted sum of
-what it sends, and one of what it expects; the weights depend on sender, receiver and place. If the tables agree, the totals of
-both over all ranks are equal. If not, they differ except in one case in 2^64. Then ranks exchange the tables to find the
-difference.
+Tables agree if every rank sends to each rank as many rows as that rank expects. Each rank contributes two numbers: a weighted sum
+of the counts that it sends, and a weighted sum of the counts that it expects. The weights depend on sender, receiver and
+position. If the tables agree, the totals of both sums over all ranks are equal. If the tables differ, the totals differ, except
+with a probability of 2^-64. Then ranks exchange the tables to find the difference.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _BACKWARD = 0x5851F42D4C957F2D  # distinguishes the fingerprint of a call's back
 
 
 class AcrossRanks:
-    """Compare the calls of one shape across ranks.
+    """The comparison of the calls of one shape across ranks.
 
-    what: operator and shape, for messages. said: the text that ranks have compared. fingerprint: of the calls; default: the
-        hash of `said`.
+    what: operator and shape, for messages. said: the text that ranks have compared. fingerprint: of the calls; default: the hash
+        of `said`.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class AcrossRanks:
             if len({one[name] for one in every}) > 1:
                 digests = by_rank((rank, one[name].hex()) for rank, one in enumerate(every))
                 raise RefusedError(
-                    f"{self.what}: {name} must have the same values on all ranks, and its digests are {digests}: pass the same "
-                    "one on every rank"
+                    f"{self.what}: {name} must have the same values on all ranks, but its digests are {digests}: "
+                    "pass the same tensor on every rank"
                 )
 
 

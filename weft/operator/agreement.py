@@ -35,7 +35,7 @@ _SUMS = struct.Struct("<QQ")
 
 
 class Agreement:
-    """The agreement on devices without communication, such as meta: each rank checks its own call only."""
+    """The agreement on devices without communication, such as meta: each rank checks only its own call."""
 
     meets = False
     """True if hosts meet before every call."""
@@ -49,15 +49,15 @@ class Agreement:
     def refuse(
         self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
     ) -> bool:  # fmt: skip
-        """Have every rank refuse the call in which this rank raised `error`. Raise `RefusedError`, or return True if the
-        caller raises `error` itself. Return False if the error cannot be a refusal.
+        """Have every rank refuse the call in which this rank raised `error`. Raise `RefusedError`, or return True if the caller
+        must raise `error`. Return False if the error cannot be a refusal.
 
         said: True if this rank has published that it takes part.
         """
         return False
 
     def digest(self, group: dist.ProcessGroup) -> MadeCalls | None:
-        """Return the digest of the group's calls; None if ranks compare calls otherwise."""
+        """Return the digest of the group's calls; None if ranks compare calls in another way."""
         return None
 
     def exchange_sums(
@@ -68,7 +68,7 @@ class Agreement:
 
 
 class HostsMeet(Agreement):
-    """CPU processes: a meeting takes microseconds through shared memory."""
+    """The agreement of CPU processes: a meeting through shared memory takes microseconds."""
 
     meets = True
 
@@ -106,7 +106,7 @@ class HostsMeet(Agreement):
 
 
 class HostsApart(Agreement):
-    """GPUs: a meeting would cost the host more than the call."""
+    """The agreement of GPUs: a meeting would cost the host more than the call."""
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
@@ -163,7 +163,7 @@ def agreement_on(device: torch.device) -> Agreement:
 
 
 def _short(details: str) -> str:
-    """Return details as ranks exchange them. Several lines, which may be many, become a digest."""
+    """Return details in the form that ranks exchange: several lines, which may be many, become a digest."""
     return f"\n{hashlib.sha256(details.encode()).hexdigest()}" if "\n" in details else details
 
 

@@ -1,5 +1,5 @@
-"""The cache of compiled operators, with lookup by group and shape or by a call's signature. It drops the least recently
-called.
+"""The cache of compiled operators, with lookup by group and shape or by a call's signature. It drops the least recently called
+operators.
 
 First calls are collective: ranks compare their calls before any rank computes or allocates (`weft.operator.together`). Later
 calls of a known shape find their compiled operator by a key.
@@ -14,15 +14,17 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-KEPT = 64  # shapes per operator and group with memory of their own, not counting shapes that graphs have captured
+KEPT = 64  # shapes per operator and group with memory of their own, except shapes that graphs have captured
 KEPT_LIGHT = (
-    2048  # shapes per operator and group, without captured ones; most share memory with larger ones, or hold none
+    2048  # shapes per operator and group, except captured shapes; most share memory with larger shapes, or hold none
 )
 _AT_ONCE = 128  # shapes to drop at KEPT_LIGHT: finding them takes milliseconds
 KEPT_BYTES = 4 << 30  # symmetric memory on a GPU, of shapes that were not called for WHILE
 _SIGNATURES = 8192  # of an operator's calls on a group
-PASSING = 16  # new sizes of a family in a row without a repeated one, after which new sizes run unfused: see `_OfGroup`
-PASSING_ON = ["cuda"]  # device types; on CPU ranks meet before every call, and preparing costs less than that
+PASSING = (
+    16  # see `_OfGroup`: after so many new sizes of a family in a row without a repeated size, new sizes run unfused
+)
+PASSING_ON = ["cuda"]  # device types; on CPU ranks meet before every call, and compiling costs less than that
 _SERVED = 1 << 16  # sizes to remember that ran unfused once
 WHILE = 1000  # calls of the operator: a training step repeats all its shapes in fewer
 
@@ -32,7 +34,7 @@ class Entry(Protocol):
 
     family: Hashable  # of sizes that may pass
     came_back: bool  # True if called more than once
-    called_at: int  # number of the call that used it last
+    called_at: int  # the number of the call that used it last
     key: Any  # in the table
 
     @property
@@ -49,10 +51,10 @@ class Entry(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory on a GPU."""
+        """Return the bytes of symmetric memory on a GPU."""
 
     def capturing(self) -> bool:
-        """Return True during the capture of a CUDA graph."""
+        """True during the capture of a CUDA graph."""
 
     def close(self) -> None:
         """Release its memory."""
@@ -79,8 +81,8 @@ class Known(NamedTuple, Generic[E]):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Return the place of this tensor object in a call. Return None if it occurs twice: the next call may pass two
-    tensors."""
+    """Return the place of this tensor object in a call. Return None if it occurs twice, because the next call may pass two
+    different tensors."""
     places: list[tuple[int, int | None]] = []
     for field, value in enumerate(call):
         places += [(field, None)] if value is tensor else []
@@ -150,7 +152,7 @@ class _OfGroup(Generic[E]):
     def make_room(self, capturing: bool) -> None:
         """Drop the least recently called sizes if another size would exceed a limit.
 
-        All ranks make the same calls, so all drop the same sizes. capturing: drop nothing, since releasing memory would end the
+        All ranks make the same calls, so all drop the same sizes. capturing: drop nothing, since releasing memory would break the
         capture.
         """
         last = next(reversed(self.known.values()), None)
@@ -161,7 +163,7 @@ class _OfGroup(Generic[E]):
 
     def _drop(self) -> None:
         known = self.known
-        # Captured shapes do not count: many of them would leave no room for others.
+        # Captured shapes do not count: many of them would leave no space for others.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
         own = [key for key in free if not known[key].light]
         dropped = dict.fromkeys(own[: max(0, len(own) + 1 - KEPT)])
@@ -186,7 +188,7 @@ class _OfGroup(Generic[E]):
 
 
 class Table(Generic[E]):
-    """All that is cached of an operator, by group and by key."""
+    """The cache of an operator, by group and by key."""
 
     def __init__(self) -> None:
         # By id while the group lives: every call looks here, and a weak dictionary takes microseconds.

@@ -41,11 +41,11 @@ from weft.timeline import Timeline
 from weft.words import joined, kind
 
 OPERATORS: dict[str, Operator[Any]] = {}
-"""All operators that can be called, by name."""
+"""All operators, by name."""
 TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""The gradients that a call below a dispatch mode wants, where autograd has already been passed.
+"""The gradients that a call below a dispatch mode wants, since it runs below autograd.
 
 Peers may have no such mode, for example if one rank counts its FLOPs.
 """
@@ -54,7 +54,7 @@ Peers may have no such mode, for example if one rank counts its FLOPs.
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
     """Return the deadline. Raise `ValueError` for invalid options, before peers are notified of the call."""
     if timeline is not None and not isinstance(timeline, Timeline):
-        raise ValueError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
+        raise ValueError(f"timeline={timeline!r} is not a timeline: pass weft.Timeline(), or None")
     return checked_deadline(deadline_s)
 
 
@@ -75,7 +75,7 @@ def made(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
         if timeline is not None:
-            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
+            raise ValueError("timeline cannot be filled by a compiled call: leave it out, or call in eager mode")
         name = group if isinstance(group, str) else group_of(group).group_name
         options = name, schedule or "", deadline_s or 0.0
         if torch.compiler.is_compiling():
@@ -95,8 +95,8 @@ def made(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call as a part of another call, which has been counted and reports errors. A pinned schedule is for that
-    other call."""
+    """Make a call as a part of another call, which counts it and reports its errors. A pinned schedule applies only to that other
+    call."""
     if plan.pinned() is None:
         return _called(op, call, group, None, turn.deadline_s, None)
     with plan.use(None):
@@ -104,15 +104,15 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -
 
 
 def operator_named(name: str) -> Operator[Any]:
-    """Return weft's operator of that name. Its file is imported on demand: duals are each other's gradients, and imports have no
-    cycles."""
+    """Return weft's operator called `name`. Its file is imported on demand: duals compute each other's gradients, and imports
+    must have no cycles."""
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
     return OPERATORS[name]
 
 
 def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> bool:
-    """True if calls like this one, `within` another, run overlapped. Also True until such a call has been made."""
+    """True if calls like this one, `within` another, run overlapped. Also True before the first such call."""
     with plan.use(None):
         prepared = prepared_for(op, call, group, None, turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
@@ -124,7 +124,7 @@ def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Compiled
 
 
 def drop_calls(op: Operator[Any], group: dist.ProcessGroup, dropped: list[CompiledOperator]) -> None:
-    """Drop the compiled operators of some shapes. All ranks must drop the same shapes, and no call may be running."""
+    """Drop the compiled operators of some shapes. All ranks must drop the same shapes, and no call may be in progress."""
     TABLES[op.name].drop(group, dropped)
 
 
@@ -190,7 +190,7 @@ def prepared_for(
     """
     pinned = None if op.has_executors else plan.pinned(schedule)
     table, device, given = TABLES[op.name], _device_of(op, call), op.given(call)
-    # Hosts that meet do so per shape, and the shape contains everything that they compare.
+    # Hosts that meet do so per shape, and the shape contains all that they compare.
     key = (op.key(call), pinned, given if agreement_on(device).meets else "")
     prepared = table.find(group, key)
     if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
@@ -211,7 +211,7 @@ def prepared_for(
     def check() -> tuple[str, str, int]:
         """Return the text that ranks compare, worded as in other messages, the details, and the rank's number.
 
-        The number is twice the size, plus one if times of the problem are remembered.
+        The number is twice the size, plus one if there are cached times of the problem.
         """
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
@@ -236,8 +236,7 @@ def prepared_for(
 
 
 def _described(op: Operator[Any], call: Any, world: int) -> Any:
-    """Return the problem of a call; None for bad input. The agreement between ranks refuses it later, so that all ranks
-    raise."""
+    """Return the problem of a call; None for bad input: the agreement later refuses it on all ranks."""
     try:
         return op.problem(call, world, 0)
     except Exception:
@@ -253,21 +252,21 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 
 
 def _require_device(op: Operator[Any], device: torch.device) -> None:
-    """Raise `ValueError` for another device than CPU or GPU. It is raised here, where peers are notified: on other devices ranks
-    do not meet."""
+    """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do not meet
+    on other devices."""
     if device.type not in ("cpu", "cuda"):
-        made = "; of a module that was made on meta, to_empty(device=...) and then values" * (device.type == "meta")
-        raise ValueError(f"{op.name} on {device}: pass tensors on a GPU, or on the CPU{made}")
+        made = "; if a module was made on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
+        raise ValueError(f"{op.name} on {device}: pass tensors on a GPU or on the CPU{made}")
 
 
 def _require_problem(op: Operator[Any], p: Any) -> None:
     if not isinstance(p, Problem):
-        raise TypeError(f"problem of {op.name} returns {kind(p)}: return a Problem, which describes the call")
+        raise TypeError(f"problem of {op.name} returns {kind(p)}: return a Problem")
     of_another = p.name in OPERATORS or type(p).__module__.startswith("weft.")  # two operators may share a problem
     if p.name != op.name and not of_another:
         raise TypeError(
-            f"problem of {op.name} returns one named {p.name!r}: give {type(p).__name__} and the operator one name, by which plans "
-            f"and messages know both"
+            f"problem of {op.name} returns a Problem named {p.name!r}: give {type(p).__name__} and the operator the "
+            "same name, which plans and messages use"
         )
 
 
@@ -281,7 +280,7 @@ class _Function(torch.autograd.Function):
         *_: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         op = prepared.op
-        prepared.require_room(call, deadline_s)  # unfused calls need none, but backward may run a schedule
+        prepared.require_room(call, deadline_s)  # unfused calls need no memory, but backward may run a schedule
         results = prepared(call, deadline_s, timeline)
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
         ctx.flops = flops_of(op, call, results) if is_counter_there() else None
@@ -329,7 +328,7 @@ def gradients_of_call(
         made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
         if len(made) != len(wanted):
             raise TypeError(
-                f"gradients of {op.name} returns {len(made)}, and a call has {len(wanted)} tensors: return one for each, None for "
-                f"those that are not wanted"
+                f"gradients of {op.name} returns {len(made)} gradients, but a call has {len(wanted)} tensors: "
+                "return one for each, None if it is not wanted"
             )
         return made

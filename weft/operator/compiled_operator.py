@@ -1,6 +1,6 @@
-"""An operator that is compiled for one shape: made at the first call and cached (`weft.operator.cache`).
+"""An operator that is compiled for one shape. It is made at the first call and cached (`weft.operator.cache`).
 
-It selects a schedule at its first call, and runs it with an executor, or unfused.
+It selects a schedule at its first call, and runs the schedule by an executor, or runs unfused.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from weft.timeline import Timeline
 
 @contextlib.contextmanager
 def whole(comm: Communicator, what: str) -> Iterator[None]:
-    """Guard set-up with several exchanges between ranks: an error on this rank alone (a broken file, no memory, Ctrl-C) ends the
-    group. Otherwise peers would wait for its part in the next exchange until their deadline."""
+    """Guard set-up with several exchanges between ranks. An error on this rank alone (a broken file, no memory, Ctrl-C) makes the
+    group fail. Otherwise peers would wait for this rank in the next exchange until their deadline."""
     try:
         yield
-    except (WeftError, NotApplicableError):  # every rank raises it, or it has ended the group
+    except (WeftError, NotApplicableError):  # every rank raises it, or it has made the group fail
         raise
     except BaseException as error:
         comm.poison(f"{what}: {error!r}")
@@ -60,7 +60,7 @@ class CompiledOperator:
         said: str,
         shown: str,
     ) -> None:
-        """Compile for calls of `p`. A schedule is selected at the first call.
+        """Compile for calls of `p`. The first call selects a schedule.
 
         remembered: True if a rank has cached times of schedules for exactly this problem.
         said, shown: the text that CPU ranks compare at every call, in full and shortened for errors.
@@ -129,14 +129,14 @@ class CompiledOperator:
         buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
         if tensors.keys() != buffers.keys():
             raise TypeError(
-                f"{of} of {self.op.name} has {', '.join(tensors) or 'nothing'}, and the {role} buffers of its schedules are "
-                f"{', '.join(buffers) or 'none'}: give one tensor for each"
+                f"{of} of {self.op.name} has {', '.join(tensors) or 'nothing'}, but the {role} buffers of its "
+                f"schedules are {', '.join(buffers) or 'none'}: return one tensor for each"
             )
         for name, tensor in tensors.items():
             rows, cols = int(buffers[name].rows), buffers[name].cols
             if isinstance(tensor, torch.Tensor) and not self._serial.contents and tensor.numel() != rows * cols:
                 raise TypeError(
-                    f"{of} of {self.op.name} has {name} of shape {list(tensor.shape)}, and that buffer of {self.p} "
+                    f"{of} of {self.op.name} has {name} of shape {list(tensor.shape)}, but that buffer of {self.p} "
                     f"is [{rows}, {cols}]"
                 )
 
@@ -165,7 +165,7 @@ class CompiledOperator:
         if self.device.type == "cpu":
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         else:
-            # A call on GPUs may take only tens of microseconds. So tensors are validated once per layout: later calls of the
+            # A call on GPUs may take only tens of microseconds. So tensors are validated once per layout: later calls of a
             # layout differ only in addresses.
             layout = (id(executor), tuple([t.stride() for t in inputs.values()]))
             known = layout in self._ran
@@ -186,8 +186,8 @@ class CompiledOperator:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that does not fit the compiled operator. On GPUs hosts do not meet: without a refusal, peers would wait for
-        this rank until their deadline."""
+        """Refuse a call that exceeds the sizes of the compiled operator. On GPUs hosts do not meet: without a refusal, peers
+        would wait for this rank until their deadline."""
         if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.comm, trouble, deadline_s=deadline_s)
 
@@ -240,12 +240,12 @@ class CompiledOperator:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise WeftError("the process group of this call is gone: backward needs it as forward did")
+            raise WeftError("the process group of this call is gone: keep it until backward has run")
         return group
 
     @property
     def group_or_none(self) -> dist.ProcessGroup | None:
-        """The group; None if its last reference is gone."""
+        """Return the group; None if its last reference is gone."""
         return self._group()
 
     @property
@@ -267,7 +267,7 @@ class CompiledOperator:
 
     @property
     def taken(self) -> tuple[str, str]:
-        """The names of the schedules for calls and for captured calls."""
+        """Return the names of the schedules for calls and for captured calls."""
         return ("serial", "serial") if self.chosen is None else self.chosen.names
 
     @property
@@ -282,7 +282,7 @@ class CompiledOperator:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory on a GPU."""
+        """Return the bytes of symmetric memory on a GPU."""
         return 0 if self.chosen is None else self.chosen.nbytes
 
     def capturing(self) -> bool:

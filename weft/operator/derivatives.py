@@ -1,9 +1,9 @@
 """First-order reverse-mode gradients only. Second derivatives, forward-mode derivatives and vmap of a call raise an error.
 
-Autograd cannot look into a backward that calls collectives. Its result depends on the incoming gradients and, through what
-forward saved, on the operator's inputs. If a part of that is left out, second derivatives silently lack a term.
-`torch.autograd.function.once_differentiable` leaves out the second part, and `torch.autograd.grad` skips its node, which
-has no inputs. Here the results depend on all their inputs, through a node that raises.
+Autograd cannot differentiate a backward that calls collectives. Its result depends on the incoming gradients and, through the
+saved tensors, on the operator's inputs. If either dependence is omitted, second derivatives silently lack a term.
+`torch.autograd.function.once_differentiable` omits the saved tensors, and `torch.autograd.grad` skips its node, which has no
+inputs. Here the results depend on all their inputs, through a node that raises.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[.
 
 
 def refused(operator: str) -> Callable[..., NoReturn]:
-    """Return a backward for an operator's backward that raises, for `torch.library.register_autograd`."""
+    """Return a function that raises, to be the backward of an operator's backward in `torch.library.register_autograd`."""
 
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{operator} can be differentiated once, and here its gradients are differentiated too: take them without "
-            f"create_graph=True, or make this call of torch.matmul and the collectives of torch.distributed.nn.functional"
+            f"{operator} can be differentiated only once, but its gradients are being differentiated: compute them "
+            "without create_graph=True, or use torch.matmul and the collectives of torch.distributed.nn.functional"
         )
 
     return refuse
@@ -52,7 +52,7 @@ def is_transformed() -> bool:
 
 
 def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | None]]) -> None:
-    """Raise `ValueError` for a call whose tangents would be lost silently, and inside vmap or another transform of torch.func.
+    """Raise `ValueError` for a call that would silently lose tangents, and inside vmap or another transform of torch.func.
 
     Such transforms do not reach the memory that ranks share.
     """
@@ -72,23 +72,23 @@ def require_no_tangents(operator: str) -> None:
 
 
 def _refuse_tangents(operator: str) -> NoReturn:
-    raise ValueError(f"{operator} has no forward derivative, and would lose the tangents: differentiate by backward()")
+    raise ValueError(f"{operator} has no forward derivative and would lose the tangents: use backward()")
 
 
 def refuse_transforms(operator: str, *_: Any) -> NoReturn:
-    """Raise `ValueError` inside a transform. Also the kernel of an operator of torch's dispatcher inside such a transform."""
+    """Raise `ValueError` inside a transform. It is also the kernel of a dispatcher operator inside such a transform."""
     raise ValueError(
-        f"{operator} inside of a transform of torch.func (vmap, grad, jvp, ...): ranks make a call together, and such a "
-        f"transform does not reach into it. Make the call outside, on all that it maps, and differentiate by backward()"
+        f"{operator} inside a transform of torch.func (vmap, grad, jvp, ...): a call involves all ranks, so a "
+        "transform cannot change it. Call it outside, on the whole batch, and differentiate by backward()"
     )
 
 
 def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
-    """Raise `ValueError` for several gradients in one backward, which torch computes by a vmap of its own."""
+    """Raise `ValueError` for several gradients in one backward, which torch computes by vmap."""
     if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise ValueError(
-            f"backward of {operator} for several gradients at once (is_grads_batched=True, or vectorize=True): ranks make it "
-            f"together, and vmap does not reach into it. Take one gradient after the other"
+            f"backward of {operator} for several gradients at once (is_grads_batched=True, or vectorize=True): it "
+            "involves all ranks, so vmap cannot change it. Compute one gradient after the other"
         )
 
 
@@ -96,8 +96,8 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
     """Raise `ValueError` for tensors that autograd cannot save for backward. Autograd raises too, but only after the call."""
     if any(t is not None and t.is_inference() for t in tensors):
         raise ValueError(
-            f"{operator} with a tensor that was made in torch.inference_mode(), where gradients are wanted: autograd keeps none "
-            f"for backward. Make it in torch.no_grad(), or pass its clone()"
+            f"{operator} with a tensor made in torch.inference_mode(), but gradients are wanted: autograd cannot "
+            "save it for backward. Make it in torch.no_grad(), or pass its clone()"
         )
 
 

@@ -1,7 +1,6 @@
 """The dtypes that operators multiply in.
 
-fp64 is for CPU processes, where `torch.autograd.gradcheck` compares gradients with differences: weft's GPU kernels have no fp64,
-and reduce in fp32.
+fp64 is only for CPU processes, for `torch.autograd.gradcheck`: weft's GPU kernels have no fp64, and reduce in fp32.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ def name_of_dtype(name: str, x: torch.Tensor, why: str = "") -> str:
     """
     if x.dtype == torch.float64 and x.device.type != "cpu":
         raise ValueError(
-            f"{name} is torch.float64 on {x.device}: fp64 is for CPU processes, to check gradients; GPUs multiply in "
-            "torch.float32, torch.float16 and torch.bfloat16"
+            f"{name} is torch.float64 on {x.device}: fp64 is only for CPU processes, to check gradients; on GPUs "
+            "use torch.float32, torch.float16 or torch.bfloat16"
         )
     if x.dtype not in _NAMES:
         raise ValueError(f"{name} is {x.dtype}: use one of {', '.join(map(str, _NAMES))}{why}")

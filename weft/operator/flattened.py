@@ -16,13 +16,13 @@ from weft.arguments import checked_rows
 from weft.symm.groups import group_of, size_of
 
 UNEVEN = (
-    "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks; weights have one "
-    "shape on all ranks: pad those of a vocabulary that ranks divide unevenly"
+    "if ranks have shards of different sizes, such as an uneven last batch, pass rows=, the sizes of all ranks; "
+    "weights must have the same shape on all ranks: pad a vocabulary that is not divisible by the number of ranks"
 )
 
 
 def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A_shard", each: str = "Bs[{}]") -> None:
-    """Raise `ValueError` unless each weight is a matrix that follows A, of its dtype and on its device. what, each: their names."""
+    """Raise `ValueError` unless each weight is a matrix that matches A, in its dtype and on its device. what, each: their names."""
     shape = A.shape
     if not Bs:
         raise ValueError("Bs is empty: pass at least one matrix [K, N]")
@@ -30,7 +30,7 @@ def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A
         name = each.format(i)
         if B.dim() != 2 or B.shape[0] != shape[-1]:
             raise ValueError(
-                f"{name} has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow {what} [..., {shape[-1]}]"
+                f"{name} has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to match {what} [..., {shape[-1]}]"
             )
         if B.dtype != A.dtype or B.device != A.device:
             raise ValueError(
@@ -43,13 +43,13 @@ def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatt
     if shape[dim] % world:
         below = shape[dim] - shape[dim] % world
         raise ValueError(
-            f"{what} has shape {tuple(shape)}, and the {shape[dim]} of {name}={dim} must be divisible by world_size={world}, as "
-            f"every rank gets as many: pad to {below + world}"
+            f"{what} has shape {tuple(shape)}, and the {shape[dim]} of {name}={dim} must be divisible by "
+            f"world_size={world}: pad to {below + world}"
         )
 
 
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """Return how many rows of the matrix one index of `gather_dim` makes."""
+    """Return the number of matrix rows for one index of `gather_dim`."""
     rows = 1
     for d, extent in enumerate(shape[:-1]):
         rows *= 1 if d == gather_dim else extent
@@ -68,15 +68,14 @@ def rows_of_ranks(
 
 
 def grad_of_weight(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x^T @ grad, laid out as `w`: autograd would copy another layout into that of a parameter used as
-    `linear.weight.t()`."""
+    """Return x^T @ grad, in the layout of `w`: autograd would copy another layout for `linear.weight.t()`."""
     if _by_columns(w):
         return (grad.t() @ x).t()
     return x.t() @ grad
 
 
 def room_for_grad_of_weight(w: torch.Tensor) -> torch.Tensor:
-    """Return new memory for the gradient of `w`, laid out as `w`."""
+    """Return new memory for the gradient of `w`, in the layout of `w`."""
     return w.new_empty(w.shape[1], w.shape[0]).t() if _by_columns(w) else w.new_empty(w.shape)
 
 
@@ -93,7 +92,7 @@ def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
 
 
 def outer_text(name: str, outer: Sequence[int] | None) -> str:
-    """Return the same as text, such as "A [2, rows, 4, K]". name: of the tensor."""
+    """Return `outer` as text, such as "A [2, rows, 4, K]". name: of the tensor."""
     if outer is None:
         return ""
     dim, *others = outer

@@ -1,9 +1,9 @@
 """FLOP formulas of operators for `torch.utils.flop_counter`, which FlopCounterMode and MFU computations use.
 
-An operator counts 2MNK for each GEMM of this rank, forward and backward, like the same GEMMs without weft. Embeddings
-count 0, as torch's do.
+An operator counts 2MNK for each GEMM of this rank, forward and backward, like the same GEMMs without weft. Embeddings count 0, as
+torch's do.
 
-Importing torch's counter takes half a second, since it imports Triton. So formulas are registered when another module
+Importing torch's counter takes half a second, since it imports Triton. So formulas are registered only when another module
 imports it.
 """
 
@@ -44,8 +44,8 @@ def register_formulas(op: Operator[Any]) -> None:
 
 
 def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
-    """Return the result of `backward`, for a call that bypassed the dispatcher. Dispatch modes see one FLOP count, whether
-    the call is unfused or not. forward: `flops_of` the call."""
+    """Return the result of `backward`, for a call that bypassed the dispatcher, and report its FLOPs to dispatch modes: the same
+    count whether the call is unfused or not. forward: `flops_of` the call."""
     with _disable_current_modes():
         made = backward()
     torch.ops.weft.multiplied(_of_backward(forward, wanted))
@@ -58,13 +58,13 @@ def is_counter_there() -> bool:
 
 
 def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> list[int]:
-    """Return the floating-point operations of the GEMM with each weight. results: of the call, or their gradients."""
+    """Return the FLOPs of the GEMM with each weight. results: of the call, or their gradients."""
     rows, weights = op.gemms(call, results)
     return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
 
 
 def _of_backward(forward: Sequence[int], wanted: Sequence[bool]) -> int:
-    """Return the floating-point operations of backward.
+    """Return the FLOPs of backward.
 
     The gradient of the call's first tensor takes a GEMM with each weight, and the gradient of a weight takes one GEMM. wanted:
     for the call's tensors; the weights follow the first tensor.

@@ -17,7 +17,7 @@ from weft.sim.model import MatmulShape
 _SLEEP_US = 100.0
 _HOST_US, _MOST_HOST_US = 10.0, 200.0  # of a GEMM: torch.mm takes 10, scaled GEMMs 20 and more
 _DRAWN = 1 << 24  # random numbers at a time, in fp32
-_CYCLES_PER_US = 2000  # at least the clock of any present GPU
+_CYCLES_PER_US = 2000  # at least the clock rate of any current GPU
 
 
 class GemmTimer:
@@ -31,8 +31,10 @@ class GemmTimer:
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: of a call of `p`: w and y, or w0, w1, ..., y0, y1, ...; x if it is returned; and the scales, if there
-        are any."""
+        """Prepare operands and results.
+
+        tensors: of a call of `p`: w and y, or w0, w1, ..., y0, y1, ...; x if it is returned; and the scales, if there are any.
+        """
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
         weight = next(iter(self.weights.values() or tensors.values()))
@@ -45,18 +47,19 @@ class GemmTimer:
         self.results = {name: y if len(y) >= rows else y.new_empty(rows, y.shape[1]) for name, y in results.items()}
         returned = gathers and "x" in tensors
         x = tensors["x"].view(-1) if returned else torch.empty(largest, dtype=weight.dtype, device=self.device)
-        # A generator of its own: the user's random numbers stay what they are.
+        # A separate generator does not change the user's random numbers.
         generator = torch.Generator(self.device).manual_seed(0)
         if self.scaled is None:
             x.normal_(generator=generator)
-        else:  # torch draws no numbers in fp8
+        else:  # torch has no random fp8 numbers
             for part in x.split(_DRAWN):
                 part.copy_(torch.randn(part.numel(), device=self.device, generator=generator))
         self.x = x
 
     @torch.no_grad()
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
-        """Return the microseconds per GEMM of `calls` GEMMs after at least one, or `warm`, others. The host is ahead of them."""
+        """Return the microseconds per GEMM of `calls` GEMMs, after at least one, or `warm`, warm-up GEMMs. The host is ahead of
+        the device."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)
         gemm()  # selects and loads a kernel

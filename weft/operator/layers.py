@@ -1,8 +1,8 @@
-"""Support for layers around operators, for modules of `weft.nn` and for linears that a style of `weft.parallel` has divided.
+"""Support for layers around operators: for modules of `weft.nn`, and for linears that a style of `weft.parallel` has sharded.
 
-In a model whose activations are divided along the sequence, every rank holds some parameters whole (a norm's weight, an
-embedding, the bias of a row-parallel layer). Each rank uses such a parameter on its own positions only, so its gradient is a part
-of the sum. If ranks step with their parts, their parameters silently diverge.
+In a model whose activations are sharded along the sequence, every rank replicates some parameters (a norm's weight, an embedding,
+the bias of a row-parallel layer). Each rank uses such a parameter only on its own positions, so its gradient is a part of the
+sum. If ranks step with their parts, their parameters silently diverge.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors as autocast would pass them to `nn.functional.linear`: operators of weft multiply in the dtype that they
-    are given."""
+    """Return the tensors as autocast would pass them to `nn.functional.linear`, since weft's operators multiply in the dtype of
+    their inputs."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -54,17 +54,18 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def activated(of: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return `of.activation(x)`. Raise `ValueError` if its shape differs, because later products would broadcast silently.
-    Raise it too if its dtype differs: the next operator's error would use names that the caller does not know."""
+    """Return `of.activation(x)`. Raise `ValueError` if its shape differs, because later products would broadcast silently. Also
+    raise it if its dtype differs: otherwise the next operator's error would use names that the caller does not know."""
     y: torch.Tensor = of.activation(x)
     if y.shape != x.shape:
         raise ValueError(
-            f"{type(of).__name__}: activation makes {tuple(y.shape)} of {tuple(x.shape)}: pass a function that keeps the shape, "
-            f"such as torch.nn.functional.silu"
+            f"{type(of).__name__}: activation changes the shape {tuple(x.shape)} to {tuple(y.shape)}: pass a "
+            "function that keeps the shape, such as torch.nn.functional.silu"
         )
     if y.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(
-            f"{type(of).__name__}: activation makes {y.dtype} of {x.dtype}: pass a function that keeps the dtype, or converts back"
+            f"{type(of).__name__}: activation changes {x.dtype} to {y.dtype}: pass a function that keeps the dtype, "
+            "or converts back"
         )
     return y
 
@@ -136,8 +137,7 @@ def compare_options(
 
 
 def given(value: object) -> Literal["given"] | None:
-    """Return an option for `compare_options`: only whether `value` is given is compared, because ranks may have different
-    values."""
+    """Return an option for `compare_options` that compares only if `value` is given, because ranks may have different values."""
     return None if value is None else "given"
 
 

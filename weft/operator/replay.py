@@ -1,18 +1,17 @@
 """Replay of earlier calls: the fast path, without repeated checks, normalisation and lookups.
 
-A call repeats an earlier one if all its arguments are equal except for the addresses of tensors. Then the checks of the first call
-hold. Its compiled operator is known, as are the argument of each buffer and the result that the function returns. The rest
-is done in every call: count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`),
-allocate results, and run the schedule.
+A call repeats an earlier one if all its arguments are equal except for the addresses of tensors. Then the checks of the first
+call hold. Its compiled operator is known, as are the argument of each buffer and the result that the function returns. Every call
+still does the rest: count the call, add it to the digest that ranks compare, report errors (`weft.operator.together`), allocate
+results, and run the schedule.
 
-All of this is one native call (`csrc/replay.cpp`): it reads the arguments, finds the call, checks that the group has not
-failed, counts, runs and ends the call. Calls on GPUs that run unfused enter no Python function of weft: torch's functions
-are called through Python's C API. For overlapped and differentiated calls, on CPU and after an error, native code calls the
-methods of `Replay`.
+All of this is one native call (`csrc/replay.cpp`): it reads the arguments, finds the call, checks that the group has not failed,
+counts, runs and ends the call. Unfused calls on GPUs enter no Python function of weft: native code calls torch's functions
+through Python's C API. For overlapped and differentiated calls, on CPU and after an error, it calls the methods of `Replay`.
 
 All other calls take the slow path (`weft.operator.calls.made`), which also records calls for replay. These calls are never
-replayed: calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or transformed
-calls, and calls that copy an argument or a result.
+replayed: calls that fill a timeline, calls under a pinned schedule (`weft.plan.use`), compiled, traced or transformed calls, and
+calls that copy an argument or a result.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _UNUSUAL: tuple[Callable[[], object], ...] = (
     looks_at_frames,
     plan.pinned_around,
 )
-"""Functions that return True if a call may mean something else here, or if Dynamo would compile the functions that it
+"""Functions that return True if a call may mean something else in this context, or if Dynamo would compile the functions that it
 calls."""
 _SURROUNDINGS = _core.Surroundings(
     groups=_pg_map,
@@ -179,11 +178,11 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _UnlikeError(Exception):
-    """Raised for a call that cannot be replayed: it uses or returns more than views of its arguments or results."""
+    """The error for a call that cannot be replayed: it uses or returns more than views of its arguments or results."""
 
 
 class _Short:
-    """The common part of the fast paths: what native code (`_core.KnownCall`) reads, and what it calls in Python."""
+    """The common part of the fast paths: the fields that native code (`_core.KnownCall`) reads, and the methods that it calls."""
 
     any_rows = differentiated = notes = False
     fingerprint, what = 0, ""
@@ -228,7 +227,7 @@ class _Short:
             raise
 
     def refused(self, text: str) -> None:
-        """End the group: a peer has refused the call that this rank has just made."""
+        """Make the group fail: a peer has refused the call that this rank has just made."""
         self._comm.poison(text)
         self._comm.check()
 
@@ -260,7 +259,7 @@ class Replay(_Short):
         return _known(self, steps if True in is_serial else None, given, inputs, written, is_serial)
 
     def is_ready(self, capturing: bool) -> bool:
-        """True if the executor of such a call has run with these layouts, and its memory is still there."""
+        """True if the executor of such a call has run with these layouts, and its memory still exists."""
         executor = self.chosen.captured if capturing else self.chosen.usual
         if executor is None or self._apply is not None:
             return True
@@ -289,7 +288,7 @@ class Replay(_Short):
         """Make the call on CPU, where ranks meet before it."""
         self.here.called(self.prepared)
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
-            call = self.op.checked(self._call(p, k), group)  # on CPU, this and `inputs` check values too
+            call = self.op.checked(self._call(p, k), group)  # on CPU, this and `inputs` also check values
             results = self.prepared(call, self._deadline_s, None) if self._apply is None else self._differentiated(call)
             self.op.note(call)
             return self._returned(results, {})
@@ -347,7 +346,7 @@ def _with_division(recipe: Place, number: int) -> tuple[Place, int]:
 def _known(
     of: _Short, steps: Unfused | None, given: _Given, inputs: dict[str, Any], returned: Place, is_serial: list[bool]
 ) -> _core.KnownCall:  # fmt: skip
-    """Return the native part of a call. is_serial: whether native code runs `steps`, for calls and for captured calls."""
+    """Return the native part of a call. is_serial: True if native code runs `steps`, for calls and for captured calls."""
     plain, recipe = None, None
     if steps is not None:
         plain, as_scale = steps.plain, steps.only_scales

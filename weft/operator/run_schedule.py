@@ -49,34 +49,33 @@ def run_schedule(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run a schedule of your own once, on the ranks of `group`: GPUs, or CPU processes. Forward only.
+    """Run your own schedule once, on the ranks of `group`: GPUs, or CPU processes. Forward only.
 
         y = weft.run_schedule(schedule, {"x": x, "w": w, "y": torch.empty(64, 16)}, group)["y"]
 
-    schedule: the schedule of all ranks, as `weft.schedule.Draft` makes it: the same on every rank, for as many ranks as `group`
-        has.
+    schedule: the schedule of all ranks, made by `weft.schedule.Draft`: equal on every rank, and for the world size of `group`.
     tensors: by name, this rank's tensor for every input and output buffer: [rows, columns] and dtype of the buffer, all on one
         device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor. Outputs are
-        overwritten. An output whose number of rows only the run knows is a function from that number to a tensor; on GPUs it may
-        be a tensor with at least as many rows.
+        overwritten. For an output with a dynamic number of rows, pass a function from that number to a tensor; on GPUs, also a
+        tensor with at least as many rows.
     group: the process group, or its name. Every rank makes the call.
-    deadline_s: how long a wait for another rank may take, in seconds (default `WEFT_DEADLINE_S`).
-    timeline: gets a span for every step of this rank; on GPUs the call then waits for the device.
+    deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
+    timeline: receives a span for every step of this rank; on GPUs the call then synchronises.
 
     Returns the outputs by name. On GPUs they are valid in stream order.
 
     The first call with a schedule is collective: ranks compare their schedules, run `weft.schedule.verify` and allocate memory.
     Later calls with an equal schedule reuse the memory. A CUDA graph can capture a call after the first one.
 
-    Memory: the schedule's symmetric and scratch buffers, kept for later calls until the group is destroyed. On CPU all schedules of
-    a group share the memory that the largest one needs. On GPUs each schedule has its own memory, and at most 64 schedules
-    are kept: the least recently run is dropped.
+    Memory: the schedule's symmetric and scratch buffers, kept for later calls until the group is destroyed. On CPU all schedules
+    of a group share the memory that the largest one needs. On GPUs each schedule has its own memory, and at most 64 schedules are
+    kept: the least recently run is dropped.
 
     Raises `RefusedError` on every rank, before anything is written, if a rank's input is bad: a missing or an unknown buffer, a
     wrong shape, dtype, device or layout, a tensor that needs a gradient, or a schedule for another number of ranks. On GPUs, in
-    later calls of a schedule, a peer that has begun its run ends the group instead. `ValueError` for bad input in a group of one
-    rank, and for a bad group. `DisagreementError` if ranks pass different schedules. `ScheduleError` if `verify` finds a fault, or
-    if the device cannot run a step. Other errors end the group, and all ranks learn of it: `DeadlineError`, `PeerLostError`,
+    later calls of a schedule, the group fails instead if a peer has begun its run. `ValueError` for bad input in a group of one
+    rank, and for a bad group. `DisagreementError` if ranks pass different schedules. `ScheduleError` if `verify` finds a fault,
+    or if the device cannot run a step. Other errors make the group fail on all ranks: `DeadlineError`, `PeerLostError`,
     `OutOfSharedMemoryError`, or the error of a step.
     """
     group = group_of(group)
@@ -93,8 +92,8 @@ def run_schedule(
             )
         if schedule.world_size != group.size():
             raise ValueError(
-                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and the group has {group.size()}: build "
-                f"it for {group.size()}, or pass a group of {schedule.world_size}"
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has "
+                f"{group.size()}: build it for {group.size()}, or pass a group of {schedule.world_size}"
             )
         device = _checked(schedule, tensors, group.rank())
         compiled = _compiled(schedule, group, device, deadline_s)
@@ -108,7 +107,7 @@ def _run(
     executor: Executor, tensors: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
 ) -> dict[str, Any]:
     device = next(t.device.type for t in tensors.values() if isinstance(t, torch.Tensor))
-    if torch.is_autocast_enabled(device):  # it would change the arithmetic of one lane only
+    if torch.is_autocast_enabled(device):  # it would change the arithmetic of only one lane
         with torch.autocast(device, enabled=False):
             return executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
     return executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
@@ -184,36 +183,36 @@ def _fingerprint(schedule: Schedule) -> str:
 
 
 def _checked(schedule: Schedule, tensors: Any, rank: int) -> torch.device:
-    """Return the device of the tensors. Raise `ValueError` if they do not fit the schedule."""
+    """Return the device of the tensors. Raise `ValueError` if they do not match the schedule."""
     given = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False) if b.role in ("input", "output")}
     names = ", ".join(given)
     if not isinstance(tensors, Mapping):
         raise ValueError(f"tensors is {kind(tensors)}: pass a dict with a tensor for each of {names}")
     if missing := [name for name in given if name not in tensors]:
         raise ValueError(
-            f"tensors has none for {', '.join(missing)}: pass one for each of {names}, of schedule {schedule.name}"
+            f"tensors lacks {', '.join(missing)}: pass one tensor for each of {names}, the buffers of schedule "
+            f"{schedule.name}"
         )
     if unknown := [str(name) for name in tensors if name not in given]:
         own = [b.name for b in schedule.buffers if b.name in unknown]
         why = f"; {', '.join(own)}: the run allocates it" if own else ""
         raise ValueError(
-            f"tensors has {', '.join(unknown)}, which is no input or output of schedule {schedule.name}{why}: pass {names}"
+            f"tensors has {', '.join(unknown)}, which is not an input or output of schedule {schedule.name}{why}: "
+            f"pass {names}"
         )
     plain = {name: t for name, t in tensors.items() if not _is_function(given[name], t)}
     for name, t in plain.items():
         check_tensor(f"tensors[{name!r}]", t)
     device = next((t.device for t in plain.values()), None)
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"tensors are on {device}: pass at least one tensor, on a GPU or on the CPU")
+        raise ValueError(f"tensors are on {device}: pass at least one tensor on a GPU or on the CPU")
     begins: dict[int, str] = {}
     for name, t in plain.items():
         _check(given[name], t, device)
         if t.numel():
             other = begins.setdefault(t.data_ptr(), name)
             if other != name and "output" in (given[name].role, given[other].role):
-                raise ValueError(
-                    f"{other} and {name} are one piece of memory: pass an output of its own, torch.empty_like({name})"
-                )
+                raise ValueError(f"{other} and {name} share memory: pass a separate output, torch.empty_like({name})")
     return device
 
 
@@ -225,20 +224,21 @@ def _is_function(buffer: Buffer, t: Any) -> bool:
 
 def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
     name, dtype = buffer.name, TORCH_DTYPE[buffer.dtype]
-    # Rows that only the run knows are checked in the run.
+    # Dynamic numbers of rows are checked in the run.
     rows = buffer.rows if isinstance(buffer.rows, int) else t.shape[0] if t.dim() else 0
     if tuple(t.shape) != (rows, buffer.cols) or t.dtype != dtype or t.device != device:
         wanted = f"({buffer.rows}, {buffer.cols}) {dtype} on {device}"
         raise ValueError(f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}: pass {wanted}")
     if t.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} needs a gradient, and a run computes none: call under torch.no_grad(), or pass {name}.detach()"
+            f"{name} requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass "
+            f"{name}.detach()"
         )
     if isinstance(t, FakeTensor):
         raise ValueError(f"{name} is a FakeTensor, which has no memory: pass a tensor with values")
     if not t.numel():
         return
     if not t.untyped_storage().nbytes():
-        raise ValueError(f"{name} has no memory: its storage was freed; pass it where it has its values")
+        raise ValueError(f"{name} has no memory, because its storage was freed: pass it while it has values")
     if t.is_neg():
-        raise ValueError(f"{name} is a view whose memory holds its negative: pass {name}.resolve_neg()")
+        raise ValueError(f"{name} is a negated view (is_neg): pass {name}.resolve_neg()")

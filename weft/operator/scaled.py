@@ -20,7 +20,7 @@ FP8 = TORCH_DTYPE["fp8"]
 def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            "an input wants gradients, and there are none of fp8: call under torch.no_grad(), or pass detached tensors"
+            "an input requires gradients, but fp8 GEMMs have none: call under torch.no_grad(), or pass detached tensors"
         )
 
 
@@ -40,15 +40,17 @@ def check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch
 def check_beside(
     B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: str, by_row: bool, names: tuple[str, str]
 ) -> None:
-    """Raise `ValueError` for a scale or a bias that does not fit B and a result of dtype `out`. names: of both."""
+    """Raise `ValueError` for a scale or a bias that does not match B and a result of dtype `out`. names: of both."""
     (of_scale, of_bias), n = names, B.shape[1]
     if scale.numel() != 1 and not (by_row and scale.shape == (1, n)):
-        wanted = f"[1, {n}]" if by_row else f"one element, or A_scale with a scale for each row and this as [1, {n}]"
+        wanted = f"[1, {n}]" if by_row else f"one element, or A_scale with a scale per row and this as [1, {n}]"
         raise ValueError(f"{of_scale} has shape {tuple(scale.shape)}: pass {wanted}")
     if bias is None:
         return
     if out == "fp32":
-        raise ValueError(f"{of_bias} and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after")
+        raise ValueError(
+            f"{of_bias} with a result in fp32: fp8 GEMMs add no bias there; use bf16, or add it afterwards"
+        )
     check_on(B.device, of_bias, bias, TORCH_DTYPE[Scaled.bias_dtype(out)])
     if bias.shape != (n,) or not bias.is_contiguous():
         raise ValueError(f"{of_bias} has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]")
@@ -58,5 +60,5 @@ def column_major(B: torch.Tensor, name: str) -> torch.Tensor:
     row, col = B.stride()
     if row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0:
         return B
-    warn_of_copy(name, B, "and fp8 GEMMs want columns in one piece; pass weight.t() of a contiguous weight")
+    warn_of_copy(name, B, "since fp8 GEMMs need contiguous columns; pass weight.t() of a contiguous weight")
     return B.t().contiguous().t()

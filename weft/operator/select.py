@@ -1,16 +1,16 @@
-"""The choice of a schedule for a call: pinned, by FiCCO's heuristic ("heuristic"), planned on a known machine, or measured (on an
-unknown machine, or with "autotune").
+"""The choice of a schedule for a call. It is pinned, picked by FiCCO's heuristic ("heuristic"), planned (on a known machine) or
+measured (on an unknown machine, or with "autotune").
 
 On a known GPU the choice uses the machine's model. The first call with weights of a shape times their GEMMs (`weft.plan.gemms`),
-some 60 ms of device time. Another number of rows then costs milliseconds (`weft.plan.nearby`). "autotune" also times whole
+about 60 ms of device time. Another number of rows then costs milliseconds (`weft.plan.nearby`). "autotune" also times whole
 schedules. Autotuned times, once cached, override predictions, with or without "autotune". All ranks must take the same schedule:
-a pinned name is the same everywhere, a plan is the first rank's, and measured times are the slowest rank's.
+ranks compare a pinned name, rank 0 plans, and measured times are the slowest rank's.
 
-On a known machine "autotune" times `queued` calls: several in a row, on a GPU behind a sleep of the device that lets the host get
-ahead. The planner predicts the same, so the two can be compared. The times also apply to graphs, because a replay involves
-no host either. The costs that a graph adds (`graph.run` and `graph.collective` in a machine's file) are left out, in favour
-of serial if the file says that collectives lose more by it. Graphs are not captured for timing: after a capture, NCCL or
-cuBLAS may launch differently for the rest of the process. On an unknown machine, single calls are timed, host included.
+On a known machine "autotune" times `queued` calls: several in a row, on a GPU behind a device sleep that lets the host get ahead.
+The planner predicts the same, so the two can be compared. The times also apply to graphs, because a replay involves no host
+either. They omit the costs that a graph adds (`graph.run` and `graph.collective` in a machine's file). If collectives lose more
+by a graph, this favours serial. Graphs are not captured for timing: after a capture, NCCL or cuBLAS may launch differently for
+the rest of the process. On an unknown machine, single calls are timed, host included.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from weft.sim import Model
 from weft.symm import Communicator
 
 _MOST_NEAR = 1024
-_ALIKE = 2  # half octaves: without a model, measured times apply to sizes up to twice or half as large
+_ALIKE = 2  # half octaves: without a model, measured times apply to sizes up to twice or half the measured size
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
-"""The least gain over serial, by type of device: a fraction of its time, and microseconds.
+"""The smallest gain over serial that counts, by type of device: a fraction of its time, and microseconds.
 
 A few runs cannot resolve smaller gains. Lane threads that have slept take longer to wake than in these runs. If ranks share
 cores, times of the same call differ by a tenth from run to run.
@@ -67,7 +67,11 @@ def wanted_schedule(name: str | None, p: Problem) -> str:
     if plan.names_schedule(name):
         return said
     others = [candidate.name for candidate in plan.candidates_from_outside(p)]
-    return f"{said}, with builders that this rank has registered beside weft's: {', '.join(others)}" if others else said
+    return (
+        f"{said}, with builders that this rank has registered in addition to weft's: {', '.join(others)}"
+        if others
+        else said
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Chosen:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory on a GPU."""
+        """Return the bytes of symmetric memory on a GPU."""
         return sum(one.nbytes for one in self.executors())
 
     def close(self) -> None:
@@ -130,7 +134,7 @@ def choose(
             names = _names_near(p, comm, tensors, deadline_s, serial)
     try:
         schedules = _schedules(p, names, comm)
-    except NotApplicableError as error:  # the choice for neighbouring sizes mostly applies to this size
+    except NotApplicableError as error:  # the choice for neighbouring sizes usually applies to this size
         if pinned is not None:
             raise cannot_do(pinned, p, error) from error
         schedules = _schedules(p, names := _names_near(p, comm, tensors, deadline_s, serial, itself=True), comm)
@@ -157,7 +161,7 @@ def _by_heuristic(p: Problem, comm: Communicator, deadline_s: float | None) -> s
     """
     mine = plan.pick_here(p, this_machine.device_name(comm.device))
     picked, why = comm.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
-    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
+    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the default choice is taken'
     if picked is None and text not in _said and not env.quiet():
         _said.add(text)
         caller.warn(text)
@@ -182,7 +186,7 @@ def _names(
     model = this_machine.machine_model(comm.device, p.world_size)
     if pinned is not None:
         _tune(p, comm, tensors, model, deadline_s, serial)
-    # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
+    # Ranks may have calibrated differently, or know different machine files: all take the first rank's choice.
     mine = None
     if model is not None:
         mine = tuple(planned(p, model, comm.device, mode, pinned).candidate.name for mode in _MODES)
@@ -235,7 +239,7 @@ def _names_near(
         if model is not None:
             base = this_machine.calibrated_model(comm.device, p.world_size)
             mine = plan.names_near(p, model, _MODES, base, itself=itself)
-        # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
+        # Ranks may have calibrated differently, or know different machine files: all take the first rank's choice.
         names: Names | None = comm.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             family, size = p.measured_family
@@ -250,7 +254,9 @@ def _names_near(
 
 def remembers(p: Problem, device: torch.device) -> bool:
     """True if this rank has times of schedules for exactly this problem, from this process or from disk."""
-    return bool(plan.known_times(p, this_machine.device_name(device), "graph"))  # which are those of queued calls too
+    return bool(
+        plan.known_times(p, this_machine.device_name(device), "graph")
+    )  # these are also the times of queued calls
 
 
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
@@ -335,6 +341,6 @@ def _fastest(
     if usual == "serial" and others and comm.rank == 0:  # times are the same on all ranks
         other, us = min(others, key=lambda name: times[name]), times["serial"]
         least = f"by {_CLEARLY[device]:.0%}" + (f" and {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else "")
-        text = f"serial {us:.0f} us measured, the best other one {other} {times[other]:.0f} us: not faster"
+        text = f"serial {us:.0f} us measured, the next best, {other}, {times[other]:.0f} us: not faster"
         warn_once(p, None if device == "cpu" else "single", text + (f" {least}" if times[other] < us else ""))
     return usual, best(capturable or list(times))

@@ -1,15 +1,15 @@
 """Self-calibration of GPUs (`weft.plan.self_calibration`): when ranks measure, and which rank's numbers are used.
 
-A group measures once, at its first choice of a schedule: all ranks meet there anyway, after the communicator is made and
-before the first plan. A group with pinned schedules plans nothing and never measures. Ranks exchange what they know, and
-the first rank's state decides:
+A group measures once, at its first choice of a schedule: all ranks meet there anyway, after the communicator is made and before
+the first plan. A group with pinned schedules plans nothing and never measures. Ranks exchange what they know, and the first
+rank's state decides:
 
     a calibration, or a machine file    nothing is measured
     a self-calibration                  every rank takes it
     neither                             all ranks measure, unless one cannot, and take the first rank's numbers
 
-A rank cannot measure while a CUDA graph is being captured, with WEFT_SELF_CALIBRATION=0, beside GPUs of another kind, on a part
-of a GPU, or on a GPU that it shares with a rank. Then all plan by derived numbers, and the first rank says why.
+A rank cannot measure while a CUDA graph is being captured, with WEFT_SELF_CALIBRATION=0, if GPUs differ, on a part of a GPU, or
+on a GPU that it shares with a rank. Then all plan by derived numbers, and the first rank warns with the reason.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _gpu_measure(comm: Communicator, sizes: ProbeSizes) -> Iterator[Measure]:
 
 
 MEASURES: dict[str, Callable[[Communicator, ProbeSizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
-"""For each type of device, a function that measures. It raises `RefusedError` or `OutOfSharedMemoryError` on every rank if
-a rank cannot measure."""
+"""For each type of device, a function that measures. It raises `RefusedError` or `OutOfSharedMemoryError` on every rank if a rank
+cannot measure."""
 
 
 class _Stand(NamedTuple):
@@ -65,8 +65,8 @@ class _Stand(NamedTuple):
 
 @torch.inference_mode(False)
 def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = None) -> bool:
-    """Return True if this rank plans with new numbers from now on. Collective, at a group's first choice. name: this
-    GPU's."""
+    """Return True if this rank plans with new numbers from now on. Collective, at a group's first choice. name: the name of this
+    rank's GPU."""
     if comm in _settled or comm.world_size == 1 or comm.device.type not in MEASURES:
         return False
     with symm.set_up_within(deadline_s):
@@ -78,7 +78,7 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
         if first.sizes is not None and not why:
             found, why = _measured(comm, first.sizes)
     if comm.rank == 0 and why and found is None and (first.sizes is not None or _kinds(stands) > 1):
-        warn_once(f"{name} is not measured, and planned for by the numbers that are known: {why}")
+        warn_once(f"{name} is not measured, and planned by the known numbers: {why}")
     if found is None:
         return False
     self_calibration.adopt(found)
@@ -86,7 +86,7 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
 
 
 def _why_not(stands: Sequence[_Stand]) -> str:
-    """Return the reason why these ranks do not measure, otherwise ""."""
+    """Return the reason why these ranks do not measure, else ""."""
     if _kinds(stands) > 1:
         names = by_rank(enumerate(stand.name for stand in stands))
         return f"GPUs differ, and all ranks take the first rank's schedules ({names})"
@@ -127,7 +127,7 @@ def _stand(comm: Communicator, name: str) -> _Stand:
     elif not env.self_calibration():
         unable = "WEFT_SELF_CALIBRATION=0"
     elif " MIG " in name:
-        unable = "a part of a GPU (MIG) reaches no other"
+        unable = "a part of a GPU (MIG) has no peer access"
     elif not all(comm.mapped):
         unable = "memory of other ranks cannot be mapped"
     nothing = _Stand(name, gpu, None, None, unable)
@@ -140,14 +140,14 @@ def _stand(comm: Communicator, name: str) -> _Stand:
         known = self_calibration.find(name, comm.world_size)
     except ValueError as error:
         known = None
-        warn_once(f"a self-calibration is not used: {error}")
+        warn_once(f"the self-calibration is not used: {error}")
     if known is not None:
         return nothing._replace(known=known)
     return nothing._replace(sizes=self_calibration.sizes_for(model_of(machine, comm.world_size)))
 
 
 def _gpu(comm: Communicator) -> str:
-    """Return an identifier of this rank's device among those of the host."""
+    """Return an identifier of this rank's device, unique on the host."""
     if comm.device.type != "cuda":
         return str(comm.rank)
     return str(torch.cuda.get_device_properties(comm.device).uuid)

@@ -1,10 +1,10 @@
 """The specification of an operator: the normalised form of its calls, their checks, its problem, its buffers, its gradients.
 
-Everything else is made from it, in the same way for all operators: the comparison across ranks, the cache of shapes, the choice
+All other parts are made from it, in the same way for all operators: the comparison across ranks, the cache of shapes, the choice
 of a schedule, the unfused run, autograd in eager mode and under torch.compile, plans and benchmarks.
 
 An operator is a class with one instance, in the file of its public function (`weft.ops`). The function normalises its arguments
-into a call's form and passes it to `weft.operator.calls.made`.
+into the form of a call and passes it to `weft.operator.calls.made`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from weft.symm import Communicator
 
 C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]
-"""Tensors by buffer of the problem; for an output whose rows only the run knows, a function from their number to a tensor."""
+"""Tensors by buffer of the problem. For an output with a dynamic number of rows, a function from that number to a tensor."""
 
 Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
 """The comparison of an argument across ranks:
 
     alike    equal on all ranks, and compared
-    layout   a tensor, or several: shape and dtype are equal and compared; the data are the rank's own
+    layout   one or several tensors: shape and dtype are equal and compared; the data may differ
     equal    a tensor whose data are equal too, which `WEFT_CHECK_CALLS=1` compares
-    given    only whether it is given is compared; its value is the rank's own
-    own      an argument without effect on the other ranks' results, or that weft compares in another way
+    given    ranks compare if it is given; its value may differ
+    own      an argument without effect on other ranks' results, or that weft compares in another way
 """
 
 _SCHEMA: dict[Any, str] = {
@@ -62,46 +62,46 @@ class Operator(ABC, Generic[C]):
 
     name: ClassVar[str]
     form: ClassVar[type[tuple[Any, ...]]]
-    """The form of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and texts (`_SCHEMA` has the types)."""
+    """The form of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and strings (`_SCHEMA` has the types)."""
     across_ranks: ClassVar[Mapping[str, Across]] = {}
-    """The comparison of each parameter of the public function, if there is a public function. Tests check it against the
-    signature, and against calls in which ranks differ."""
+    """The comparison of each parameter of the public function, if there is one. Tests check it against the signature, and against
+    calls in which ranks differ."""
     compared: ClassVar[tuple[str, ...]] = ()
     """The fields of the form that ranks compare (`given`), and that do not affect the work."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
-    """The fields that can be differentiated, with the names that callers know."""
+    """The fields that can be differentiated, with the argument names that callers know."""
     arguments: ClassVar[Mapping[str, str]] = {}
-    """The names that callers know of buffers with other names, for messages."""
+    """The argument names that callers know, for buffers with other names, for messages."""
     hint: ClassVar[str] = ""
     """Advice in the error for ranks that describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Tags of the operator under torch.compile."""
     compiled: Any
-    """The same operator in torch.ops. Registering sets it here: an operator may be registered while a call of it is traced, and
-    Dynamo reads a table as it was when the trace began."""
+    """The operator in torch.ops. Registration sets it here, because an operator may be registered while a call of it is traced,
+    and Dynamo reads a table in the state at the start of the trace."""
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
-    # --- what is asked for ---
+    # --- the call and its problem ---
 
     @abstractmethod
     def problem(self, call: C, world: int, most: int) -> Problem:
-        """Return the problem that describes the call. Raise `ValueError` for an impossible call. most: the largest `size`
-        of all ranks."""
+        """Return the problem that describes the call. Raise `ValueError` for an invalid call. most: the largest `size` of all
+        ranks."""
 
     def size(self, call: C) -> int:
-        """Return a number that may differ between ranks in calls of one description. All ranks learn the largest."""
+        """Return a number that may differ between ranks in calls with equal descriptions. All ranks learn the largest."""
         return 0
 
     def said(self, call: C, world: int) -> str:
-        """Return the text that must be equal on all ranks. Raise as `problem`.
+        """Return the text that must be equal on all ranks. Raise the same errors as `problem`.
 
         If it has several lines, messages show the first line, and the first later line, "name: value", that differs.
         """
         return str(self.problem(call, world, self.size(call)))
 
     def given(self, call: C) -> str:
-        """Return the other arguments that must be equal on all ranks, as a part of a sentence. The public function applies
-        them around the problem: dimensions, shapes before flattening, the kind of reduction. Empty for defaults."""
+        """Return the other arguments that must be equal on all ranks, as a part of a sentence; empty for defaults. The public
+        function applies them around the problem: dimensions, shapes before flattening, the kind of reduction."""
         return ""
 
     def equal(self, call: C) -> dict[str, torch.Tensor]:
@@ -109,11 +109,10 @@ class Operator(ABC, Generic[C]):
         return {}
 
     def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return how many rows this rank sends to each rank, and how many it expects from each; None for an operator
+        """Return the numbers of rows that this rank sends to each rank, and that it expects from each; None for an operator
         without such tables.
 
-        Both are int64 [world, n]. A sender's n numbers for a rank must equal the numbers that this rank expects from the
-        sender.
+        Both are int64 [world, n]. A sender's n numbers for a rank must equal the numbers that this rank expects from the sender.
         """
         return None
 
@@ -137,19 +136,18 @@ class Operator(ABC, Generic[C]):
         return call
 
     def repeats(self, call: C) -> bool:
-        """Return True if calls that differ only in the addresses of tensors are equal otherwise (see
-        `weft.operator.replay`).
+        """True if calls that differ only in the addresses of tensors are otherwise equal (see `weft.operator.replay`).
 
         Then the form contains no values read from tensors, and the public function changes no result, except for `averages`.
         """
         return True
 
     def averages(self, call: C) -> bool:
-        """Return True if the public function divides the first result by the number of ranks, in place."""
+        """True if the public function divides the first result by the number of ranks, in place."""
         return False
 
     def takes_rows(self, rows: int, world: int) -> bool:
-        """Return True if a call may have `rows` rows in its first argument, given a valid call with other rows."""
+        """True if a call may have `rows` rows in its first argument, given a valid call with another number of rows."""
         return True
 
     def note(self, call: C) -> None:
@@ -170,16 +168,16 @@ class Operator(ABC, Generic[C]):
         return list(self.outputs(call, world).values())
 
     def does_not_fit(self, p: Any, call: C) -> str:
-        """Return why this call exceeds the sizes of `p`; empty if it fits. Not called if the call runs unfused without
-        gradients."""
+        """Return the reason why this call exceeds the sizes of `p`; empty if it does not. Not called if the call runs unfused
+        without gradients."""
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
-        """Return the call by which a schedule is chosen, if the first call is not typical."""
+        """Return the call that is used to choose a schedule, if the first call is not typical."""
         return call
 
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
-        """Raise errors that only the results show. Called on CPU, where the results are complete."""
+        """Raise errors that only the results reveal. Called on CPU, where the results are complete."""
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
         """Return (rows, weights): this rank multiplies `rows` rows with each of the weights [K, N], or with the weights of
@@ -189,7 +187,8 @@ class Operator(ABC, Generic[C]):
     # --- gradients ---
 
     def saved(self, call: C, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return the tensors that `gradients` needs. Default: the call's tensors. wanted: for each of these, in their order."""
+        """Return the tensors that `gradients` needs. Default: the call's tensors. wanted: the requested gradients, in the order
+        of these tensors."""
         return self.tensors(call)
 
     def beside(self, saved: Sequence[torch.Tensor | None]) -> Any:
@@ -199,13 +198,13 @@ class Operator(ABC, Generic[C]):
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
         turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the wanted gradients, for each tensor of the call. All ranks want the same gradients. Gradients are sums
+        """Return the wanted gradients, one for each tensor of the call. All ranks want the same gradients. Gradients are sums
         over ranks, not means.
 
-        grads: of the results.
+        grads: the gradients of the results.
         """
         raise NotImplementedError(
-            f"{self.name} has gradients of {', '.join(self.gradients_of)}: its spec must say them"
+            f"{self.name} has gradients of {', '.join(self.gradients_of)}: its spec must implement `gradients`"
         )
 
     # --- the unfused call, if it is not the steps of the serial schedule ---
@@ -214,16 +213,16 @@ class Operator(ABC, Generic[C]):
         """Return the results of torch's collectives and GEMMs; None: `weft.runtime.unfused` runs the serial schedule."""
         return None
 
-    # --- kernels of the operator's own ---
+    # --- the operator's own kernels ---
 
     def own_executors(
         self, p: Any, call: C, comm: Communicator, tensors: Tensors, deadline_s: float | None
     ) -> Chosen:  # fmt: skip
-        """Return the executors of calls with this call's `key`, if kernels of the operator's own run it. Collective.
+        """Return the executors of calls with this call's `key`, if the operator has its own kernels. Collective.
 
-        Default: the planner chooses a schedule, and an executor of schedules runs it. For an operator that overrides this:
-        Options of the call choose the executor, so no schedule is pinned. Calls with equal `key` are equal. `inputs` checks
-        every call, and its tensors may be of any type. The executor returns the results, so `outputs` is empty.
+        Default: the planner chooses a schedule, and an executor of schedules runs it. An operator that overrides this method must
+        follow these rules. Options of the call choose the executor, so no schedule is pinned. Calls with equal `key` are equal.
+        `inputs` checks every call, and its tensors may be of any type. The executor returns the results, so `outputs` is empty.
         """
         raise NotImplementedError
 
@@ -234,12 +233,12 @@ class Operator(ABC, Generic[C]):
         raise NotImplementedError(f"{self.name} cannot be measured: its spec draws no calls (`drawn`)")
 
     def expected(self, p: Any, rank: int, calls: Sequence[C]) -> list[torch.Tensor]:
-        """Return the results of a rank in float64, from the calls of all ranks."""
+        """Return the results of a rank in float64, computed from the calls of all ranks."""
         raise NotImplementedError(
             f"{self.name} cannot be measured: its spec has no results to compare with (`expected`)"
         )
 
-    # --- made from these ---
+    # --- derived from these ---
 
     def __init__(self) -> None:
         hints = get_type_hints(self.form)
@@ -250,7 +249,7 @@ class Operator(ABC, Generic[C]):
                     getattr(one, "__name__", "") if isinstance(one, type) else str(one) for one in _SCHEMA
                 )
                 raise TypeError(
-                    f"{self.name}: {field} of its form is of type {hints[field]}; torch's operators take {known}"
+                    f"{self.name}: {field} of its form has type {hints[field]}; torch's operators accept {known}"
                 )
         if unknown := [field for field in self.gradients_of if field not in of_call]:
             raise TypeError(
@@ -261,19 +260,19 @@ class Operator(ABC, Generic[C]):
         self.differentiable = tuple(of_call.index(field) for field in self.gradients_of)
         self._none = (False,) * len(self.differentiable)
         self.has_executors = type(self).own_executors is not Operator.own_executors
-        """True if kernels of the operator's own run it."""
+        """True if the operator has its own kernels."""
         self.sizes_are_alike = type(self).size is Operator.size and not self.has_executors
-        """True if calls of one description have the same size on all ranks."""
+        """True if calls with equal descriptions have the same size on all ranks."""
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
         """The name in messages."""
 
     @property
     def fields(self) -> str:
-        """The call's fields, as torch's schemas write them."""
+        """Return the call's fields, in the notation of torch's schemas."""
         return ", ".join(f"{kind} {name}" for kind, name in zip(self.kinds, self.form._fields, strict=True))  # type: ignore[attr-defined]
 
     def tensors(self, call: C) -> list[torch.Tensor | None]:
-        """Return the call's tensors one after the other."""
+        """Return the call's tensors as one list."""
         return self.flat(call)
 
     def wanted(self, call: C) -> tuple[bool, ...]:
@@ -294,7 +293,7 @@ class Operator(ABC, Generic[C]):
         return found
 
     def described(self, wanted: tuple[bool, ...]) -> str:
-        """Return the wanted gradients in the text that ranks compare."""
+        """Return the wanted gradients as part of the text that ranks compare."""
         return f"gradients wanted of ({', '.join(self.gradients_of.values())}): {wanted}" if self._none else ""
 
 

@@ -16,8 +16,7 @@ from weft.symm import Communicator
 
 
 def know_machine(comm: Communicator, deadline_s: float | None) -> None:
-    """Have ranks plan with the same self-calibration, if their GPUs need one: measure it, or use the first rank's.
-    Collective."""
+    """Have ranks plan with the same self-calibration, if their GPUs need it: measure it, or use the first rank's. Collective."""
     if self_calibrate(comm, device_name(comm.device), deadline_s):
         model_by_name.cache_clear()
 

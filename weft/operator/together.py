@@ -1,22 +1,23 @@
-"""One call of an operator on all ranks: it is counted, one thread makes it, and peers are notified of an error on one rank.
+"""One call of an operator on all ranks. It is counted, one thread makes it, and peers are notified if one rank fails.
 
 A rank that fails alone must notify its peers, or its next call pairs with their current one: wrong results on every rank, and no
 error. Errors that leave a call are handled as follows.
 
-- A weft error: all ranks raise it alike, or it has ended the group already.
-- Ctrl-C at any time, and any error after this rank has published that it takes part: it ends the group, with its cause.
+- A weft error: all ranks raise it, or it has already made the group fail.
+- Ctrl-C at any time, and any error after this rank has published that it takes part: the group fails with this cause.
 - torch's activation checkpointing raises an exception in the last call that it needs, on all ranks: the call counts as made.
-- Any other, on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the group lives on.
-- Any other, on GPUs, where hosts do not meet: peers are notified of bad input over the sockets (`weft.symm.calls`). A peer
-  that has not reached this call yet, or refuses it too, raises as well, and the group lives on. A peer that has made the
-  call ends the group. This rank's next call waits until it knows which. An error that is not about input (no memory) ends
-  the group at once.
+- Any other error, on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the group
+  stays usable.
+- Any other error, on GPUs, where hosts do not meet: peers are notified of bad input over the sockets (`weft.symm.calls`). A peer
+  that has not reached this call yet, or refuses it too, raises as well, and the group stays usable. If a peer has made the call,
+  the group fails. This rank's next call waits until it knows the outcome. After an error that is not about input (no memory) the
+  group fails at once.
 
-A call that begins while another thread of this rank is in a call of the group ends the group: a peer's call could pair with
+If a call begins while another thread of this rank is in a call of the group, the group fails, since a peer's call could pair with
 either.
 
 At the first call of a shape hosts meet on GPUs too, and compare how many calls each has made. Later calls are compared off the
-critical path, by a digest. `WEFT_CHECK_CALLS=1` has every call compared by place (`weft.symm.calls`).
+critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call by its source line (`weft.symm.calls`).
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class together:
 
     def _refuse_second_thread(self, calls: GroupCalls) -> NoReturn:
         text = (
-            f"{self._operator} called by thread {threading.current_thread().name!r} while another thread is in a call of this "
-            "group: calls of one group are for one thread at a time; give each thread a group of its own"
+            f"{self._operator} called by thread {threading.current_thread().name!r} while another thread is in a "
+            "call of this group: only one thread at a time may call on a group; give each thread its own group"
         )
         calls.misused = text  # for a communicator that the other thread is setting up
         for kind in ("cpu", "cuda"):
@@ -143,11 +144,11 @@ def failed(
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
     """Notify peers of `error`, which a layer raised on this rank outside of every call of an operator.
 
-    It becomes the refusal of this rank's next call. A call that has returned has published everything that its peers wait
-    for. So the refusal pairs with the peers' next call, and on CPU the group lives on. On GPUs a peer that has already made
-    that call ends the group with the cause. last: the layer makes no other call. Then the peers' next call is another
-    layer's, and programs that catch errors layer by layer would go on one call apart: the group ends with the cause. what:
-    the layer; like: as for `together`.
+    It becomes the refusal of this rank's next call. A call that has returned has published everything that its peers wait for. So
+    the refusal pairs with the peers' next call, and on CPU the group stays usable. On GPUs the group fails with this cause if a
+    peer has already made that call. last: the layer makes no other call. Then the peers' next call is another layer's, and
+    programs that catch errors layer by layer would continue one call apart. So the group fails with this cause. what: the layer;
+    like: as for `together`.
     """
     if isinstance(error, WeftError | _StopRecomputationError) or group.size() == 1 or getattr(error, _TOLD, False):
         return
@@ -187,8 +188,7 @@ def _are_compared() -> bool:
 
 
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a call. For arguments without a usable device, return a device on which peers receive the
-    refusal."""
+    """Return the device of a call. For arguments without a usable device, return a device on which peers receive the refusal."""
     if callable(like) and not isinstance(like, torch.Tensor):
         return like()
     if isinstance(like, torch.Tensor) and like.device.type in ("cpu", "cuda"):

@@ -5,10 +5,9 @@
     a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two weights, one gather
     y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
 
-Weights are those of `nn.Linear`, divided. The difference from `weft.all_gather_matmul`'s own backward is the tensor kept for the
-weight's
-gradient: a rank's columns of the gathered x, as large as its rows, in place of its rows. They are gathered again during the GEMM
-that multiplies them, so that both collectives of backward are parts of GEMMs:
+Weights are shards of `nn.Linear` weights. Unlike the backward of `weft.all_gather_matmul`, these functions save this rank's
+columns of the gathered x for the weight's gradient, instead of its rows; both have the same size. The columns are gathered again
+during the GEMM that multiplies them. So both collectives of backward are fused with GEMMs:
 
     grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
 """
@@ -58,18 +57,20 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
 
 
 def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Refuse a bias that does not fit before the call's collective; peers are notified. Let ranks compare if they have a bias."""
+    """Refuse a bias of the wrong shape before the call's collective, and notify peers. Also compare across ranks if there is a
+    bias."""
     compare_options(of, group_name, x, bias=given(bias))
     if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
         return
     with together(of, group_of(group_name), x, None):
         raise ValueError(
-            f"{of}: bias has shape {tuple(bias.shape)} on {bias.device}: pass {tuple(w.shape[:1])} on {x.device}, where x is"
+            f"{of}: bias has shape {tuple(bias.shape)} on {bias.device}: pass {tuple(w.shape[:1])} on {x.device}, "
+            "the device of x"
         )
 
 
 def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return y + bias, behind the last collective of `of`: an error of this rank ends the group."""
+    """Return y + bias, after the last collective of `of`. An error of this rank makes the group unusable."""
     if bias is None or torch.compiler.is_compiling():
         return y if bias is None else y + bias
     try:
@@ -98,7 +99,7 @@ class AllGatherLinear(torch.autograd.Function):
 
 
 class AllGatherLinearMulti(torch.autograd.Function):
-    """all_gather(x_shard) times each of two weights, without biases: a SwiGLU's."""
+    """all_gather(x_shard) times two weights, without biases, as in SwiGLU."""
 
     @staticmethod
     def forward(  # type: ignore[override]

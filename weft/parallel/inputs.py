@@ -1,9 +1,9 @@
 """One gather for several layers, after a change of imports.
 
-torchtitan's Llama gathers around layers: `PrepareModuleInput` makes a Replicate of the attention's input, and wq, wk and wv get it
-gathered. No GEMM runs during that gather. Here the input stays divided, as a DTensor, whose value and shape are the same. The
-first `ColwiseLinear` that gets it gathers it during its GEMM, and keeps the result on it for the others. So the same number of
-bytes moves as with torch's styles, and backward scatters the sum of all gradients once.
+torchtitan's Llama gathers before its layers: `PrepareModuleInput` redistributes the attention's input to Replicate, and wq, wk
+and wv receive it gathered. No GEMM runs during that gather. Here the input stays sharded, as a DTensor with the same value and
+shape. The first `ColwiseLinear` that receives it gathers it during its GEMM, and stores the result on the DTensor for the others.
+So as many bytes are sent as with torch's styles, and backward scatters the sum of all gradients once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from weft.parallel.linear import ColwiseLinear, shared
 
 
 class PrepareModuleInput(TorchPrepareModuleInput):
-    """torch's `PrepareModuleInput`, which leaves the gather to the layers below, overlapped with a GEMM.
+    """torch's `PrepareModuleInput`, except that the layers below gather, overlapped with a GEMM.
 
     Arguments and layouts are torch's. An input that goes from Shard(d) to Replicate stays a DTensor Shard(d), if linears below
-    the module are divided by `weft.parallel.ColwiseParallel`. The module's code sees the same shape and, by any operation on
-    DTensors, the same values. Use torch's style if the code calls `to_local()` on it, which would return this rank's part, or
-    changes it before its linears, which would then each gather. The same holds for linears that are called one with and one
-    without gradients, autocast or activation checkpointing. Under torch.compile do not change it in place between linears.
+    the module are parallelized by `weft.parallel.ColwiseParallel`. The module's code sees the same shape and, by any operation on
+    DTensors, the same values.
 
-    Otherwise, and with `use_local_output=True`, it does what torch's does.
+    Use torch's style in these cases. The code calls `to_local()` on the input, which would return only this rank's part. Or it
+    changes the input before its linears, each of which would then gather. Or it calls some of the linears with and others without
+    gradients, autocast or activation checkpointing. Under torch.compile do not change the input in place between linears.
+
+    In all other cases, and with `use_local_output=True`, torch's code runs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -36,7 +38,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
         leaving.__dict__ = self.__dict__
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Searched in each call: the layers may be divided later, and under torch.compile hooks cannot keep state.
+            # Searched in each call: the layers may be parallelized later, and under torch.compile hooks cannot keep state.
             gathering = any(isinstance(layer, ColwiseLinear) for layer in module.modules())
             style = leaving if gathering and not self.use_local_output else self
             if self.with_kwargs:
@@ -48,7 +50,7 @@ class PrepareModuleInput(TorchPrepareModuleInput):
 
 
 class _Leaving(TorchPrepareModuleInput):
-    """The style that leaves inputs divided."""
+    """The style that leaves inputs sharded."""
 
     def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
         if not (type(input_layout) is Shard and desired_layout == Replicate()):

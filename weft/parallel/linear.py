@@ -1,7 +1,7 @@
-"""Linear layers that torch's styles divide, whose collectives are parts of their GEMMs.
+"""Linear layers that torch's styles shard, with collectives fused with their GEMMs.
 
-torch's styles redistribute before or after `F.linear` on DTensors. Here torch's own code divides parameters, and annotates inputs
-and outputs, so that FSDP2, checkpoints and optimizers work unchanged. In between the layer calls weft, with local tensors:
+torch's styles redistribute before or after `F.linear` on DTensors. Here torch's code shards parameters, and annotates inputs and
+outputs, so that FSDP2, checkpoints and optimizers work unchanged. Between these the layer calls weft, with local tensors:
 
     ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
     RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
@@ -38,23 +38,23 @@ from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, gathered_columns, row
 
 _WHOLE = "_weft_whole"
-_OWN = "_weft_own"  # marks an input of one layer alone: no gradients of several layers are added before the all-reduce
+_OWN = "_weft_own"  # marks an input that only one layer uses: no gradients of several layers are added before the all-reduce
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ColwiseParallel(TorchColwiseParallel):
     """torch's `ColwiseParallel`, whose collectives overlap with GEMMs.
 
-    Arguments, layouts and the parameters that it makes are torch's. It gathers by weft if an `nn.Linear` gets an input that is
-    divided along a dimension before the last: declared so (`input_layouts=Shard(1)`), or as a DTensor. If several layers get the
+    Arguments, layouts and the parameters that it makes are torch's. weft gathers if an `nn.Linear` receives an input that is
+    sharded along a dimension before the last: declared (`input_layouts=Shard(1)`), or as a DTensor. If several layers receive the
     same input, put `weft.parallel.PrepareModuleInput` on the module around them: then the first layer gathers for all.
 
-    An input that is whole on every rank (the default) needs a collective only in backward, where the all-reduce of its gradient
-    overlaps, if the input is an ordinary tensor. For a DTensor torch adds the gradients of all layers that it went into, and
-    reduces them once. `output_layouts=Replicate()` then gathers by weft too, without a bias.
+    A replicated input (the default) needs a collective only in backward: the all-reduce of its gradient. It overlaps if the input
+    is an ordinary tensor. For a DTensor, torch adds the gradients of all layers that use it, and reduces them once.
+    `output_layouts=Replicate()` then also gathers by weft, without a bias.
 
-    Torch's own code runs for an `nn.Embedding`, a subclass of `nn.Linear` with a forward of its own, other layouts, sizes that
-    are not divisible by the number of ranks, a mesh of several dimensions, and dtypes other than fp32, fp16 and bf16.
+    torch's code runs for an `nn.Embedding`, a subclass of `nn.Linear` with its own forward, other layouts, sizes that are not
+    divisible by the number of ranks, a mesh of several dimensions, and dtypes other than fp32, fp16 and bf16.
     """
 
     @staticmethod
@@ -81,9 +81,9 @@ class ColwiseParallel(TorchColwiseParallel):
 class RowwiseParallel(TorchRowwiseParallel):
     """torch's `RowwiseParallel`, whose reduce-scatter or all-reduce overlaps with the GEMM.
 
-    Arguments, layouts and the parameters that it makes are torch's. It uses weft if the output of an `nn.Linear` is divided along
-    a dimension before the last (`output_layouts=Shard(1)`), or whole on every rank (the default). Torch's own code runs in the
-    cases that `ColwiseParallel` names.
+    Arguments, layouts and the parameters that it makes are torch's. It uses weft if the output of an `nn.Linear` is sharded along
+    a dimension before the last (`output_layouts=Shard(1)`), or replicated (the default). torch's code runs in the cases that
+    `ColwiseParallel` lists.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -107,7 +107,7 @@ class _DividedLinear(nn.Linear):
         return self.weight.device_mesh.get_group().group_name
 
     def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return this rank's part of x, weight and bias. Refuse a weight without memory (on meta); let ranks compare options."""
+        """Return this rank's part of x, weight and bias. Refuse a weight on meta; compare options across ranks."""
         local, weight = _local(x), _local(self.weight)
         if wrong := wrong_device(local, weight):
             raise ValueError(f"{type(self).__name__}: {wrong}")
@@ -120,10 +120,10 @@ class _DividedLinear(nn.Linear):
 
 
 class ColwiseLinear(_DividedLinear):
-    """An `nn.Linear` that `ColwiseParallel` has divided. joins: True if the output must be whole on every rank."""
+    """An `nn.Linear` that `ColwiseParallel` has sharded. joins: True if the output must be replicated."""
 
     joins: bool
-    is_collective = False  # not if x is whole, or another layer has gathered it
+    is_collective = False  # False if x is replicated, or another layer has gathered it
 
     def gathers(self, x: DTensor) -> bool:
         return _overlaps(self, x, x.placements[0], self.out_features)
@@ -165,7 +165,7 @@ class ColwiseLinear(_DividedLinear):
 
 
 class RowwiseLinear(_DividedLinear):
-    """An `nn.Linear` that `RowwiseParallel` has divided. output_layout: `Replicate`, or a Shard."""
+    """An `nn.Linear` that `RowwiseParallel` has sharded. output_layout: `Replicate`, or a Shard."""
 
     output_layout: Placement
     is_collective = True
@@ -192,12 +192,12 @@ class RowwiseLinear(_DividedLinear):
 
     @ends_group
     def _biased(self, y: torch.Tensor, bias: torch.Tensor, group: str) -> torch.Tensor:
-        """Add the bias to this rank's positions: its gradient is the sum over ranks."""
+        """Add the bias to this rank's positions. The bias's gradient is the sum over ranks."""
         return y + replicated(bias, group).to(y.dtype)
 
 
 def shared(x: DTensor) -> DTensor:
-    """Mark `x`: the first layer that gathers it keeps the result on it, for other layers that get this very DTensor."""
+    """Mark `x`: the first layer that gathers it stores the result on it, for other layers that receive the same DTensor."""
     setattr(x, _WHOLE, None)
     return x
 
@@ -205,8 +205,9 @@ def shared(x: DTensor) -> DTensor:
 def _circumstances(x: DTensor) -> tuple[Any, ...]:
     """Return the conditions under which a layer gathers `x`; a gathered tensor is reused only under equal conditions.
 
-    It could not be reused without gradients, in another dtype, after x was changed in place, or where activation checkpointing
-    recomputes."""
+    It cannot be reused with gradients if it was gathered without, in another dtype, after x was changed in place, or in the
+    recomputation of activation checkpointing.
+    """
     kind, traced = x.device.type, torch.compiler.is_compiling()
     hooks = None if traced else torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (
@@ -218,19 +219,19 @@ def _circumstances(x: DTensor) -> tuple[Any, ...]:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """True for exactly `nn.Linear`: subclasses may compute something else, or hold something else than a matrix."""
+    """True for exactly `nn.Linear`: subclasses may compute something else, or have a weight that is not a matrix."""
     return type(module) is nn.Linear
 
 
 def _dimension(placement: Placement, ndim: int) -> int:
-    """Return the divided dimension; -1 without a divided dimension."""
+    """Return the sharded dimension; -1 if there is none."""
     # Under torch 2.11's tracing placements have no type. Only weights have a strided Shard, which is no plain Shard.
     divided = placement.is_shard() if torch.compiler.is_compiling() else type(placement) is Shard
     return placement.dim % ndim if divided else -1  # type: ignore[attr-defined]
 
 
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
-    """True if weft supports the layer with this input. sequence: the layout of the input or output; features: the divided
+    """True if weft supports the layer with this input. sequence: the layout of the input or output; features: the sharded
     features of the weight."""
     dim = _dimension(sequence, x.dim())
     return 0 <= dim < x.dim() - 1 and x.shape[dim] % x.device_mesh.size() == 0 and _takes(layer, x, features)

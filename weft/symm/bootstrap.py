@@ -2,21 +2,21 @@
 
 Protocol. Each rank listens on a socket in the abstract namespace under a random 128-bit name, and publishes the name and a random
 token through the process group's store. A rank connects to every lower rank and accepts from every higher one. It sends one
-packet on that connection: its identity, the token of the rank that it means to reach, and one end of a new socket pair.
-From then on only the pair is used (an accepted socket would keep the listener's name). When a rank has all its sockets, it
-sends "ready" with the peer's token on each of them, and waits for the same from all. Then it closes the listener and wipes
-its published entry: nothing has a name, and only the pairs remain.
+packet on that connection: its identity, the token of the rank that it means to reach, and one end of a new socket pair. From then
+on only the pair is used (an accepted socket would keep the listener's name). When a rank has all its sockets, it sends "ready"
+with the peer's token on each of them, and waits for the same from all. Then it closes the listener and wipes its published entry:
+nothing has a name, and only the pairs remain.
 
-Entries contain a rank's kernel and network namespace, because such sockets do not leave them: all ranks refuse a group on
-several hosts. A rank that fails half-way leaves the reason in its entry and hangs up. The reason is for ranks whose entries
-it had seen. If it is an error of its own and not a missed deadline, the reason is also for every other rank once, even for
-a rank that arrives later.
+Entries contain a rank's kernel and network namespace, because such sockets do not leave them: all ranks refuse a group on several
+hosts. A rank that fails half-way writes the reason into its entry and hangs up. The reason is for ranks whose entries it had
+seen. If the rank failed by itself, not by a missed deadline, every other rank gets the reason once, even a rank that arrives
+later.
 
 Ranks do not wait for a dead peer: an entry contains the pid, and `ended` returns other knowledge of the peer's end.
 
 Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. A connection that
-has not identified itself delays nobody: the listener is polled together with all such sockets. Entries of an earlier attempt that
-failed may still be in the store: after a refused connection, a rank reads the entry again and retries until the deadline.
+has not identified itself delays no rank: the listener is polled together with all such sockets. The store may still have entries
+of an earlier, failed attempt: after a refused connection, a rank reads the entry again and retries until the deadline.
 
 The sockets are of the sequential-packet type: one send is one message, file descriptors travel with it, and end-of-file without a
 goodbye means that the process on the other end is gone.
@@ -49,7 +49,7 @@ from weft.symm.store import PatientStore
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it checks that they are alive
 _REASON_S = 1.0  # wait for the reason of a rank that hung up: the store may be slow
-NO_TRANSPORT = "a transport between hosts is missing: make one group per host (and container)"
+NO_TRANSPORT = "transport between hosts is not supported: make one group per host (and container)"
 _MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the oldest is closed
 MAX_PACKET = 64 * 1024  # far below the default socket buffer (208 KiB), so that a send of one message never blocks
 
@@ -110,13 +110,13 @@ def connect(
 ) -> list[Peer]:
     """Return a connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
 
-    Raises `RefusedError` if the ranks are not all on this host; `DeadlineError` naming the ranks that have not arrived
-    within `deadline_s` seconds; `PeerLostError` if another rank died or gave up in the middle, with its reason, or if the
-    store is gone with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError`
-    for an error of this rank (no descriptor is left, say). After any error nothing stays open, and the peers are notified.
+    Raises `RefusedError` if the ranks are not all on this host; `DeadlineError` naming the ranks that have not arrived within
+    `deadline_s` seconds; `PeerLostError` if another rank died or gave up in the middle, with its reason, or if the store is gone
+    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError` for an error of
+    this rank, such as no descriptor left. After any error nothing stays open, and the peers are notified.
 
-    ended: returns knowledge from elsewhere of a rank whose process has ended, else "". If a rank died before it arrived
-        here, not even its pid is known, so the others wait for it until the deadline.
+    ended: returns why a rank's process has ended, if another group knows, else "". If a rank died before it arrived here, not
+    even its pid is known, so its peers wait until the deadline.
     """
     if world_size == 1:
         return []
@@ -139,8 +139,9 @@ def _connect(setup: _Setup) -> list[Peer]:
             _say_at_any_price(setup, words)
         if isinstance(error, dist.DistNetworkError):
             raise PeerLostError(
-                f"rank {rank} lost the store of this process group while setting up symmetric memory ({error}): the process "
-                "that kept it has ended, which is rank 0 unless a launcher keeps it: start the ranks again"
+                f"rank {rank} lost the store of this process group while setting up symmetric memory ({error}): the "
+                "process of the store has ended, which is rank 0 unless a launcher keeps the store: start the "
+                "ranks again"
             ) from error
         if isinstance(error, Exception) and not isinstance(error, WeftError):
             raise WeftError(f"rank {rank} could not set up symmetric memory: {error}") from error
@@ -151,8 +152,8 @@ def _connect(setup: _Setup) -> list[Peer]:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """Publish the last words although no descriptor was left. Closed sockets have freed descriptors; without sockets, the
-    spare descriptor is used."""
+    """Publish the last words although no descriptor was left: use one that closed sockets have freed, or else the spare
+    descriptor."""
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
         setup.say(words)
@@ -178,7 +179,7 @@ class _Setup:
         self.unknown: list[socket.socket] = []  # connected, but not yet identified: a rank or a stranger
 
     def say(self, text: str) -> bool:
-        """Return True if the store has taken this rank's entry. The store may have gone with the rank that kept it."""
+        """Publish this rank's entry; return False if the store is gone with the rank that kept it."""
         try:
             # Last words replace an entry: a peer that has just found an entry there would wait for it to come back.
             self.store.set(str(self.rank), text)
@@ -230,8 +231,8 @@ class _Setup:
         if len(set(calls)) > 1:
             made = ", ".join(f"rank {rank} at its call {number}" for rank, number in enumerate(calls))
             raise DisagreementError(
-                f"ranks set this group up in different calls, {made}: one has missed another's deadline before, and they are "
-                "out of step. Make a new group"
+                f"ranks set this group up in different calls, {made}: one has missed another's deadline before, so "
+                "they are out of step: make a new group"
             )
 
     def _read_entries(self) -> None:
@@ -250,8 +251,8 @@ class _Setup:
         if len(hosts) > 1:
             where = ", ".join(f"ranks {[e.rank for e in ranks]} on host {ranks[0].host}" for ranks in hosts.values())
             raise RefusedError(
-                f"this group is on {len(hosts)} hosts, {where}, which share no kernel and network namespace: weft moves data "
-                f"through memory that ranks map, and {NO_TRANSPORT}"
+                f"this group is on {len(hosts)} hosts, {where}, which do not share a kernel and network namespace: "
+                f"weft moves data through mapped memory, and {NO_TRANSPORT}"
             )
 
     def _look_up(self, rank: int) -> None:
@@ -343,7 +344,10 @@ class _Setup:
                 is_ours = False
         if is_ours and self.rank < entry.rank < self.world_size and entry.rank not in self.peers:
             if not files:  # the kernel drops a descriptor for which this process has no room
-                raise OSError(errno.EMFILE, f"no descriptor came from rank {entry.rank}, {os.strerror(errno.EMFILE)}")
+                raise OSError(
+                    errno.EMFILE,
+                    f"no descriptor arrived from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                )
             self.entries[entry.rank] = entry
             self.peers[entry.rank] = Peer(entry.rank, pid, socket.socket(fileno=files.pop()))
             _sockets.add(self.peers[entry.rank].socket)
@@ -370,7 +374,7 @@ class _Setup:
             raise self._lost(rank, str(error)) from error
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
-        """Return the error for a known rank that has hung up, with its reason or the news of its death. Either may take a
+        """Return the error for a known rank that has hung up, with its reason or the report of its death. Either may take a
         moment to arrive."""
         until = time.monotonic() + _REASON_S
         self.gave_up.pop(rank, None)
@@ -407,13 +411,13 @@ class _Setup:
         before = "".join(f"; rank {r} gave up before: {self.gave_up[r]}" for r in missing if r in self.gave_up)
         return DeadlineError(
             f"rank {self.rank} waited {self.deadline_s:g} s for ranks {missing} to set up symmetric memory: wanted "
-            f"{self.world_size} ranks, found {self.world_size - len(missing)}{before}. Every rank of the group must make the call "
-            "within that time, which deadline_s or WEFT_SETUP_DEADLINE_S says"
+            f"{self.world_size} ranks, found {self.world_size - len(missing)}{before}. Every rank of the group must "
+            "make the call within that time, which deadline_s or WEFT_SETUP_DEADLINE_S sets"
         )
 
 
 def _has_ended(pid: int) -> bool:
-    """Return True if the process has ended, even if its parent has not reaped it yet."""
+    """True if the process has ended, even if its parent has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):

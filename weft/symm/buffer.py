@@ -1,6 +1,6 @@
-"""A program's handles on symmetric memory: tensors that every rank sees (`SymmetricBuffer`) and counters (`Signal`).
+"""Handles on symmetric memory: tensors that every rank can address (`SymmetricBuffer`) and counters (`Signal`).
 
-Both belong to an explicit process group and exist on each of its ranks. The program makes and frees them: making one is
+Both belong to an explicit process group and exist on each of its ranks. The caller makes and frees them: making one is
 collective, closing one is not. See `csrc/signal.hpp` for how a signal orders the writes around it.
 """
 
@@ -14,15 +14,14 @@ from weft.symm.communicator import Communicator, communicator
 
 
 class SymmetricBuffer:
-    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write the tensors of all
-    ranks.
+    """A tensor of the same shape and dtype on every rank of `group`. Every rank can read and write the tensors of all ranks.
 
-    Zero at first. Reads and writes are plain loads and stores: a `Signal` (or another synchronisation) must order them
-    after a peer's writes. `local` is this rank's tensor, `peer(rank)` any rank's (group ranks). After `close()` both raise,
-    while tensors taken before stay valid. The system gets the memory back when the last rank drops it.
+    The memory is zero at first. Reads and writes are plain loads and stores: a `Signal` (or another synchronisation) must order
+    them after a peer's writes. `local` is this rank's tensor, `peer(rank)` any rank's (group ranks). After `close()` both raise,
+    but earlier tensors stay valid. The memory is freed when the last rank drops it.
 
-    Raises on every rank: `DisagreementError` if ranks request different shapes or dtypes, `OutOfSharedMemoryError` if there
-    is no room, and the errors of `weft.symm.communicator.communicator`.
+    Raises on every rank: `DisagreementError` if ranks request different shapes or dtypes, `OutOfSharedMemoryError` if there is
+    not enough memory, and the errors of `weft.symm.communicator.communicator`.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class Signal:
     """`count` 64-bit counters on every rank of `group`. Any rank can raise them, and their owner can wait for them.
 
     Order: `set` and `add` release, `wait` and `read` acquire. Writes of a rank to symmetric memory before it raises a signal are
-    visible to the rank that has waited for the raised value. Counters start at 0 and should only grow (an epoch per use): no rank
-    can know when it is safe to reset a counter that a peer may still read.
+    visible to the rank that has waited for the raised value. Counters start at 0 and should only grow (an epoch per use), since
+    no rank can know if a peer still reads a counter.
     """
 
     def __init__(self, count: int = 1, *, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
@@ -75,7 +74,8 @@ class Signal:
         self.comm: Communicator = communicator(group, device)
         if self.comm.device.type != "cpu":
             raise ValueError(
-                f"device={device}: signals between CPU processes live on 'cpu'; GPU code raises its own on streams"
+                f"device={device}: signals between CPU processes need device='cpu'; GPU code sets its signals on "
+                "streams"
             )
         self._region = self.comm.allocate(count * _core.COUNTER_BYTES, what=f"Signal(count={count})")
 

@@ -1,20 +1,20 @@
-"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not meet, peers are notified of
-refusals and compare calls.
+"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not meet, peers are notified of refusals
+and compare calls.
 
-A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached this call yet refuses it
-too, and the group lives on. It also lives on if the peer has refused the call by itself. If a peer has made the call, the
-refusing rank will never take part in it: that ends the group. The refusing rank makes no other call until all peers have
+A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached this call yet refuses it too,
+and the group stays usable. The group also stays usable if the peer has refused the call by itself. If a peer has made the call,
+the refusing rank will never take part in it, so the group fails. The refusing rank makes no other call until all peers have
 answered, because its next call would pair with the call that its peers have made.
 
 Each rank keeps a digest of its calls up to each call. The watchdog thread sends the newest digest to the peers, a few times a
-second, and each peer compares it with its own digest up to the same call. A difference ends the group: ranks have made
-calls of different sizes, dtypes or options, and their results are wrong. This costs a call less than a microsecond. A
-difference is found after the fact, up to a quarter of a second later.
+second, and each peer compares it with its own digest up to the same call. A difference makes the group fail: ranks have made
+calls of different sizes, dtypes or options, and their results are wrong. This costs less than a microsecond per call. A
+difference is found up to a quarter of a second after the call.
 
 `WEFT_CHECK_CALLS=1` is a mode for finding ranks that make different calls. Each rank sends its peers the number and the place of
 every call (operator, file and line). A peer's watchdog thread compares it with its own call of this number, off the critical
-path, and ends the group if they differ. By then a few more calls may have been enqueued. This costs each call a message to every
-peer, some microseconds of the host.
+path, and makes the group fail if they differ. By then a few more calls may have been enqueued. This costs each call a message to
+every peer, some microseconds of host time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GroupCalls(_core.CallCounts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.misused = ""  # the misuse, found before a communicator could notify the peers
+        self.misused = ""  # the misuse, if it was found before a communicator could notify the peers
         self.made = MadeCalls()
         self.layers = Layers(self)
         """The options of layers, which the next call carries."""
@@ -55,16 +55,16 @@ class GroupCalls(_core.CallCounts):
         self._lock = threading.Lock()
 
     def begin(self) -> str:
-        """Begin the next call. Return why a peer has refused it, or ''."""
+        """Begin the next call. Return the reason why a peer has refused it, or ''."""
         self.begun += 1
         return self.refused() if self._there else ""
 
     def refused(self) -> str:
-        """Return why a peer has refused the last call that was begun, or ''."""
+        """Return the reason why a peer has refused the last call that was begun, or ''."""
         return self._there.get(self.begun, "")
 
     def end(self) -> str:
-        """End the call. Return why a peer has refused it meanwhile, or ''."""
+        """End the call. Return the reason why a peer has refused it meanwhile, or ''."""
         self.ended = self.begun
         self.made.end(self.begun, self.layers.take())
         return self.refused() if self._there else ""
@@ -80,7 +80,7 @@ class GroupCalls(_core.CallCounts):
         return _NUMBER.pack(self.begun) + text.encode()
 
     def heard(self, message: bytes) -> str:
-        """Handle a peer's refusal of a call. Return the error that ends the group, if this rank has made that call; or ''.
+        """Handle a peer's refusal of a call. Return the error that makes the group fail, if this rank has made that call; or ''.
 
         If this rank refuses the call too, the message is the peer's answer.
         """
@@ -95,7 +95,8 @@ class GroupCalls(_core.CallCounts):
     def answer(self, message: bytes) -> bytes | None:
         """Return the answer to a peer's refusal: this rank will not make the call.
 
-        None during that call: this rank then either refuses it too and notifies the peer, or makes it, which ends the group.
+        Return None during that call: then this rank either refuses it too and notifies the peer, or makes it, and the group
+        fails.
         """
         with self._lock:
             number = _NUMBER.unpack_from(message)[0]
@@ -155,7 +156,7 @@ class MadeCalls(_core.CallDigest):
         return digests + b"\0".join([self.what.encode()[:1024], *self._layers.news()])
 
     def heard(self, rank: int, message: bytes) -> str:
-        """Compare a peer's news; return how its calls differ from this rank's, or ''."""
+        """Compare a peer's digest; return how its calls differ from this rank's, or ''."""
         number, digest, *words = _DIGEST.unpack_from(message)
         what, *layers = message[_DIGEST.size :].split(b"\0")
         self._layers.heard(rank, layers)
@@ -167,8 +168,9 @@ class MadeCalls(_core.CallDigest):
         between = f"between call {self._agreed + 1} and call {number} of this group"
         if self.digest_at(number) != digest:
             return (
-                f"ranks have made different calls, {between}: the last ones are here {self.what}, and on rank {rank} "
-                f"{what.decode(errors='replace')}. Call the same on every rank; WEFT_CHECK_CALLS=1 names the lines that differ"
+                f"ranks have made different calls, {between}: the last ones are {self.what} here, and "
+                f"{what.decode(errors='replace')} on rank {rank}. Make the same calls on every rank; "
+                "WEFT_CHECK_CALLS=1 finds the lines that differ"
             )
         if words_differ(self.words_at(number), words):
             return (
@@ -179,7 +181,7 @@ class MadeCalls(_core.CallDigest):
         return ""
 
     def heard_early(self) -> str:
-        """Compare news that arrived before this rank had made the call."""
+        """Compare digests that arrived before this rank had made the call."""
         for rank, message in [*self._early.items()]:
             if _DIGEST.unpack_from(message)[0] <= self.last:
                 del self._early[rank]
@@ -226,5 +228,6 @@ class CallLog:
             here, there = mine.decode(errors="replace"), theirs.decode(errors="replace")
             self._differ(
                 f"ranks make different calls: call {number} of rank {self._rank} is {here}; of rank {rank} {there}. "
-                "WEFT_CHECK_CALLS compares operators and places: make the same calls, from the same lines, on every rank"
+                "WEFT_CHECK_CALLS compares operators and lines: make the same calls, from the same lines, on every "
+                "rank"
             )

@@ -44,7 +44,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
     """Give set-up waits of this thread this deadline, unless it is None or a wait has its own.
 
-    It is a caller's deadline, or the deadline of calls that compile or measure between set-up steps.
+    It is the caller's deadline, or the deadline of calls that compile or measure between set-up steps.
     """
     before = _set_up_s.get()
     _set_up_s.set(before if deadline_s is None else deadline_s)
@@ -62,7 +62,7 @@ def _nothing() -> None: ...
 
 
 class Communicator:
-    """The ranks of a process group as seen from this rank. Made by `communicator()`. A context manager that closes itself."""
+    """The ranks of a process group as seen from this rank. `communicator()` makes it. As a context manager it closes itself."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: list[bootstrap.Peer]):
         self.rank = group.rank()
@@ -81,7 +81,9 @@ class Communicator:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise ValueError("the process group of this communicator was destroyed, and the communicator with it")
+            raise ValueError(
+                "the process group of this communicator was destroyed, which closed the communicator: make a new group"
+            )
         return group
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
@@ -93,12 +95,12 @@ class Communicator:
 
     @property
     def failed(self) -> bool:
-        """True if the group has failed, or this communicator is closed. Does not raise."""
+        """True if the group has failed, or this communicator is closed. It does not raise."""
         return self._control.failed
 
     @property
     def failed_address(self) -> int:
-        """The address of a private int64: 0 while all is well, 1 once the group has failed or this communicator is closed."""
+        """Return the address of a private int64: 0 at first, 1 once the group has failed or this communicator is closed."""
         return self._control.failed_address
 
     def __repr__(self) -> str:
@@ -126,13 +128,13 @@ class Communicator:
 
     @property
     def health(self) -> _core.Health:
-        """The native health record. Its `is_well()` is True if `check` would raise nothing, without a full check."""
+        """Return the native health record. Its `is_well()` is True if `check` would not raise, without a full check."""
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:
         """Have every `check()` call the method `look`, as long as its object exists.
 
-        For objects that may detect a failure before the group does, and then poison the group.
+        It is for objects that may detect a failure before the group does, and then poison the group.
         """
         self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
@@ -141,8 +143,7 @@ class Communicator:
         self._control.poison(f"rank {self.rank}: {text}")
 
     def end(self, text: str) -> None:
-        """Declare this group unusable here, because of `text`. Every peer finds the same fault and declares its own side
-        unusable."""
+        """Declare this group unusable here, because of `text`. Every peer finds the same error and declares its side unusable."""
         self._control.end(text)
 
     def tell_refusal(self, text: str) -> None:
@@ -154,7 +155,7 @@ class Communicator:
         self._control.await_answers(_setup_deadline_s(None))
 
     def tell_call(self, number: int, what: str) -> None:
-        """Have peers compare this rank's call with theirs of this number; see `weft.symm.calls`."""
+        """Have peers compare this rank's call with their call of the same number; see `weft.symm.calls`."""
         self._control.tell_call(number, what)
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -209,7 +210,7 @@ class Communicator:
                 raise DeadlineError(text)
 
     def _who_left(self, peer: int | None) -> list[int]:
-        """Return the ranks to blame if no rank is left that could raise the awaited signal; else []."""
+        """Return the ranks that have left, if no rank remains that could raise the awaited signal; else []."""
         gone = self._control.gone
         if peer is not None:
             return [peer] if peer in gone else []
@@ -218,9 +219,9 @@ class Communicator:
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:
-        """Return every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms a rank.
+        """Return every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms per rank.
 
-        All ranks must make the same calls in the same order. `what` names the call; ranks that meet with different names raise
+        All ranks must make the same calls in the same order. `what` names the call; ranks with different names raise
         `DisagreementError`. Deadline (default: that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S`) and failures as in `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
@@ -233,11 +234,11 @@ class Communicator:
         return self._control.all_gather(obj, file, what, deadline_s)
 
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
-        """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective: every rank asks for the same.
+        """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective: every rank requests the same size.
 
-        Raises `RefusedError` if a rank's memory cannot be mapped (`mapped`); `OutOfSharedMemoryError` on every rank if any rank
-        cannot reserve it (nothing stays reserved then, and the group stays usable); `DisagreementError` if sizes (or `what`, the
-        description) differ. Deadline and failures as in `all_gather`. Any other error on this rank alone ends the group and
+        Raises `RefusedError` if a rank's memory cannot be mapped (`mapped`). `OutOfSharedMemoryError` on every rank if any rank
+        cannot reserve it; then nothing stays reserved, and the group stays usable. `DisagreementError` if sizes (or `what`, the
+        description) differ. Deadline and failures as in `all_gather`. Any other error on this rank alone makes the group fail and
         notifies the peers.
         """
         if nbytes < 0:
@@ -245,7 +246,8 @@ class Communicator:
         if not all(self.mapped):
             far = [rank for rank, mapped in enumerate(self.mapped) if not mapped]
             raise RefusedError(
-                f"{what or 'symmetric memory'}: memory of ranks {far} cannot be mapped on rank {self.rank}, and {NO_TRANSPORT}"
+                f"{what or 'symmetric memory'}: memory of ranks {far} cannot be mapped on rank {self.rank}, and "
+                f"{NO_TRANSPORT}"
             )
         what = f"allocating {nbytes} bytes{' for ' if what else ''}{what}"
         region: Region
@@ -268,7 +270,7 @@ class Communicator:
     # -- the end
 
     def close(self) -> None:
-        """Leave in order. Peers are notified, which is no failure unless a peer still waits for this rank. Idempotent.
+        """Leave the group. Peers are notified; it is no failure unless a peer still waits for this rank. Idempotent.
 
         Memory that peers have mapped, and tensors that this process still holds, stay valid.
         """
@@ -301,14 +303,13 @@ def communicator(
     """Return the communicator of `group` on this type of device: the open communicator if there is one, else a new one.
 
     Making one is collective over the ranks of the group and takes milliseconds; `deadline_s` (default `WEFT_SETUP_DEADLINE_S`,
-    20) bounds the wait for the other ranks. It stays until `close()`, until the process group is destroyed, or until the
-    interpreter exits; each of these is an orderly goodbye.
+    20) bounds the wait for the other ranks. It exists until `close()`, until the process group is destroyed, or until the
+    interpreter exits; each of these notifies the peers and is no failure.
 
-    Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this rank;
-    `RefusedError` if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError`
-    if a rank does not arrive in time; `PeerLostError` if a rank fails or dies after its arrival, or is known from another
-    group to have ended, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or
-    thread for it.
+    Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this rank.
+    `RefusedError` if its ranks are on different hosts. `PoisonedGroupError` if the group has failed before. `DeadlineError` if a
+    rank does not arrive in time. `PeerLostError` if a rank fails or dies after its arrival, if another group knows that it has
+    ended, or if the store of the group died with its process. `WeftError` if this rank has no descriptor or thread for it.
     """
     if not isinstance(device, torch.device):
         device = torch.device(device)
@@ -361,7 +362,7 @@ def open_communicator(group: dist.ProcessGroup, device_type: str) -> Communicato
 
 
 def _ended(group: dist.ProcessGroup, rank: int) -> str:
-    """Return what another group of this process knows of a rank of `group` whose process has ended; else ''."""
+    """Return the reason why a rank of `group` has ended, if another group of this process knows it; else ''."""
     wanted = dist.get_global_rank(group, rank)
     for known in list(_cache):
         other = known._group()
@@ -383,9 +384,9 @@ def close_all() -> None:
 def _leave_all() -> None:
     """Close all communicators at interpreter exit, and give daemon threads time to leave native code.
 
-    Threads that wait in native code are notified of the end of their communicator. A thread that returned from native code
-    while the interpreter ends would abort the process. So would a thread that drops tensors then, for example with a
-    traceback: `_LET_GO_S` gives it time.
+    Threads that wait in native code are notified that their communicator closes. A thread that returns from native code while the
+    interpreter exits would abort the process. So would a thread that drops tensors then, for example with a traceback:
+    `_LET_GO_S` gives it time.
     """
     came_out = _threads_inside()
     close_all()
@@ -399,8 +400,8 @@ def _leave_all() -> None:
 
 
 def _threads_inside() -> set[int]:
-    """Return other threads in code of weft, or in native calls from there. weft's watching threads call nothing that
-    could abort."""
+    """Return other threads in weft's code, or in native calls from it. weft's watchdog threads are excluded: they call nothing
+    that could abort."""
     watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith("weft-")}
     return {
         thread
@@ -418,7 +419,7 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _close_at_exit() -> None:
-    # Uses multiprocessing, because its child processes end without running `atexit`'s functions.
+    # Use multiprocessing's exit hook, because its child processes end without running the functions of `atexit`.
     global _exit_hook_of
     if _exit_hook_of != os.getpid():
         _exit_hook_of = os.getpid()

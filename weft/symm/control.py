@@ -43,9 +43,7 @@ _REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
 _PART_BYTES = bootstrap.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may delay a message about a call
 _LAST_LOOK_S = 0.2  # after a deadline, how long the watchdog may read what has arrived
-CALLBACK_S = (
-    2.0  # how long a callback of `on_failure` may hold up the end of a group, or of the process with all groups
-)
+CALLBACK_S = 2.0  # how long a callback of `on_failure` may delay the end of a group, or of the process with all groups
 EXITING = "the process is exiting"
 _TICK_S = 0.25  # how often the watchdog looks if nothing arrives
 _STALE_S = 1.0  # since the last look: this process was stopped, and messages may be unread
@@ -55,7 +53,7 @@ class Control:
     """The control plane of rank `rank` of `world_size`. It takes over the sockets of `peers`.
 
     failed: called with a failure at once, in the thread that notices it. afterwards: called on the watchdog's thread when all
-    callbacks have run. Without a descriptor or a thread for a watchdog, the constructor notifies the peers and raises.
+    callbacks have run. If there is no descriptor or thread for a watchdog, the constructor notifies the peers and raises.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class Control:
             raise self.error()
 
     def _let_watchdog_look(self) -> None:
-        """Let the watchdog read. After a stop of the process, this thread may run before the watchdog has read what arrived
+        """Let the watchdog read. After the process was stopped, this thread may run before the watchdog has read what arrived
         meanwhile."""
         before, until = self.health.looked_at, time.monotonic() + _STALE_S
         self._rouse()
@@ -159,7 +157,10 @@ class Control:
                 self._changed.wait(remaining)
         self.check()
         if self._calls.unanswered > 0:
-            text = f"rank {self.rank} waited {deadline_s:g} s for its peers to say whether they have made the call that it refused"
+            text = (
+                f"rank {self.rank} waited {deadline_s:g} s for its peers to answer if they have made the call "
+                "that it refused"
+            )
             self.poison(text)
             raise DeadlineError(text)
 
@@ -168,7 +169,7 @@ class Control:
             self._send(rank, message, until=time.monotonic() + _CALL_S)
 
     def lose(self, rank: int | None, text: str) -> None:
-        """Fail the group because `rank` was lost; None: all other ranks."""
+        """Fail the group because `rank` was lost; None: all peers."""
         self._fail(PeerLostError, text, _LOST + f"{'' if rank is None else rank} {text}".encode(), rank)
 
     def lose_who_left(self, ranks: list[int]) -> None:
@@ -226,7 +227,7 @@ class Control:
                     taken[rank] = (value, files[0] if files else None)
             if len(set(names)) > 1:
                 calls = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-                raise DisagreementError(f"ranks made different calls where all must make the same one: {calls}")
+                raise DisagreementError(f"ranks made different calls in which all must make the same: {calls}")
         except BaseException:
             for descriptor in received:
                 os.close(descriptor)
@@ -235,11 +236,10 @@ class Control:
 
     @contextlib.contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """Fail the group if a collective does not complete. A rank that has sent or received only a part would stay out of
-        step."""
+        """Fail the group if a collective does not complete. A rank that has sent or received only a part would be out of step."""
         try:
             yield
-        except BaseException as error:  # Ctrl-C, say. No effect if the group has failed before
+        except BaseException as error:  # for example Ctrl-C; no effect if the group has failed before
             self.poison(f"rank {self.rank}: {what}: {error!r}")
             raise
 
@@ -257,8 +257,8 @@ class Control:
                     raise self.error(f"; rank {self.rank} was waiting for {whose}")
                 if has_looked_again:
                     text = (
-                        f"rank {self.rank} waited {deadline_s:g} s for {whose}: wanted {self.world_size} ranks, found "
-                        f"{self.world_size - len(missing)} (deadline_s or WEFT_SETUP_DEADLINE_S gives them more time)"
+                        f"rank {self.rank} waited {deadline_s:g} s for {whose}: wanted {self.world_size} ranks, "
+                        f"found {self.world_size - len(missing)}: deadline_s or WEFT_SETUP_DEADLINE_S give more time"
                     )
                     self.poison(text)
                     raise DeadlineError(text)
@@ -294,7 +294,7 @@ class Control:
         return True
 
     def forked(self) -> None:
-        """Reset in a forked child. `mesh` closes the sockets there; threads that no longer exist may hold locks."""
+        """Reset in a forked child. `weft.symm.bootstrap` closes the sockets there; threads that no longer exist may hold locks."""
         self._lock, self._collective = threading.RLock(), threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.closed = forks.MAKE_ANOTHER
@@ -434,5 +434,5 @@ class Control:
 
 def unusable(text: str, context: str = "") -> PoisonedGroupError:
     return PoisonedGroupError(
-        f"this process group is unusable since an earlier failure ({text}): make a new one{context}"
+        f"this process group is unusable after an earlier failure ({text}): make a new one{context}"
     )

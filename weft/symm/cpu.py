@@ -1,8 +1,9 @@
-"""Symmetric memory between CPU processes: anonymous files (memfd), passed over the communicator's sockets and mapped by all ranks.
+"""Symmetric memory between CPU processes: anonymous files (memfd), passed over the communicator's sockets and mapped by all
+ranks.
 
 The files have no names. A memfd exists as long as a process maps it, and its descriptors are closed as soon as all ranks have
-mapped it. So the kernel gets the pages back when the last rank is gone, however the ranks end. Pages are reserved up front and
-the files sealed against shrinking, so that a lack of memory is an error here and not a bus fault in the middle of a kernel.
+mapped it. So the kernel frees the pages when the last rank is gone, however the ranks end. Pages are reserved in advance and the
+files are sealed against shrinking. So a lack of memory is an error here, not a bus fault in the middle of a kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weft.symm.memory import SharingRanks, lent
 from weft.words import counted
 
 _CPU = torch.device("cpu")
-_KEEP_FREE = 0.05  # share of free memory that stays free: a refusal is better than an exhausted machine
+_KEEP_FREE = 0.05  # fraction of free memory that stays free: a refusal is better than an exhausted machine
 
 
 class CpuRegion:
@@ -64,9 +65,10 @@ class CpuRegion:
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
-    """Reserve memory and exchange it; see `Communicator.allocate`. After each of three rounds all ranks know the same."""
+    """Reserve memory and exchange it; see `Communicator.allocate`. After each of three rounds all ranks have the same
+    information."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # 1. Check that there is room for all ranks before any rank reserves memory: reserving too much triggers the kernel's
+    # 1. Check that there is memory for all ranks before any rank reserves it: reserving too much triggers the kernel's
     # out-of-memory killer instead of an error.
     rooms = comm.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
@@ -74,8 +76,9 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
     total = size * comm.world_size
     if total > (1 - _KEEP_FREE) * free:
         raise OutOfSharedMemoryError(
-            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(comm.world_size, 'rank')} x {size / 2**20:.1f}), free "
-            f"{free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} stay untouched: use smaller batches or fewer ranks"
+            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(comm.world_size, 'rank')} x {size / 2**20:.1f}), "
+            f"free {free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} must stay free: use smaller batches or fewer "
+            "ranks"
         )
     # 2. Each rank makes its own memory and sends it to its peers.
     descriptor, error = _reserve(size)
@@ -88,8 +91,11 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
         mappings: list[_core.Mapping] = []
         try:
             for rank, (_, file) in enumerate(made):
-                if file is None:  # the kernel drops a descriptor for which this process has no room
-                    raise OSError(errno.EMFILE, f"no descriptor came from rank {rank}, {os.strerror(errno.EMFILE)}")
+                if file is None:  # the kernel drops a descriptor if this process has too many
+                    raise OSError(
+                        errno.EMFILE,
+                        f"no descriptor arrived from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                    )
                 mappings.append(_core.Mapping(file, size))
         except OSError as trouble:
             error = f"mapping failed: {trouble}"
@@ -106,7 +112,7 @@ def _room() -> tuple[int, str]:
     try:
         return available_bytes(), ""
     except OSError as trouble:  # no descriptor to read it with
-        return 0, f"asking for free memory failed: {trouble}"
+        return 0, f"reading the free memory failed: {trouble}"
 
 
 def _reserve(size: int) -> tuple[int | None, str]:
@@ -119,7 +125,7 @@ def _reserve(size: int) -> tuple[int | None, str]:
     except OSError as trouble:
         if descriptor is not None:
             os.close(descriptor)
-        hint = " (the limit on file sizes, `ulimit -f`, counts here too)" if trouble.errno == errno.EFBIG else ""
+        hint = " (the limit on file sizes, `ulimit -f`, also applies here)" if trouble.errno == errno.EFBIG else ""
         return None, f"reserving failed: {trouble}{hint}"
     return descriptor, ""
 

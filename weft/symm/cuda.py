@@ -1,9 +1,9 @@
 """Symmetric memory on GPUs: slabs of device memory that every rank maps, from which regions are cut.
 
 A slab is one allocation of each rank (`weft.symm.cuda_driver`), mapped by every rank of the group over NVLink or PCIe peer
-access. It lives as long as its communicator and the tensors over it. Regions are cut from slabs and may be given back to
-them. All ranks cut slabs in the same way: `allocate` is collective, gets the same size on every rank, and places the region
-where every rank has room. Every wait is one of the communicator's, with its deadline.
+access. It lives as long as its communicator and the tensors over it. Regions are cut from slabs and may be given back to them.
+All ranks cut slabs in the same way: `allocate` is collective, gets the same size on every rank, and places the region at an
+offset that is free on every rank. Every wait goes through the communicator, with its deadline.
 
 A group of one rank needs no peer: its slab is ordinary memory.
 """
@@ -50,7 +50,7 @@ class CudaRegion:
             elements *= extent
         nbytes = elements * dtype.itemsize
         if offset_bytes < 0 or offset_bytes + nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes at {offset_bytes} do not fit into a region of {self.nbytes} bytes")
+            raise ValueError(f"{nbytes} bytes at offset {offset_bytes} do not fit into a region of {self.nbytes} bytes")
         begin = self._offset + offset_bytes
         return self._open().buffers[rank][begin : begin + nbytes].view(dtype).view(tuple(shape))
 
@@ -87,8 +87,8 @@ class _Slab:
 
 
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
-    """Return each rank's memory, uint8 [nbytes], this rank's cleared before its peers get it. After each of two rounds all ranks
-    know the same."""
+    """Return each rank's memory, uint8 [nbytes]. This rank's is cleared before its peers get it. After each of two rounds all
+    ranks have the same information."""
     device, what = comm.device, f"{nbytes} bytes of symmetric memory on GPUs"
     memory, descriptor, error = None, None, ""
     try:
@@ -107,7 +107,10 @@ def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
         try:
             for rank, (_, file) in enumerate(made):
                 if file is None:
-                    raise OSError(errno.EMFILE, f"no descriptor came from rank {rank}, {os.strerror(errno.EMFILE)}")
+                    raise OSError(
+                        errno.EMFILE,
+                        f"no descriptor arrived from rank {rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
+                    )
                 assert memory is not None
                 everybody.append(memory if rank == comm.rank else take(file, nbytes, device))
         except (DriverError, OSError) as trouble:
@@ -139,15 +142,16 @@ _slabs: weakref.WeakKeyDictionary[SharingRanks, list[_Slab]] = weakref.WeakKeyDi
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
-    """Allocate the same `nbytes` on every rank. Collective. Synchronises the device for a new slab, and for memory that is
-    reused."""
+    """Allocate the same `nbytes` on every rank. Collective. Synchronises the device for a new slab, and for reused memory."""
     slabs = _slabs.setdefault(comm, [])
     asked = comm.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
     sizes = [size for size, _ in asked]
     if len(set(sizes)) > 1:
-        raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
+        raise DisagreementError(
+            f"{what}: ranks requested different sizes, {sizes} bytes: request the same on every rank"
+        )
     wanted = _rounded(nbytes)
-    # Small regions avoid the free parts of large slabs: otherwise they would keep such a slab after its other regions are
+    # Small regions avoid the free parts of large slabs: otherwise they would keep such a slab alive after its other regions are
     # gone.
     small = wanted <= _SLAB_BYTES // 8
     kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
@@ -205,8 +209,8 @@ def without(intervals: Sequence[Interval], taken: Interval) -> list[Interval]:
 
 
 def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) -> tuple[int, int] | None:
-    """Return (slab, offset) of the smallest interval that has room for `wanted` bytes on every rank; None if none has. free: by
-    rank and slab."""
+    """Return (slab, offset) of the smallest interval that is free on every rank and has `wanted` bytes; None if there is none.
+    free: by rank and slab."""
     found = []
     for number, of_ranks in enumerate(zip(*free, strict=True)):
         common = [(a, b) for a, b in of_ranks[0]]
@@ -217,5 +221,5 @@ def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) ->
 
 
 def slab_bytes(comm: SharingRanks) -> int:
-    """Return the bytes of device memory that the slabs of this rank hold."""
+    """Return the bytes of device memory in this rank's slabs."""
     return sum(slab.nbytes for slab in _slabs.get(comm, []))

@@ -1,8 +1,8 @@
 """Device memory that other processes can map, from CUDA's driver: made, sent as a file descriptor, mapped, cleared.
 
-torch's symmetric memory does the same, but waits for peers inside, without a deadline and holding the interpreter's lock. A
-peer that dies or stops meanwhile blocks every thread of the process. This module never waits. Descriptors travel over a
-communicator's sockets (`weft.symm.cuda`), which have deadlines and notice a death.
+torch's symmetric memory does the same, but its rendezvous waits for peers without a deadline, holding the GIL. A peer that dies
+or stops meanwhile blocks every thread of the process. This module never waits. A communicator's sockets send the descriptors
+(`weft.symm.cuda`), with deadlines and detection of dead peers.
 
 The driver library comes with the GPU's driver, and is loaded at the first use.
 """
@@ -138,8 +138,8 @@ def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Ma
 
 
 class Mapping:
-    """A mapping of device memory. It ends with the last reference to this object, and the memory ends with its last mapping
-    anywhere."""
+    """A mapping of device memory. It ends with the last reference to this object, and the memory is freed with its last mapping
+    in any process."""
 
     def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
         self.address, self.nbytes, self.device = address, nbytes, device

@@ -2,8 +2,8 @@
 
 Every rank publishes its payload in its own memory, raises its own counter to the epoch, and reads each peer's payload when the
 peer's counter reaches the epoch. Two slots, used by alternate epochs, are enough: a rank that publishes epoch e + 1 has finished
-reading epoch e from all ranks. So when this rank publishes e + 2 over its payload of epoch e, it has seen every counter at e + 1,
-hence all ranks are done with e. A peer can be at most one epoch ahead of what is being read.
+reading epoch e from all ranks. When this rank overwrites its payload of epoch e by e + 2, it has seen every counter at e + 1, so
+all ranks have read e. A peer can be at most one epoch ahead of the epoch that is being read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Exchange:
             raise ValueError(f"nbytes={nbytes} must not be negative")
         if comm.device.type != "cpu":
             raise ValueError(
-                f"an Exchange needs a communicator on CPU, not on {comm.device}: communicator(group, 'cpu')"
+                f"an Exchange needs a communicator on CPU, not on {comm.device}: pass communicator(group, 'cpu')"
             )
         self.comm = comm
         self.nbytes = nbytes
@@ -46,13 +46,11 @@ class Exchange:
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
         """Return every rank's payload of this round, by rank.
 
-        Raises `ValueError` if the payload is longer than `nbytes` (nothing is published then: this rank may call again with a
-        shorter payload), and the errors of `Communicator.wait`, in which `name` names the subject of the exchange.
+        Raises the errors of `Communicator.wait`, in which `name` names the subject of the exchange. Raises `ValueError` if the
+        payload is longer than `nbytes`: then nothing is published, and this rank may call again with a shorter payload.
         """
         if len(payload) > self.nbytes:
-            raise ValueError(
-                f"a payload of {len(payload)} bytes does not fit: this exchange carries up to {self.nbytes}"
-            )
+            raise ValueError(f"a payload of {len(payload)} bytes does not fit: this exchange takes up to {self.nbytes}")
         comm = self.comm
         comm.check()
         if not self._views:

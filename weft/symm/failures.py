@@ -33,8 +33,7 @@ def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], Non
     The callback runs at most once, on weft's thread that watches the group, right after waits for peers have been released. If
     the group has failed already, it runs at once, on this thread. Keep it short, and call no collective in it: note the error,
     set an event, end the process. If the group is closed or the process exits while a callback runs, weft waits for it, at most 2
-    seconds. Exceptions of the callback are logged. A group that ends in order (it is destroyed, the process exits) has not
-    failed.
+    seconds. Exceptions of the callback are logged. A group that is destroyed, or whose process exits, has not failed.
 
     Not collective. weft watches a group from weft's first call on it; a group without calls does not fail.
 
@@ -59,12 +58,12 @@ def of(group: dist.ProcessGroup) -> WeftError | None:
 
 
 def remember(group: dist.ProcessGroup, error: WeftError) -> None:
-    """Record the failure of a group. The first one counts."""
+    """Record the failure of a group. Only the first is kept."""
     _failures.setdefault(group, error)
 
 
 def tell(group: dist.ProcessGroup, rank: int) -> None:
-    """Call the callbacks with the recorded failure. Each is removed before it is called, so that it is called once."""
+    """Call the callbacks with the recorded failure. Each is removed before its call, so that it is called once."""
     waiting = _callbacks.get(group, {})
     for key in list(waiting):
         callback = waiting.pop(key, None)
@@ -79,4 +78,4 @@ def logged(rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _log.exception("rank %d: a callback for the group's failure failed itself", rank)
+        _log.exception("rank %d: a callback for the group's failure itself failed", rank)

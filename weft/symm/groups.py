@@ -1,4 +1,4 @@
-"""torch's process groups: look-up of the group that a caller passes or names, and of its store."""
+"""Look-up of torch process groups and their stores, by the group or name that a caller passes."""
 
 from __future__ import annotations
 
@@ -55,23 +55,24 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
-                f"torch.compile finds no group by its name, {group!r}: ask size_of(group) and rank_of(group)"
+                f"torch.compile cannot look a group up by its name, {group!r}: use size_of(group) and rank_of(group)"
             )
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise ValueError(
-                f"group={group!r} names no process group of this rank, or a destroyed one: pass the group, or its group_name"
+                f"group={group!r} is not the name of a process group of this rank, or the group was destroyed: pass "
+                "the group, or its group_name"
             ) from error
     if group is None:
         raise ValueError(NO_GROUP)
     if not isinstance(group, dist.ProcessGroup):
         if hasattr(group, "get_group"):
             raise ValueError(
-                f"group={group!r} is a {type(group).__name__}: pass its get_group(), of one of its dimensions"
+                f"group={group!r} is a {type(group).__name__}: pass its get_group(), for one of its dimensions"
             )
         raise ValueError(
-            f"group={group!r} is no process group that this rank belongs to: only its members make this call"
+            f"group={group!r} is not a process group that this rank belongs to: only its members may make this call"
         )
     return group
 
@@ -91,7 +92,7 @@ _rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `a
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
-    """Return the group's world size, also during tracing, when torch finds no group by its name."""
+    """Return the group's world size, also during tracing, when torch cannot look a group up by its name."""
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()

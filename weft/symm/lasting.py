@@ -1,8 +1,8 @@
 """Device memory that outlives a call.
 
-A call may run while torch allocates from a temporary pool: in `torch.compile(mode="reduce-overhead")`, first calls allocate
-from the pool of the CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. Such a pool
-applies to one thread, so lasting memory is allocated on another thread.
+A call may run while torch allocates from a temporary pool. In `torch.compile(mode="reduce-overhead")`, first calls allocate from
+the pool of the CUDA graphs that are about to be captured, and these graphs overwrite the pool's memory. Such a pool applies to
+one thread, so lasting memory is allocated on another thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Call `make` on another thread, where its tensors on `device` become lasting memory, and return its result. Work is
+    """Call `make` on another thread, so that its tensors on `device` become lasting memory, and return its result. Work is
     ordered on this thread's stream."""
     if device.type != "cuda":
         return make()

@@ -4,11 +4,10 @@ A layer applies options around its operators: a rotary table, a mask, an activat
 them. So a layer notes its options when its forward begins, and the group's next call carries them:
 
     on CPU    in the meeting of that call (`weft.runtime.meeting`)
-    on GPUs in the hosts' meeting at the first call of a shape, and in a digest beside the digest of calls
-    (`weft.symm.calls`)
+    on GPUs   in the hosts' meeting at the first call of a shape, and in a digest next to the digest of calls (`weft.symm.calls`)
 
-There are two records, since a single rank may call a layer whose forward is not collective, such as a norm. Compiled graphs
-note no options. So a record that is empty on a rank is not compared.
+There are two records, since a single rank may call a layer whose forward is not collective, such as a norm. Compiled graphs note
+no options. So a record that is empty on a rank is not compared.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _joined(noted: dict[str, int]) -> int:
 
 
 def differ(records: Sequence[tuple[int, ...]]) -> bool:
-    """Return True if two ranks have noted different options. records: the records of each rank."""
+    """True if two ranks have noted different options. records: the records of each rank."""
     return any(len({one for one in of_ranks if one}) > 1 for of_ranks in zip(*records, strict=True))
 
 
@@ -81,7 +80,7 @@ def difference(texts: Sequence[Sequence[str]]) -> str:
 
 
 def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """Return True if ranks with these words (`MadeLayers`) have called layers with different options."""
+    """True if ranks with these words (`MadeLayers`) have called layers with different options."""
     mask = (1 << _COUNT_BITS) - 1
     return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
 
@@ -115,7 +114,7 @@ class MadeLayers:
         return [text.encode()[:_TEXT_BYTES] for text in texts]
 
     def heard(self, rank: int, texts: Sequence[bytes]) -> None:
-        """Keep the layers that a peer has called."""
+        """Record the layers that a peer has called."""
         self._of_peers.setdefault(rank, []).extend(text.decode(errors="replace") for text in texts)
 
     def difference(self, rank: int) -> str:

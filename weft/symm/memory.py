@@ -18,7 +18,7 @@ _DEVICES = {"cpu": 1, "cuda": 2}
 
 
 def lent(address: int, shape: list[int], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
-    """Return a tensor over memory that `owner` keeps. The tensor and all its views keep `owner` alive."""
+    """Return a tensor over memory that `owner` keeps alive. The tensor and all its views keep `owner` alive."""
     capsule = _core.lease(address, shape, *_DTYPES[dtype], *_code_of(device), owner)
     tensor: torch.Tensor = from_dlpack(capsule)
     return tensor
@@ -38,16 +38,16 @@ class Region(Protocol):
         """Return the address of `rank`'s memory in this process. Raise `ValueError` once the region is closed."""
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return a view of `rank`'s memory. It stays valid after `close`, for as long as it is held."""
+        """Return a view of `rank`'s memory. It stays valid after `close`, for as long as a reference exists."""
 
     def owner(self, rank: int) -> Any:
-        """Return an object that keeps `rank`'s memory mapped here while the object is held, like a view."""
+        """Return an object that keeps `rank`'s memory mapped here while a reference exists, like a view."""
 
     def close(self) -> None:
         """Release the memory. It is unmapped with its last view. Other ranks keep their mappings."""
 
     def give_back(self) -> None:
-        """Close the region, and let later regions use its memory. No view or kernel on any rank may use it any more."""
+        """Close the region, and let later regions use its memory. Afterwards no view or kernel on any rank may use it."""
 
 
 class SharingRanks(Protocol):

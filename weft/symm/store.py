@@ -1,8 +1,8 @@
 """A process group's store, queried on a thread of its own.
 
-Another process may keep the store: rank 0, unless a launcher keeps it. torch waits for its answer without a limit,
-regardless of the store's own timeout. If that process is stopped, the caller hangs in native code, which no deadline and no
-Ctrl-C can interrupt.
+Another process may keep the store: rank 0, unless a launcher keeps it. torch waits for its answer without a limit, regardless of
+the store's timeout. If that process is stopped, the caller hangs in native code, which neither a deadline nor Ctrl-C can
+interrupt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _GRACE_S = 0.5  # for queries after the deadline, or after an unanswered query
 
 
 class PatientStore:
-    """`store` for rank `rank`, with a deadline: it has until `until` (`time.monotonic`) to answer. Raises its errors, or
-    `DeadlineError`."""
+    """A wrapper of `store` for rank `rank`, with a deadline: the store must answer by `until` (`time.monotonic`). Raises the
+    store's errors, or `DeadlineError`."""
 
     def __init__(self, store: dist.Store, rank: int, until: float) -> None:
         self._store, self._rank, self._until = store, rank, until
@@ -60,8 +60,9 @@ class PatientStore:
             succeeded, value = answer.get(timeout=max(_GRACE_S, left))
         except queue.Empty:
             raise DeadlineError(
-                f"rank {self._rank} waited for the store of this process group to answer, to set up symmetric memory: the "
-                "process that keeps it, which is rank 0 unless a launcher does, is stopped or does not get to run"
+                f"rank {self._rank} waited for the store of this process group to answer, to set up symmetric "
+                "memory. The process that keeps the store is stopped or gets no CPU time; it is rank 0 unless a "
+                "launcher keeps the store"
             ) from None
         self._is_stuck = False
         if not succeeded:

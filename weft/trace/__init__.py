@@ -1,4 +1,4 @@
-"""Visualisation of timelines: Perfetto JSON, and a picture of when ranks compute and when their bytes leave."""
+"""Visualisation of timelines: Perfetto JSON, and a picture of when ranks compute and send."""
 
 from weft.trace.perfetto import trace_events, write_trace
 from weft.trace.picture import bytes_sent, draw_overlap

@@ -1,7 +1,7 @@
 """The kind of a span, for colours and categories: computing, sending or waiting.
 
-Executors name their spans. A wait's name begins with "wait"; a copy or a collective moves bytes and computes nothing. A span that
-pools and stores into a peer at once is computing, and its bytes leave meanwhile.
+Executors name their spans. A wait's name begins with "wait". A copy or a collective only sends. A span that pools and stores into
+a peer's memory counts as computing, and its bytes leave during the span.
 """
 
 from __future__ import annotations

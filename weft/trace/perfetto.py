@@ -19,12 +19,12 @@ from weft.trace.picture import bytes_sent
 
 
 def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """Return the events of `timelines` (name of the variant -> its timeline); each starts at time 0. Raises ValueError if
-    all are empty."""
+    """Return the events of `timelines` (name of the variant -> its timeline); each starts at time 0. Raises ValueError if all
+    timelines are empty."""
     if not any(timelines.values()):
         names = ", ".join(map(repr, timelines))
         raise ValueError(
-            f"nothing to trace: the timelines {names} have no span: pass one as timeline= to a call first"
+            f"nothing to trace: the timelines {names} have no span: first pass one as timeline= to a call"
             if names
             else "nothing to trace: no timeline was given"
         )

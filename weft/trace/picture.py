@@ -1,7 +1,7 @@
-"""The picture of overlap: when each rank computes, when its bytes leave, and below it the bytes that have left so far.
+"""The picture of overlap: when each rank computes, when its bytes leave, and below it the total of bytes that have left.
 
-A serial schedule computes, then sends: its curve is flat and then steep. A fused one sends while it computes: its curve rises all
-along ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).
+A serial schedule computes, then sends: its curve is flat and then steep. A fused one sends while it computes: its curve rises
+steadily ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ _ARM_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 
 
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
-    """Return times (us) and total bytes that have left `rank` (None: all ranks) by then; a span's bytes leave evenly.
+    """Return times (us), and the total bytes that have left `rank` (None: all ranks) by then. A span's bytes leave at a constant
+    rate.
 
-    Bytes that a rank fetches, which leave another rank, count as its own. The result starts with 0 bytes at the timeline's start
-    and ends at its end.
+    Bytes that a rank fetches leave another rank, but count as the fetching rank's. The result starts with 0 bytes at the
+    timeline's start and ends at its end.
     """
     spans = [s for s in timeline if rank is None or s.rank == rank]
     sending = [s for s in spans if s.bytes > 0]
     if not spans:
         return [], []
-    # Each span adds its rate from start to end; a span without duration is a step, given a nanosecond.
+    # Each span adds its rate from start to end. A span without duration gets a nanosecond.
     edges: dict[float, float] = {min(s.start_us for s in spans): 0.0, max(s.end_us for s in spans): 0.0}
     for span in sending:
         end = max(span.end_us, span.start_us + 1e-3)
@@ -43,15 +44,15 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 
 
 def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str) -> None:
-    """Write a PNG: a panel per timeline (name of the variant -> its timeline) with a row per lane, on one time axis, and
-    the bytes sent.
+    """Write a PNG with a panel per timeline (name of the variant -> its timeline), a row per lane, on one time axis, and the
+    bytes sent.
 
     `title` describes the run; it becomes the file's description. Raises ValueError if a timeline is empty.
     """
     for arm, timeline in timelines.items():
         if not timeline:
             raise ValueError(
-                f"nothing to draw for {arm!r}: its timeline has no span: pass it as timeline= to a call first"
+                f"nothing to draw for {arm!r}: its timeline has no span: first pass it as timeline= to a call"
             )
     if not timelines:
         raise ValueError("nothing to draw: no timeline")
@@ -96,7 +97,7 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
             np.array(times) / 1e3, np.array(totals) / 1e6, style, color=_ARM_COLOURS[i % 4], label=arm, linewidth=2
         )
     curve.set_xlabel("time since the call, ms")
-    curve.set_ylabel("MB that have left\ntheir rank, all ranks", fontsize=9)
+    curve.set_ylabel("MB sent,\nall ranks", fontsize=9)
     curve.set_xlim(0, end_ms * 1.01)
     curve.set_ylim(bottom=0)
     curve.grid(alpha=0.3)
@@ -121,7 +122,8 @@ def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
 def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
     """Return spans by (colour kind, top edge within the row).
 
-    For a span that computes and sends at once, bytes leave in the lower half."""
+    If a span computes and sends at once, the lower half of its bar shows the sending.
+    """
     found: dict[tuple[str, float], list[Span]] = {}
     for span in spans:
         kind = kind_of(span)
@@ -135,7 +137,7 @@ def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
 
 
 def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:
-    """Return (start, width) in ms: short spans are drawn a pixel wide, so that they are visible, and bars that then touch merge."""
+    """Return (start, width) in ms. Short spans are drawn a pixel wide, to be visible; bars that then touch are merged."""
     bars: list[list[float]] = []
     for span in sorted(spans, key=lambda s: s.start_us):
         end = max(span.end_us, span.start_us + pixel_us)

@@ -1,4 +1,4 @@
-"""matplotlib, which only pictures need: it comes with the extra `weft[cli]`."""
+"""Import of matplotlib, which only pictures need: it comes with the extra `weft[cli]`."""
 
 from __future__ import annotations
 

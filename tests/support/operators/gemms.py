@@ -89,7 +89,7 @@ class Product(Call):
             ),
             "fp8": ({x: X.to(of_8), w: W.to(of_8)}, f"{x} is torch.float8_e4m3fn: use one of"),
             "complex": ({x: X * 1j, w: W * 1j}, f"{x} is torch.complex64: use one of"),
-            "other K": ({w: W[:5]}, f"{w} has shape (5, 3): it must be [K=8, N] to follow {x} [..., 8]"),
+            "other K": ({w: W[:5]}, f"{w} has shape (5, 3): it must be [K=8, N] to match {x} [..., 8]"),
             "other dtype": ({w: W.half()}, f"{w} is torch.float16 on cpu and {x} is torch.float32 on cpu"),
             "three dimensions": ({w: W[None]}, f"{w} has shape (1, 8, 3): it must be [K=8, N]"),
         }
@@ -412,7 +412,7 @@ class AllGatherMatmulCall(Call):
             "cannot": ({"A_shard": x[: 4 - rank], "rows": [4, 3], "schedule": shard}, "are sent whole"),
             "deadline": ({"deadline_s": -1}, "deadline_s=-1 must be positive"),
             "no deadline": ({"deadline_s": float("nan")}, "deadline_s=nan must be positive"),
-            "timeline": ({"timeline": 3}, "timeline=3 is no timeline: pass weft.Timeline()"),
+            "timeline": ({"timeline": 3}, "timeline=3 is not a timeline: pass weft.Timeline()"),
         }
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
@@ -424,7 +424,7 @@ class AllGatherMatmulCall(Call):
             "schedule": ({"schedule": "serial"}, {"schedule": name}, ("schedule serial",)),
             "rows": ({"A_shard": x[:4], "rows": [4, 4]}, {"A_shard": x[:4], "rows": [6, 4]}, (known,)),
             "gradients": ({"Bs": [B.clone().requires_grad_()]}, {}, ()),
-            "columns": ({}, {"Bs": [wide]}, ("@ [8, 4] on each", "pad those of a vocabulary")),
+            "columns": ({}, {"Bs": [wide]}, ("@ [8, 4] on each", "pad a vocabulary")),
         }
 
     def operations(self, group: dist.ProcessGroup) -> list[tuple[Any, ...]]:

@@ -149,13 +149,13 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             ),
             "rows of B only": (
                 {"B_scales": [scales(0, (1, n), 1)]},
-                "B_scales[0] has shape (1, 16): pass one element, or A_scale with a scale for each row",
+                "B_scales[0] has shape (1, 16): pass one element, or A_scale with a scale per row",
             ),
             "bias": ({"biases": [zeros]}, "biases[0] is torch.float32 on cpu: use torch.bfloat16"),
             "shape of bias": (
                 {"biases": [zeros[1:].bfloat16()]}, "biases[0] has shape (15,), strides (1,): pass a contiguous [16]"
             ),
-            "bias of fp32": ({"biases": [zeros], "out_dtypes": [F32]}, "fp8 GEMMs add none there; use bf16"),
+            "bias of fp32": ({"biases": [zeros], "out_dtypes": [F32]}, "fp8 GEMMs add no bias there; use bf16"),
             "result scale": (
                 {"result_scales": [scale]}, "result_scales are not supported: pass None for each, and scale B_scales"
             ),
@@ -168,13 +168,13 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
                 {"biases": [zeros], "out_dtypes": [None]}, "biases[0] is torch.float32 on cpu: use torch.bfloat16"
             ),
             "gradient": (
-                {"A_scale": scale.clone().requires_grad_()}, "an input wants gradients, and there are none of fp8"
+                {"A_scale": scale.clone().requires_grad_()}, "an input requires gradients, but fp8 GEMMs have none"
             ),
             "2D": (
                 {"schedule": "ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]", "return_A": False}, "no scaled GEMMs"
             ),
             "deadline": ({"deadline_s": 0}, "deadline_s=0 must be positive"),
-            "timeline": ({"timeline": 3}, "timeline=3 is no timeline: pass weft.Timeline()"),
+            "timeline": ({"timeline": 3}, "timeline=3 is not a timeline: pass weft.Timeline()"),
         }  # fmt: skip
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
@@ -251,7 +251,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             "other fp8": ({"A": A.to(torch.float8_e5m2)}, f"A is torch.float8_e5m2{other}"),
             "K": ({"A": A[:, :24], "B": B[:24]}, "K=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32"),
             "N": ({"B": B[:, :8]}, "N=8 must be a positive multiple of 16 for fp8 GEMMs: use 16"),
-            "other K": ({"B": B[:16]}, "B has shape (16, 16): it must be [K=32, N] to follow A [..., 32]"),
+            "other K": ({"B": B[:16]}, "B has shape (16, 16): it must be [K=32, N] to match A [..., 32]"),
             "no matrix": ({"B": B[0, 0]}, "B has shape (): it must be [K=32, N]"),
             "no rows": ({"A": A[0]}, "A has shape (32,): pass at least two dimensions"),
             "odd rows": (
@@ -268,7 +268,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "columns of B only": (
                 {"B_scale": scales(0, (1, n), 1)},
-                "B_scale has shape (1, 16): pass one element, or A_scale with a scale for each row",
+                "B_scale has shape (1, 16): pass one element, or A_scale with a scale per row",
             ),
             "bias": ({"bias": zeros}, "bias is torch.float32 on cpu: use torch.bfloat16"),
             "shape of bias": (
@@ -276,7 +276,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "bias of fp32": (
                 {"bias": zeros, "out_dtype": F32},
-                "bias and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after",
+                "bias with a result in fp32: fp8 GEMMs add no bias there; use bf16, or add it after",
             ),
             "result scale": (
                 {"result_scale": scale}, "result_scale is not supported: pass None, and scale B_scale, or the result"
@@ -287,7 +287,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "out": ({"out_dtype": FP8}, "out_dtype=torch.float8_e4m3fn: use one of torch.bfloat16"),
             "gradient": (
-                {"A_scale": scale.clone().requires_grad_()}, "an input wants gradients, and there are none of fp8"
+                {"A_scale": scale.clone().requires_grad_()}, "an input requires gradients, but fp8 GEMMs have none"
             ),
             "reduce_op": ({"reduce_op": "max"}, 'reduce_op=\'max\': use "sum" or "avg"'),
             "fast": ({"use_fast_accum": 1}, "use_fast_accum=1 is an int: pass True or False"),

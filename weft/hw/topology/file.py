@@ -1,4 +1,4 @@
-"""Topologies as TOML files, so that a model shows its links and their sources.
+"""Topologies as TOML files, so that models show their links and sources.
 
     name = "two hosts of four GPUs"
     shape = "hosts"                # or "switch", "mesh", "ring", "torus": see weft/hw/topology/links.py
@@ -8,8 +8,8 @@
     unit = "1"
     source = "datasheet"
 
-Numbers that the file lacks are the machine's: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that are
-linked to each other.
+Numbers that the file lacks are taken from the machine: `link.port_usable` for GPUs on a switch, `link.pair_usable` for GPUs that
+are linked directly.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ def known_topologies() -> tuple[str, ...]:
 
 
 def load_topology(name: str | Path, machine: Machine) -> Wiring:
-    """Return the topology `name` (see `known_topologies`), or the one in the TOML file at that path, of these machines.
+    """Return the topology `name` (see `known_topologies`), or the topology in the TOML file at that path, of these machines.
 
-    Raises `ValueError` for a file that is no topology, `KeyError` for a number that neither the file nor the machine has.
+    Raises `ValueError` for a file that is not a topology, `KeyError` for a number that neither the file nor the machine has.
     """
     data = read_file("topology", name)
     data.pop("name")
     shape = data.pop("shape", None)
     if not isinstance(shape, str) or shape not in _SHAPES:
-        raise ValueError(f"{name}: shape = {shape!r} is not known; use one of {', '.join(_SHAPES)}")
+        raise ValueError(f"{name}: shape = {shape!r} is unknown; use one of {', '.join(_SHAPES)}")
     builder, keys = _SHAPES[shape]
     given = quantities_of(str(name), data)
     if unknown := set(given) - set(keys):
         raise ValueError(
-            f"{name}: {', '.join(sorted(unknown))} says nothing of shape {shape!r}; its numbers are {', '.join(keys)}"
+            f"{name}: shape {shape!r} does not use {', '.join(sorted(unknown))}; its numbers are {', '.join(keys)}"
         )
     both = replace(machine, quantities={**machine.quantities, **given})
     for key in keys:
         if key not in both.quantities and not key.endswith("latency"):
             raise KeyError(
-                f"topology {name}: {machine.name} has no {key}: add it to that machine's file or to the topology's, or use a "
-                "machine that has it, or another topology"
+                f"topology {name}: {machine.name} has no {key}: add it to the file of the machine or the topology, "
+                "or use another machine or topology"
             )
     return Wiring(builder, tuple(_number(both, key) for key in keys))
 

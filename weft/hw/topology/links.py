@@ -1,8 +1,8 @@
 """Links between ranks: nodes, the links between them, and the route of bytes from one rank to another.
 
-Nodes are numbers: the ranks first, then switches. A link goes one way. A route has the fewest links; among equal routes, it
-leaves each node by the link that is listed first. The links determine the cost of a route: a flow takes a part of the bandwidth
-of each, and their latencies add up.
+Nodes are numbers: the ranks first, then switches. A link has one direction. A route has the fewest links; among equal routes, it
+leaves each node by the link that is listed first. A flow shares the bandwidth of each link of its route, and the latencies of
+these links add up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 @dataclass(frozen=True)
 class Link:
     kind: str
-    at: int  # distinguishes links of a kind: mostly their rank
+    at: int  # distinguishes links of a kind: usually their rank
     source: int
     target: int
     bytes_per_us: float
@@ -28,14 +28,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """The links between `ranks` ranks, each with its own name. Without any link ranks reach each other at once, at any rate."""
+    """The links between `ranks` ranks, each with a unique name. Without links, ranks reach each other with no latency, at any
+    rate."""
 
     ranks: int
     links: tuple[Link, ...]
     _routes: dict[int, dict[int, tuple[Link, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def route(self, source: int, target: int) -> tuple[Link, ...]:
-        """Return the links in order, none to the rank itself; raise `ValueError` if no links lead there."""
+        """Return the links in order; none from a rank to itself. Raise `ValueError` if there is no route."""
         if not self.links:
             return ()
         if source not in self._routes:
@@ -64,10 +65,10 @@ class Topology:
 
     @cached_property
     def period(self) -> int:
-        """The smallest rotation of the ranks under which the topology looks the same: 1 if all see the same, `ranks` if no two
-        do.
+        """Return the smallest rotation of the ranks under which the topology looks the same: 1 if all ranks see the same, `ranks`
+        if no two do.
 
-        Rotated by the period, every route is a route of other ranks, over equally fast links of the same kinds, rotated likewise.
+        Rotated by the period, every route becomes the route of the rotated ranks, over equally fast links of the same kinds.
         """
         pairs = [(a, b) for a in range(self.ranks) for b in range(self.ranks) if a != b]
 
@@ -81,7 +82,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Wiring:
-    """A topology for any number of ranks: one of the functions below, and its arguments after that number."""
+    """A topology for any number of ranks: one of the functions below, and its arguments after the number of ranks."""
 
     builder: Callable[..., Topology]
     numbers: tuple[float, ...] = ()
@@ -90,7 +91,7 @@ class Wiring:
         return _built(self, ranks)
 
     def at_least(self, bytes_per_us: float) -> Wiring:
-        """Return the wiring with a rank's links, its first number, no slower than `bytes_per_us`."""
+        """Return the wiring with a rank's links, its first number, at least as fast as `bytes_per_us`."""
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))
 
 
@@ -104,8 +105,7 @@ def unlimited(ranks: int) -> Topology:
 
 
 def switch(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return all ranks on one switch. A rank's port limits the total that it sends to the others, and the total that it
-    receives."""
+    """Return all ranks on one switch. A rank's port limits the total that it sends, and the total that it receives."""
     return hosts(ranks, bytes_per_us, latency_us, 1.0, 0.0, ranks)
 
 
@@ -116,14 +116,14 @@ def mesh(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
 
 
 def ring(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
-    """Return links to the rank before and to the rank behind."""
+    """Return links to the previous and to the next rank."""
     return torus(ranks, bytes_per_us, latency_us, ranks)
 
 
 def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
     """Return a ring along each row of `columns` ranks and along each column. Routes go along the row first."""
     if ranks % columns:
-        raise ValueError(f"a torus with rows of {columns} ranks cannot have {ranks}: give it a multiple of {columns}")
+        raise ValueError(f"a torus with rows of {columns} ranks cannot have {ranks} ranks: use a multiple of {columns}")
     links = []
     for rank in range(ranks):
         row = rank - rank % columns
@@ -137,7 +137,7 @@ def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> T
 def hosts(
     ranks: int, bytes_per_us: float, latency_us: float, nic_bytes_per_us: float, nic_latency_us: float, gpus: int
 ) -> Topology:
-    """Return hosts of `gpus` ranks, each with a switch; every rank also has a NIC of its own on one network of all hosts."""
+    """Return hosts of `gpus` ranks, each host with a switch. Every rank also has its own NIC on one network of all hosts."""
     links, network = [], ranks + -(-ranks // gpus)
     for rank in range(ranks):  # the host's switch comes first, so routes within the host take it
         for kind, hub, rate, us in (
