@@ -16,11 +16,11 @@ namespace weft {
 namespace {
 
 constexpr int64_t line = 64;
-// Row addresses to find before their rows are summed. They stay in the L2 cache; the prefetch pipe drains once per so
-// many rows.
+// The number of row addresses to find before their rows are summed. They stay in the L2 cache; the prefetch pipeline
+// drains once per batch of them.
 constexpr int64_t rows_at_once = 4096;
-// Samples to pool slot by slot. More keep a large table's page table entries and a small table's rows in the caches;
-// fewer leave sooner.
+// Samples to pool slot by slot. A larger number keeps more of a large table's page table entries and a small table's
+// rows in the caches; a smaller number sends earlier.
 constexpr int64_t least_block_samples = 32;
 constexpr int64_t most_block_samples = 4096;
 constexpr int64_t staging_bytes = 4 << 20;  // at most, per thread
@@ -101,7 +101,7 @@ struct Plan {
         const int64_t world = int64_t(c.outputs.size());
         for (char *output : c.outputs)
             streams.push_back(written >= stream_from_bytes && stride_bytes % line == 0 && aligned(output));
-        // A single thread shares with nobody, and gains from staying with a table (measured: 2.3x on 48 tables of 64 MB
+        // A single thread does not share, and gains by staying with a table (measured: 2.3x on 48 tables of 64 MB
         // between blocks of 256 and of 4096 samples, all of it page table walks).
         const int64_t share = c.threads == 1 ? batch : batch / (4 * c.threads);
         block_samples = std::clamp(share, least_block_samples, most_block_samples);
@@ -196,7 +196,7 @@ class Worker {
         }
     }
 
-    // The place of the slice for the block's first sample: at its destination, or in staging while it is pooled for
+    // The address of the slice for the block's first sample: at its destination, or in staging while it is pooled for
     // another rank.
     char *target(const Block &block, const Slice &slice) const {
         return call_.outputs[block.destination] +
@@ -395,8 +395,8 @@ Wait wait_flags(const std::atomic<int64_t> *flags, int64_t count, int64_t epoch,
         if (*index >= count) return Wait::reached;
         if (failed && failed->load(std::memory_order_acquire) != 0) return Wait::failed;
         if (now_ns() > until) return Wait::deadline;
-        // Nobody wakes us: flags are plain stores. Yield while it may be a matter of microseconds, then sleep a little
-        // longer each time, so that a rank that waits leaves its core to the rank that works.
+        // Flags are plain stores, so nothing wakes this thread. Yield while the wait may take microseconds, then
+        // sleep for growing times, so that a waiting rank leaves its core to a working rank.
         if (++idle <= 64) {
             std::this_thread::yield();
         } else {

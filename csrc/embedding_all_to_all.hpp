@@ -1,22 +1,26 @@
-// Embedding pooling fused with the all-to-all, on the CPU: each rank pools its own tables' rows for the global batch
-// and stores every pooled vector where it is consumed, in the memory of the rank that owns the sample.
+// Embedding pooling fused with the all-to-all, on the CPU: each rank pools its tables' rows for the global batch and
+// stores every pooled vector in the memory of the rank that owns the sample.
 //
 // After "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", sections 3.2 and 3.3, and
-// "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".
+// "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
+// Systems".
 //
-// Words. A *slot* is one block of output columns (a feature pooled from a table of this rank). A *slice* is a run of up
-// to `slice_size` slots, adjacent in the output, of one sample: contiguous bytes in a row of the destination. Every
-// sample has the same slices. A *block* is a run of samples of one destination. Blocks are worked on in groups
-// of at most some thousand samples, slot by slot, so that a group visits each table once: the indices of a slot are read
-// as a stream, a small table stays in the cache, and so do a large table's page table entries.
+// Terms. A *slot* is one block of output columns (a feature pooled from a table of this rank). A *slice* is a run of
+// up to `slice_size` slots of one sample that are adjacent in the output: contiguous bytes in a row of the
+// destination. Every sample has the same slices. A *block* is a run of samples of one destination. Blocks are
+// processed in groups of at most some thousand samples, slot by slot, so that a group visits each table once. So the
+// indices of a slot are read as a stream, and a small table, and a large table's page table entries, stay in the
+// cache.
 //
-// Transports. `direct`: vectors are stored at their destination as they are summed; whoever orders them for the reader
-// does so after the call (all stores, the cache-bypassing ones too, are fenced before it returns). `put`: vectors for
-// another rank are summed into a staging buffer private to the thread; each slice is one contiguous copy, and after a
-// release fence one store of `epoch` to the slice's flag; a rank's own slices are summed in place and raise flags too.
-//   Who writes what: slice bytes, then (release) flags[(sample - batch_starts[dest]) * slices_per_sample + slice].
-//   Who reads after: `wait_flags` acquires every flag, then the rows are plain memory.
-//   Reuse: flags only grow (an epoch per call); the rows may be written again when their reader has let them go.
+// Transports. `direct`: vectors are stored at their destination as they are summed. The caller orders them for the
+// reader after the call; all stores, including cache-bypassing stores, are fenced before the call returns. `put`:
+// vectors for another rank are summed into a staging buffer private to the thread. Each slice is one contiguous copy,
+// a release fence, and one store of `epoch` to the slice's flag. A rank's own slices are summed in place and set
+// flags too.
+//
+//     Writer: slice bytes, then (release) flags[(sample - batch_starts[dest]) * slices_per_sample + slice].
+//     Reader: `wait_flags` acquires every flag, then the rows are plain memory.
+//     Reuse: flags only grow (an epoch per call); the rows may be written again once their reader has released them.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -40,8 +44,8 @@ struct Slice {
     int64_t first_slot, slots, column, width;  // column and width in elements
 };
 
-// A record of what one thread did: `kind` 0 computed (nothing left the rank), 1 stored or copied to another rank, of
-// which `bytes` left; nanoseconds of CLOCK_MONOTONIC.
+// A record of one thread's work: `kind` 0 computed (no bytes left the rank), 1 stored or copied to another rank, with
+// `bytes` that left; nanoseconds of CLOCK_MONOTONIC.
 struct Event {
     int64_t kind, thread, start_ns, end_ns, bytes;
 };
@@ -72,7 +76,7 @@ struct EmbeddingCall {
     const Isa *isa;
 };
 
-// Where the first bad index is, in the order (slot, sample, position in the bag).
+// The position of the first bad index, in the order (slot, sample, position in the bag).
 struct BadIndex {
     int64_t slot = -1, sample = -1, position = -1, value = 0;
     bool before(const BadIndex &other) const;
@@ -88,8 +92,8 @@ struct Outcome {
 std::vector<Slice> slices_of(const std::vector<Slot> &slots, int64_t slice_size);
 Outcome embedding_all_to_all(const EmbeddingCall &call);
 
-// Waits until every one of `count` flags has reached `epoch` (signed difference). `index` and `found`: the first flag
-// that had not, and what it held.
+// Waits until all `count` flags have reached `epoch` (signed difference). `index` and `found`: the first flag that
+// has not, and its value.
 Wait wait_flags(const std::atomic<int64_t> *flags, int64_t count, int64_t epoch, double deadline_s,
                 const std::atomic<int64_t> *failed, int64_t *index, int64_t *found);
 

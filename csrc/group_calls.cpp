@@ -1,4 +1,4 @@
-// The Python classes of what every call of a group counts (group_calls.hpp).
+// The Python classes of the counters that every call of a group changes (group_calls.hpp).
 #include "group_calls.hpp"
 
 #include <nanobind/stl/pair.h>
@@ -7,19 +7,19 @@ namespace nb = nanobind;
 using namespace weft;
 
 void register_group_calls(nb::module_ &m) {
-    nb::class_<CallLock>(m, "CallLock", "A lock that one thread takes, again if it likes, and for which nobody waits.")
+    nb::class_<CallLock>(m, "CallLock", "A reentrant try-lock: one thread holds it, and no thread waits for it.")
         .def(nb::init<>())
         .def(
             "acquire",
             [](CallLock &self, bool blocking) {
-                if (blocking) throw std::invalid_argument("blocking=True: nobody waits for this lock");
+                if (blocking) throw std::invalid_argument("blocking=True is not supported: use blocking=False");
                 return self.acquire();
             },
             nb::kw_only(), nb::arg("blocking"))
         .def("release", [](CallLock &self) {
-            if (!self.release()) throw std::runtime_error("this thread is in no call of the group");
+            if (!self.release()) throw std::runtime_error("this thread does not hold the lock: it is in no call of the group");
         });
-    nb::class_<CallCounts>(m, "CallCounts", "How many calls of a group this rank has begun and ended, and refusals.")
+    nb::class_<CallCounts>(m, "CallCounts", "Counts of the calls of a group that this rank has begun and ended, and refusals.")
         .def(nb::init<>())
         .def_rw("running", &CallCounts::running)
         .def_rw("begun", &CallCounts::begun)
@@ -40,7 +40,7 @@ void register_group_calls(nb::module_ &m) {
         .def_ro("last", &CallDigest::last)
         .def_rw("words", &CallDigest::words)
         .def_prop_ro("what", &CallDigest::what);
-    nb::class_<Health>(m, "Health", "Whether a group has failed, and when its watchdog looked last.")
+    nb::class_<Health>(m, "Health", "The state of a group: if it has failed, and when its watchdog last looked.")
         .def(nb::init<double>(), nb::arg("stale_s"))
         .def("is_well", &Health::is_well)
         .def("is_stale", &Health::is_stale)

@@ -1,8 +1,8 @@
-// The counters of a group that every call changes, and those that it reads. weft/symm/calls.py says what they mean.
+// The counters of a group that every call changes and reads. weft/symm/calls.py defines their meaning.
 //
-// One thread at a time makes calls; the watchdog thread reads the digests, and notes refusals and its own last look.
-// Both hold the GIL, and no function here releases it or calls Python between its first and its last access. So each
-// function is one step to the other thread. (`Health::is_well` calls Python, on a copy of its list.)
+// One thread at a time makes calls; the watchdog thread reads the digests, and records refusals and its own last
+// look. Both hold the GIL, and no function here releases it or calls Python between its first and its last access. So
+// each function is atomic for the other thread. (`Health::is_well` calls Python, on a copy of its list.)
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -20,7 +20,7 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// A lock that one thread takes, again if it likes, and for which nobody waits.
+// A reentrant try-lock: one thread holds it, and no thread waits for it.
 class CallLock {
   public:
     bool acquire() {
@@ -30,7 +30,7 @@ class CallLock {
         ++depth_;
         return true;
     }
-    // Returns false if this thread does not have it.
+    // Returns false if this thread does not hold it.
     bool release() {
         if (depth_ == 0 || owner_ != PyThread_get_thread_ident()) return false;
         --depth_;
@@ -90,7 +90,7 @@ struct Health {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
     bool is_stale() const { return now() - looked_at > stale_s; }
-    // Calls what `looks` refers to first.
+    // First calls the methods that `looks` refers to.
     bool is_well() const {
         if (nb::len(looks))
             for (nb::handle look : nb::borrow<nb::tuple>(checked(PySequence_Tuple(looks.ptr()))))  // a method may change the list

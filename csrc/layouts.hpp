@@ -1,10 +1,10 @@
 // Layouts and addresses of many tensors (address, device, dtype, sizes and strides) as comparable bytes.
 //
-// In Python each of these properties takes a call, which for the tables of a recommendation model takes longer than
-// launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all of
-// them at once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
+// In Python each of these properties takes a call. For the tables of a recommendation model this takes longer than
+// launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, returns all
+// of them at once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
 //
-// The arguments of a whole call are read likewise, so that an earlier call is found in a microsecond.
+// The arguments of a whole call are read in the same way, so that an earlier call is found in a microsecond.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -57,8 +57,8 @@ class LayoutReader {
         }
         return bytes(words);
     }
-    // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these. Returns
-    // None for anything else, and if gradients are enabled and a tensor requires one.
+    // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these.
+    // Returns None for other types, and if gradients are enabled and a tensor requires one.
     nb::object signature(nb::tuple arguments, bool gradients) {
         Words words;
         words.reserve(64);
@@ -67,8 +67,8 @@ class LayoutReader {
         return bytes(words);
     }
 
-    // Returns the key of a call: its arguments, as `signature` returns them, and texts, tuples and objects of the types
-    // `identified`. any_rows: a number of rows that matrices in the key leave out, or -1.
+    // Returns the key of a call: its arguments as in `signature`, strings, tuples, and objects of the types
+    // `identified`. any_rows: a number of rows that is omitted from matrices in the key, or -1.
     nb::object call(nb::handle arguments, nb::handle named, bool gradients, nb::handle identified, int64_t any_rows) const {
         Words words;
         words.reserve(96);
@@ -79,7 +79,7 @@ class LayoutReader {
             if (!sign_text(words, name) || !sign_any(words, argument, gradients, identified)) return nb::none();
         return bytes(words);
     }
-    // Returns the rows of the first argument; -1 if it is no matrix with rows.
+    // Returns the number of rows of the first argument; -1 if it is not a matrix with rows.
     int64_t rows_of_first(nb::handle arguments) const {
         TensorView first{};
         const nb::tuple given = nb::borrow<nb::tuple>(arguments);
@@ -90,7 +90,7 @@ class LayoutReader {
         }
         return first.ndim == 2 && first.shape[0] > 0 ? first.shape[0] : -1;
     }
-    // Returns sizes and place of a tensor.
+    // Returns the sizes and the address of a tensor.
     TensorView view(nb::handle tensor) const {
         TensorView found{};
         if (api_->tensor_of(tensor.ptr(), &found)) throw nb::python_error();
@@ -98,7 +98,7 @@ class LayoutReader {
     }
 
   private:
-    // One per call: asking a tensor may run Python code, and with it another thread's call, or a nested call.
+    // One object per call: querying a tensor may run Python code, and so another thread's call, or a nested call.
     struct Words : std::vector<int64_t> {
         int64_t any_rows = -1;  // a number of rows that keys of matrices leave out
     };

@@ -1,6 +1,6 @@
-// A tensor over memory that another object owns. The tensor (and every view of it) keeps `owner` alive. When the last
-// view goes, `owner` is released: so the output pool learns that a user has dropped a buffer. It goes to Python as a
-// DLPack capsule: of an object torch would first ask for the stream, with half a dozen calls.
+// A tensor over memory that another object owns. The tensor (and every view of it) keeps `owner` alive, and releases
+// it with the last view. So the output pool learns that a user has dropped a buffer. Python gets it as a DLPack
+// capsule: for an object, torch would first request the stream, which takes half a dozen calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>

@@ -1,5 +1,5 @@
-// Shared memory, mapped for as long as a reference to the mapping exists. Python's own `mmap` keeps a duplicate of the
-// file descriptor open. Here only the mapping remains, so that a region costs no descriptor and leaves no trace.
+// Shared memory that stays mapped as long as a reference to the mapping exists. Python's own `mmap` keeps a duplicate
+// of the file descriptor open. Here only the mapping remains, so a region costs no descriptor.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <sys/mman.h>
@@ -15,7 +15,8 @@ class Mapping {
   public:
     Mapping(int fd, size_t nbytes) : nbytes_(nbytes) {
         struct stat file;
-        // A file that is too short, or that its maker could still shorten, would cause a bus fault instead of an error.
+        // A file that is too short, or that its creator could still shorten, would cause a bus fault instead of an
+        // error.
         const int seals = fcntl(fd, F_GET_SEALS);
         if (seals < 0 || fstat(fd, &file) < 0) fail();
         if (!(seals & F_SEAL_SHRINK) || size_t(file.st_size) < nbytes) {

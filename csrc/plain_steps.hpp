@@ -1,8 +1,8 @@
-// GEMMs and collectives of equal parts over whole matrices, called one after the other: torch's and the process
-// group's own functions, on the caller's stream.
+// GEMMs and collectives of equal parts over whole matrices, called one after the other: the functions of torch and
+// the process group, on the caller's stream.
 //
-// Native code calls what Python would call, through Python's C API. It costs a call of NCCL and cuBLAS by hand what
-// these functions cost, and no frame of the interpreter. No torch ABI is needed.
+// Native code calls them through Python's C API, as Python would. So a call costs no more than NCCL and cuBLAS
+// called by hand, and enters no frame of the interpreter. No torch ABI is needed.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -21,8 +21,8 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// Computes out = (a * scale_a) @ (b * scale_b) + bias on a GPU by `function`, torch's, and returns it. out: None for new
-// memory of `dtype`. weft/runtime/scaled_matmul.py says more.
+// Computes out = (a * scale_a) @ (b * scale_b) + bias on a GPU by `function`, torch's, and returns it. out: None for
+// new memory of `dtype`. See weft/runtime/scaled_matmul.py.
 nb::object scaled_mm(nb::handle function, nb::handle a, nb::handle b, nb::handle scale_a, nb::handle scale_b, nb::handle bias,
                      nb::handle dtype, bool fast, nb::handle out);
 
@@ -35,11 +35,11 @@ struct TorchCalls {
 
 class PlainSteps {
   public:
-    // buffers: the names of inputs first. steps: (kind, the buffer that it writes, the buffers that it reads, dtype); of kind
-    // "called" a function of these buffers is in place of the dtype.
+    // buffers: the names of inputs first. steps: (kind, the buffer that it writes, the buffers that it reads, dtype);
+    // for kind "called", a function of these buffers replaces the dtype.
     PlainSteps(nb::object torch, nb::list buffers, nb::list steps, int64_t world);
 
-    // Runs all steps. buffers: one for each name; the inputs are there, and steps add the others.
+    // Runs all steps. buffers: one for each name; inputs are given, and steps add the others.
     void run(std::vector<nb::object> &buffers, nb::handle group) const;
     // Returns all buffers by their names.
     nb::dict run_by_name(nb::dict inputs, nb::object group) const;

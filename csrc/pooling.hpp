@@ -1,16 +1,15 @@
 // Pooling of embedding rows on one CPU thread: the inner loops, compiled once per instruction set from one source
-// (pooling_isa.cpp) and chosen at run time.
+// (pooling_isa.cpp) and selected at run time.
 //
 //     out[b] = sum over i in bag b, in bag order, of weight[i] * row[i]        (mean: divided by the bag's length)
 //
-// Numerics, the same on every instruction set, to the bit: rows are widened to fp32, the sum starts at +0 and adds one
-// row after another in the bag's order, the product with a per-sample weight is rounded before it is added (no fused
-// multiply-add, so that a machine without it agrees), the mean divides by the length, fp16 and bf16 results are rounded
-// to nearest, ties to even. An empty bag is zeros.
+// Numerics are bitwise the same on every instruction set. Rows are widened to fp32. The sum starts at +0 and adds the
+// rows in the bag's order. The product with a per-sample weight is rounded before it is added (no fused multiply-add,
+// so that a machine without it agrees). The mean divides by the length. fp16 and bf16 results are rounded to nearest,
+// ties to even. An empty bag is zeros.
 //
-// The work is cut in two so that the variants do not multiply. `FindRows` turns indices into row addresses (index
-// width, hash and bounds are its business); `Pool` sees only addresses, and so can prefetch rows of bags and tables to
-// come.
+// The work is split in two to limit the number of variants. `FindRows` turns indices into row addresses (index width,
+// hash, bounds). `Pool` sees only addresses, and so can prefetch rows of later bags and tables.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -30,11 +29,11 @@ struct RowsJob {
     const char *zero_row;    // what a bad index reads
     const char **addresses;  // out: one per index
 };
-// Returns how many indices were bad (always 0 for the unchecked and the hashed versions).
+// Returns the number of bad indices (always 0 for the unchecked and the hashed versions).
 using FindRows = int64_t (*)(const RowsJob &);
 
-// Consecutive bags of one block of offsets. Offsets are taken as ascending and inside the values, whatever they hold,
-// so that nothing else is ever read.
+// Consecutive bags of one block of offsets. Offsets are clamped to be ascending and within the values, so that no
+// other memory is read.
 struct Bags {
     int64_t begin;   // first value
     int64_t values;  // how many
@@ -55,7 +54,7 @@ struct PoolJob {
 };
 using Pool = void (*)(const PoolJob &);
 
-// One instruction set's versions.
+// The versions for one instruction set.
 struct Isa {
     const char *name;
     Pool (*pool)(Dtype dtype, int64_t dim, bool weighted);
@@ -65,9 +64,9 @@ struct Isa {
     void (*stream_copy)(void *to, const void *from, int64_t bytes);  // past the caches; `to` and bytes multiples of 64
 };
 
-// What this machine can run, best first. Never empty: "portable" is always there.
+// The instruction sets of this machine, best first. Never empty: "portable" is always available.
 const std::vector<Isa> &isas();
-// The one of that name, the best for "". Throws std::invalid_argument naming what there is.
+// The instruction set called `name`, the best for "". Throws std::invalid_argument with the known names.
 const Isa &isa_named(std::string_view name);
 
 // The id hash: the finalizer of splitmix64.

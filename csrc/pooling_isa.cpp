@@ -1,12 +1,13 @@
-// The pooling loops of pooling.hpp for one instruction set: compiled once for each, with WEFT_ISA naming it.
+// The pooling loops of pooling.hpp for one instruction set. This file is compiled once for each, with WEFT_ISA set to
+// its name.
 //
-// Everything here has internal linkage and uses no library templates: a shared inline function compiled with wide
-// instructions could otherwise be the copy that the linker keeps for the whole module.
+// All code here has internal linkage and uses no library templates: otherwise the linker could keep a shared inline
+// function compiled with wide instructions for the whole module.
 //
-// Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed; the last vector
-// ends exactly at `dim` and may overlap the one before (both compute the same sums, so tails need no masks). Rows wider
-// than `most` vectors are summed in blocks of columns; rows narrower than a vector use the widest power of two that
-// fits.
+// Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed. The last
+// vector ends exactly at `dim` and may overlap the one before (both compute the same sums, so tails need no masks).
+// Rows wider than `most` vectors are summed in blocks of columns. Rows narrower than a vector use the widest power of
+// two that fits.
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -119,7 +120,7 @@ template <int bytes> inline void stream(void *to, const void *from) {
     memcpy(to, from, bytes);
 }
 
-// Parameters that do not change from bag to bag, in locals: the stores below could alias a structure.
+// Parameters that do not change between bags, in locals: the stores below could alias a structure.
 struct Fixed {
     int64_t ahead;
     bool mean, stream, ragged;  // ragged: rows may end in one more cache line

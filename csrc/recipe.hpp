@@ -1,4 +1,4 @@
-// How a value is made from the tensors of a call: which argument or result it is, as which view, in which containers.
+// Recipes make a value from the tensors of a call: from which argument or result, as which view, in which containers.
 //
 // A recipe is written once, from an earlier call, as nested tuples:
 //

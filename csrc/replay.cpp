@@ -1,12 +1,12 @@
-// Calls that repeat an earlier one: found by their arguments, checked, counted, run and ended in one native call.
+// Calls that repeat an earlier call: found by their arguments, checked, counted, run and ended in one native call.
 //
-// weft/operator/replay.py records calls, and says which calls repeat. A call that runs unfused enters no frame of the
-// interpreter: torch's functions are called through Python's C API. Python is entered for what overlaps, for calls
-// with gradients, on CPU, and for errors.
+// weft/operator/replay.py records calls, and defines which calls repeat. An unfused call enters no frame of the
+// interpreter: torch's functions are called through Python's C API. Overlapped calls, calls with gradients, calls on
+// CPU, and errors enter Python.
 //
-// The GIL is held, except inside of the functions of torch that are called, which may release it. So another thread may
-// call, and forget calls, meanwhile: everything that a call needs is its own or referred to, and `running` lets no
-// second thread into a call of the group.
+// The GIL is held, except inside torch functions, which may release it. So another thread may call, and forget calls,
+// meanwhile. Therefore a call owns or references all that it needs, and `running` keeps a second thread out of the
+// calls of the group.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
@@ -42,7 +42,7 @@ void set_attribute(nb::handle object, nb::handle name, nb::handle value) {
     if (PyObject_SetAttr(object.ptr(), name.ptr(), value.ptr())) throw nb::python_error();
 }
 
-// What is the same for all calls of a process.
+// State that all calls of a process share.
 struct Surroundings {
     nb::object groups;      // a dict that has every live group
     nb::object coalescing;  // a dict that has groups whose collectives torch collects
@@ -129,7 +129,7 @@ class KnownCall {
     }
 
   private:
-    // The lock of the group's calls; tests put one of their own in its place.
+    // The lock of the group's calls; tests may replace it.
     struct Running {
         explicit Running(nb::object lock) : object(std::move(lock)), native(nullptr) { nb::try_cast(object, native); }
         bool acquire(const Names &names) const {
@@ -156,7 +156,7 @@ class KnownCall {
         }
     };
 
-    // Notes that the preparations are in use.
+    // Marks the prepared state as in use.
     void count() {
         const Names &names = surroundings_.names;
         if (!came_back_) {
@@ -209,7 +209,8 @@ class KnownCall {
     std::vector<size_t> results_;
 };
 
-// A call that is not known. key: of calls like it; None if they never repeat. family: of such calls with any rows.
+// A call that is not known. key: of calls like it; None if they never repeat. family: of such calls with any number
+// of rows.
 struct UnknownCall {
     nb::object key, family;
 };

@@ -48,14 +48,16 @@ void signal_add(Counter *counter, int64_t amount) {
 Wait signal_wait(Counter *counter, int64_t wanted, double deadline_s, const std::atomic<int64_t> *failed, int64_t *found) {
     auto reached = [&] { return (*found = counter->value.load(std::memory_order_acquire)) >= wanted; };
     const double begin = now_s(), until = begin + deadline_s;
-    // By the clock: if many processes share the cores, each yield lasts as long as all the others' time slices.
+    // Measured by the clock: if many processes share the cores, each yield lasts as long as the time slices of all
+    // others.
     constexpr double longest_spin_s = 50e-6;
     for (int spin = 0; spin < 64; ++spin) {
         if (reached()) return Wait::reached;
         if (spin && now_s() - begin > longest_spin_s) break;
         std::this_thread::yield();
     }
-    // A sleep is at most 20 ms long: the watchdog's word is no futex, and a sleeper whose waker died must look again.
+    // A sleep lasts at most 20 ms: the watchdog's word is not a futex, and a sleeper whose waker died must check
+    // again.
     constexpr double longest_sleep_s = 0.02;
     for (;;) {
         if (failed && failed->load(std::memory_order_acquire) != 0) return reached() ? Wait::reached : Wait::failed;

@@ -1,15 +1,15 @@
 // Signals: 64-bit counters in memory that several processes map. They only grow.
 //
-// Order: `set` and `add` release, `wait` acquires. Whatever a process wrote before it raised a signal is visible to a
-// process that has waited for the raised value. A waiter looks for a while, then sleeps in the kernel on the low half
-// of the counter (a futex), so that a rank that waits leaves its core to the rank that works.
+// Order: `set` and `add` release, `wait` acquires. Writes of a process before it raises a signal are visible to a
+// process that has waited for the raised value. A waiter spins for a while, then sleeps in the kernel on the low half
+// of the counter (a futex), so that a waiting rank leaves its core to a working rank.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace weft {
 
-// How a wait ended.
+// The outcome of a wait.
 enum class Wait : int { reached = 0, deadline = 1, failed = 2 };
 
 // One counter and the number of waiters asleep on it: 16 bytes, so that no two counters share their words.
@@ -22,8 +22,8 @@ static_assert(sizeof(Counter) == 16 && std::atomic<int64_t>::is_always_lock_free
 void signal_set(Counter *counter, int64_t value);
 void signal_add(Counter *counter, int64_t amount);
 
-// Waits until `counter >= wanted`, the deadline passes, or `*failed` becomes non-zero (a word private to this process,
-// written by its watchdog; may be null). `found` is the value last read.
+// Waits until `counter >= wanted`, the deadline passes, or `*failed` becomes non-zero (a word private to this
+// process, written by its watchdog; may be null). `found` is the last value read.
 Wait signal_wait(Counter *counter, int64_t wanted, double deadline_s, const std::atomic<int64_t> *failed, int64_t *found);
 
 }  // namespace weft

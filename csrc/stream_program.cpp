@@ -1,18 +1,18 @@
 // A schedule's copies, signals and events, issued on GPU streams in one host call.
 //
-// A Python loop over a schedule's operations costs microseconds for each; a whole small call may take 70. So they are
-// recorded once, with buffers, streams and events as numbers. `run` issues a range of them with the addresses of that
-// call's tensors: no allocation, no Python object and no GIL in the loop. Small kernels are among them; their compiler
-// has loaded them. Calls of torch and NCCL come between two ranges.
+// A Python loop over a schedule's operations costs microseconds for each; a whole small call may take 70. So the
+// operations are recorded once, with buffers, streams and events as numbers. `run` issues a range of them with the
+// addresses of that call's tensors: no allocation, no Python object and no GIL in the loop. Small kernels, which
+// their compiler has already loaded, are among the operations. Calls of torch and NCCL come between two ranges.
 //
-// Order: operations of one stream happen in order, and so do the waits and writes of one `signal`. Writes keep the
-// driver's default memory barrier (a fence for the whole system, over the earlier work of the stream). So if a wait on
-// another rank's stream finds the value, the work after it sees the copies before the write. Events order streams of
-// this rank. Values written and awaited are the same in every run: a captured graph repeats them.
+// Order: operations of one stream are ordered, and so are the waits and writes of one `signal`. Writes keep the
+// driver's default memory barrier (a system-wide fence over the earlier work of the stream). So if a wait on another
+// rank's stream finds the value, the work after it sees the copies before the write. Events order streams of this
+// rank. Values written and awaited are the same in every run, so a captured graph can repeat them.
 //
 // The driver is loaded when a program is made, so that neither building nor importing needs CUDA. Declarations follow
 // the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management", "Execution
-// Control"), 64-bit addresses. Only NVIDIA's driver is loaded; HIP has other names for these functions.
+// Control"), with 64-bit addresses. Only NVIDIA's driver is loaded; HIP has other names for these functions.
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -117,7 +117,7 @@ struct Driver {
             for (const char *name : names)
                 if (!symbol) symbol = dlsym(loaded, name);
             if (!symbol)
-                throw std::runtime_error(text(library, " has no ", *names.begin(), ": it is no NVIDIA driver"));
+                throw std::runtime_error(text(library, " has no ", *names.begin(), ": it is not an NVIDIA driver"));
             function = reinterpret_cast<std::decay_t<decltype(function)>>(symbol);
         };
         find(memcpy_async, {"cuMemcpyAsync"});
@@ -153,7 +153,7 @@ class KernelCall {
 
     KernelCall(uint64_t function, int64_t programs, int64_t threads, int64_t shared_bytes)
         : function(reinterpret_cast<Handle>(function)), programs(programs), threads(threads), shared_bytes(shared_bytes) {
-        require(function != 0, "function=0 is no kernel");
+        require(function != 0, "function=0 is not a kernel");
         require(programs > 0 && threads > 0 && shared_bytes >= 0, "programs=", programs, " and threads=", threads,
                 " must be positive, and shared_bytes=", shared_bytes, " not negative");
     }
@@ -163,7 +163,7 @@ class KernelCall {
     Handle function;
     int64_t programs, threads, shared_bytes;
     std::vector<Parameter> parameters;
-    // The driver reads as many bytes of each as the kernel declares: the low bytes, on little-endian machines.
+    // The driver reads as many bytes of each number as the kernel declares: the low bytes, on little-endian machines.
     std::vector<uint64_t> values;
 
   private:
@@ -227,8 +227,8 @@ class StreamProgram {
                        .dst_pitch = dst_pitch, .src_base = src_base, .src_offset = src_offset, .src_pitch = src_pitch,
                        .width_bytes = width_bytes, .rows = rows});
     }
-    // Each is (true if it waits, base, bytes from there, number). It waits until the 64 bits there and `number` have a
-    // bit in common, or writes the low 32 bits of `number`.
+    // Each is (true if it waits, base, byte offset, number). It waits until the 64-bit word there and `number` have a
+    // common bit, or writes the low 32 bits of `number`.
     using Signal = std::tuple<bool, int64_t, int64_t, uint64_t>;
     size_t signal(int64_t stream, const std::vector<Signal> &parts) {
         require(!parts.empty(), "a signal needs at least one wait or write");
@@ -252,7 +252,7 @@ class StreamProgram {
         return append({.kind = kind, .stream = stream, .number = event});
     }
 
-    // Launches the first of `calls` whose bases' addresses are all multiples of the number beside it.
+    // Launches the first of `calls` whose base addresses are all multiples of its alignment.
     size_t launch(int64_t stream, std::vector<std::pair<int64_t, KernelCall>> calls) {
         require(!calls.empty(), "a launch needs at least one kernel");
         for (const auto &[alignment, call] : calls) {
@@ -382,7 +382,7 @@ class StreamProgram {
             throw nb::type_error(text(name, " must be a list or a tuple of int").c_str());
         // nanobind's macros: in place, or by a function where the stable ABI hides the place.
         const auto n = size_t(listed ? NB_LIST_GET_SIZE(from) : NB_TUPLE_GET_SIZE(from));
-        require(n == into.size(), name, " has ", n, " numbers, the program was made for ", into.size());
+        require(n == into.size(), name, " has ", n, " numbers, but the program was made for ", into.size());
         for (size_t i = 0; i < n; ++i) {
             const auto place = Py_ssize_t(i);
             PyObject *const item = listed ? NB_LIST_GET_ITEM(from, place) : NB_TUPLE_GET_ITEM(from, place);
@@ -411,7 +411,7 @@ class StreamProgram {
 void register_stream_program(nb::module_ &m) {
     using P = StreamProgram;
     using K = KernelCall;
-    nb::class_<K>(m, "KernelCall", "A loaded kernel, and what it is called with.")
+    nb::class_<K>(m, "KernelCall", "A loaded kernel and its arguments.")
         .def(nb::init<uint64_t, int64_t, int64_t, int64_t>(), nb::arg("function"), nb::arg("programs"),
              nb::arg("threads"), nb::arg("shared_bytes"))
         .def("number", &K::number, nb::arg("value"), nb::rv_policy::reference)

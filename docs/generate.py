@@ -35,7 +35,7 @@ _MODULES = (
 
 
 def api() -> str:
-    """The names of `weft` in full, those of its modules with their first sentence."""
+    """Return the names of `weft` in full, and the names of its modules with their first sentence."""
     parts = [
         _GENERATED.format(source="the docstrings"),
         "# API\n\nEvery public name of weft, with its arguments, results and errors. "
@@ -78,7 +78,7 @@ def _contents(parts: list[str]) -> str:
 
 
 def environment() -> str:
-    """A table of the variables that `weft.env` reads."""
+    """Return a table of the variables that `weft.env` reads."""
     rows = ["| variable | default | what it does |", "|---|---|---|"]
     rows += [f"| {name} | {default} | {text} |" for name, default, text in variables()]
     return (
@@ -91,8 +91,8 @@ def environment() -> str:
 
 
 def variables() -> Iterator[tuple[str, str, str]]:
-    """(names, default, meaning) of each public function of `weft.env` whose docstring begins with a variable's name; weft's own
-    first."""
+    """Yield (names, default, meaning) of each public function of `weft.env` whose docstring begins with a variable's name; weft's
+    own variables come first."""
     for function in sorted(_defined(env).values(), key=lambda f: not _doc(f).startswith("`WEFT_")):
         names, _, text = " ".join((inspect.getdoc(function) or "").split()).partition(": ")
         if names.startswith("`"):
@@ -102,7 +102,7 @@ def variables() -> Iterator[tuple[str, str, str]]:
 
 
 def _defined(module: Any) -> dict[str, Any]:
-    """Functions and classes that the module itself defines, in its order."""
+    """Return the functions and classes that the module itself defines, in its order."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -129,7 +129,7 @@ def _is_method(value: Any) -> bool:
 
 
 def _doc(value: Any) -> str:
-    """Its own text, not one that it inherits; of a dataclass without any the names of its fields."""
+    """Return the docstring of the value itself, not an inherited one; for a dataclass without one, the names of its fields."""
     of: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     text = inspect.cleandoc(of.__doc__ or "")
     if inspect.isclass(of) and dataclasses.is_dataclass(of) and text.startswith(f"{of.__name__}("):
@@ -159,7 +159,7 @@ def _unquoted(signature: str) -> str:
 
 
 def _markdown(text: str, parameters: set[str]) -> str:
-    """A docstring as Markdown: arguments become a list, and what is indented behind them stays with them."""
+    """Return a docstring as Markdown: arguments become a list, and their indented lines stay with them."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():
@@ -182,7 +182,7 @@ def _markdown(text: str, parameters: set[str]) -> str:
 
 
 def _sentence(value: Any) -> str:
-    """The first sentence of a docstring."""
+    """Return the first sentence of a docstring."""
     paragraph = " ".join(_doc(value).partition("\n\n")[0].split())
     return re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)[0]
 

@@ -6,8 +6,8 @@
 
 It is the MLP of a transformer under tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of w1, and
 computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. When the rows of a chunk have
-arrived, they go through the first GEMM and the activation, and then at once through the second GEMM, on a lane of its own.
-Nothing waits for the whole x, nor for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain Compute
+arrived, they go through the first GEMM and the activation, and then at once through the second GEMM, on a lane of its own. No
+GEMM waits for the whole x or for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain Compute
 Communication Overlap", figure 5: finer outputs make the following operations finer.)
 """
 

@@ -134,7 +134,7 @@ class Sabotage:
 
     @contextlib.contextmanager
     def _second_thread(self, work: Work, given: Given) -> Iterator[None]:
-        """Another thread makes the call too, at some moment of the call of this one."""
+        """Make the call in a second thread too, at some moment of this thread's call."""
         calls = calls_of(work.group)
         native, held = calls.running, _Held(calls.running)
 
@@ -166,7 +166,7 @@ class Sabotage:
 
     @contextlib.contextmanager
     def _forks(self, work: Work, given: Given) -> Iterator[None]:
-        """A child, from this thread before the call or from another one during it."""
+        """Fork a child, from this thread before the call or from another thread during it."""
         child = {"fork, idle": _idle, "fork, uses the group": _uses, "fork, drops the group": _drops}[
             self.injection.kind
         ]
@@ -195,7 +195,7 @@ class Sabotage:
         thread.join()
 
     def reap(self) -> None:
-        """How the children ended: 0 is right."""
+        """Check that all children ended with status 0."""
         for pid in self.children:
             _, status = os.waitpid(pid, 0)
             self.trace.write("child", code=os.waitstatus_to_exitcode(status))
@@ -205,8 +205,8 @@ _INSIDE_S = 20.0
 
 
 class _Held:
-    """The lock of calls of a group, which its first thread lets go of only when a second one has tried it: so the second one comes
-    before the end of the call, however busy the machine is."""
+    """The lock of a group's calls, held by the first thread until the second has tried it. So the second call begins before the
+    end of the first, however busy the machine is."""
 
     def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
         self.inside, self.tried = threading.Event(), threading.Event()
@@ -280,7 +280,7 @@ _OF_TENSOR = (
 
 @contextlib.contextmanager
 def _no_memory(sabotage: Sabotage, choice: int, first: bool, error: Callable[[], Exception]) -> Iterator[None]:
-    """One of torch's functions fails inside the call, once, as if there were no memory for its result: the one with this number.
+    """Make one of torch's functions fail once inside the call, as if there were no memory for its result. choice: its number.
     Calls of known shapes have few."""
     left = choice % (16 if first else 4)
     told = False
@@ -334,7 +334,7 @@ def _address_space() -> int:
 
 
 def _descriptors() -> int:
-    """The number that the next one would get: with a limit of that there is none."""
+    """Return the number that the next descriptor would get: with it as the limit there is none."""
     free = os.dup(0)
     os.close(free)
     return free

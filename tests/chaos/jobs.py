@@ -111,7 +111,7 @@ class Job:
             time.sleep(self.injection.pace_s)
 
     def _made(self, work: Work, place: str) -> bool:
-        """Modules are made together; a rank that fails tries again, as often as steps."""
+        """Make modules together with the other ranks; after a failure try again, up to the number of steps."""
         while self.errors < MOST_ERRORS:
             try:
                 _, around = self.sabotage.act(-1, place, work, {})
@@ -149,7 +149,7 @@ class Job:
         return self.second is not None and self.injection.of_kind.second == "always"
 
     def _swapped(self, n: int) -> None:
-        """Another call than the other ranks make; or the same two in another order."""
+        """Make another call than the other ranks, or the same two in another order."""
         assert self.second is not None
         self._forward(n, "second", self.second, self.second.inputs(n))
         if self._calls_twice:
@@ -205,7 +205,7 @@ class Job:
         return results
 
     def _begun(self) -> int:
-        """Calls that weft has counted on this rank."""
+        """Return the number of calls that weft has counted on this rank."""
         return calls_of(dist.group.WORLD).begun  # type: ignore[arg-type]
 
     def _raised(self, n: int, name: str, begin: float, error: BaseException) -> None:
@@ -265,7 +265,7 @@ class Job:
 
 
 def _start_afresh(device: torch.device) -> None:
-    """Another group in this process, as a program makes it that goes on with the ranks that are left; and its end."""
+    """Make another group in this process, as a program does that continues with the surviving ranks, and destroy it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     symm.communicator(dist.group.WORLD, device).close()
     dist.destroy_process_group()
@@ -310,7 +310,7 @@ def traces_left() -> dict[str, Any]:
 
 
 def main(injection: Injection, rank: int, directory: str) -> None:
-    """The body of a rank's process."""
+    """Run the body of a rank's process."""
     folder = Path(directory)
     _settle_in(folder, rank, injection)
     trace, board = Trace(folder / f"rank-{rank}.jsonl"), Board(folder / "board", rank)
@@ -340,7 +340,7 @@ def main(injection: Injection, rank: int, directory: str) -> None:
 
 
 def _settle_in(folder: Path, rank: int, injection: Injection) -> None:
-    """A process that dies with its parent, whatever it is doing, and says where it stands when asked by SIGUSR1."""
+    """Prepare a process that dies with its parent, and dumps its stack on SIGUSR1."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.setpgid(0, 0)

@@ -18,7 +18,7 @@ from .work import Given, Results, Work
 
 UNUSED = 9  # a feature that no table has
 _SHARDINGS = {1: (1, "t", 1), 2: (0, "other t", 1), 3: (0, "t", 0)}
-"""By number: the ranks that tables are shifted by, the beginning of their names, and which of two tables takes means."""
+"""By number: the offset of tables between ranks, the prefix of their names, and which of two tables uses mean pooling."""
 BATCH_SIZES = [put("batch_sizes", [1]), put("batch_sizes", "even"), put("batch_sizes", [-1, 10**6])]
 
 
@@ -103,7 +103,7 @@ class Embedding(Work):
         return (2, 9)[self.size] + 2 * (n >= self.turn) + (rank + self.options.get("batch_sizes", 0)) % 2
 
     def _bags(self, feature: int, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(ids, lengths, weights) of the samples of `rank`."""
+        """Return (ids, lengths, weights) of the samples of `rank`."""
         lengths = torch.tensor([0, 1, 2, 4])[self.counts(1000 + feature, rank, n, (self._batch(rank, n),), 3)]
         count = int(lengths.sum())
         ids = self.counts(2000 + feature, rank, n, (count,), self.ROWS - 1)

@@ -79,7 +79,7 @@ class Products(Differentiable):
         return torch.stack([self._product(rank, n) for rank in range(self.world)]).sum(0)
 
     def tensors(self, n: int) -> list[torch.Tensor]:
-        """This rank's, by `names`."""
+        """Return this rank's tensors, in the order of `names`."""
         return [self._x(self.rank, n), self._w(self.rank, n)]
 
     def settings(self) -> Given:
@@ -100,7 +100,7 @@ class Products(Differentiable):
 
     @abstractmethod
     def of_product(self, n: int) -> torch.Tensor:
-        """The gradient of this rank's product."""
+        """Return the gradient of this rank's product."""
 
     def grads(self, n: int) -> tuple[Results, Results]:
         g = self.of_product(n)
@@ -227,10 +227,10 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
 
 class MatmulAllReduce(Products):
-    """bias, residual, norm: whether they follow the sum.
+    """The work of matmul_all_reduce. bias, residual, norm: True if the sum is followed by it.
 
-    Before a norm the residual makes of every sum 1 or -1, and eps adds up to 4 or 16 with the mean of their squares: so the norm
-    divides by 2 or 4, and all of it and of its gradients is exact, in as many columns as a power of two.
+    Before a norm the residual turns every sum into 1 or -1, and eps adds up to 4 or 16 with the mean of their squares. So the
+    norm divides by 2 or 4, and the norm and its gradients are exact, for numbers of columns that are powers of two.
     """
 
     arguments = ("x", "w", "bias", "residual", "norm")
@@ -315,7 +315,7 @@ class MatmulAllReduce(Products):
         return self.numbers(11, rank, n, (self._m(n), self._n()), 2)
 
     def _of_total(self, rank: int, n: int) -> torch.Tensor:
-        """The gradient of the sum on `rank`, that through its norm too."""
+        """Return the gradient of the sum on `rank`, including the gradient through its norm."""
         if not self.options["norm"]:
             return self.weighing(rank, n)
         total, g = self._total(n), self._of_normed(rank, n) * self._norm(rank, n)

@@ -40,7 +40,7 @@ def of(injection: Injection, seen: Seen) -> Record:
 
 
 def _first_of_each(faults: list[Fault], most: int = 2) -> list[Fault]:
-    """One that comes at every step fills no record."""
+    """Return at most `most` faults of each kind: a fault at every step must not fill a record."""
     seen: Counter[str] = Counter()
     kept = []
     for name, text in faults:
@@ -60,7 +60,8 @@ def read(path: Path) -> tuple[Record, list[Record]]:
 
 
 def go_on(path: Path, seed: int, device: str, families: Sequence[str] = ()) -> list[Record]:
-    """Injections that `path` has of this campaign; it is begun if there is no such file. `ValueError` if it is another one's."""
+    """Return the injections of this campaign in `path`, which is created if it does not exist. `ValueError` for another
+    campaign's file."""
     wanted = header(seed, device, families)
     if not path.exists() or not path.read_text().strip():
         path.parent.mkdir(parents=True, exist_ok=True)

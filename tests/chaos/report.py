@@ -26,7 +26,7 @@ _MARKED = re.compile(r"(<!-- chaos:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /c
 
 @contextlib.contextmanager
 def progress(seed: int, count: int, known: int) -> Iterator[Callable[[Record], None]]:
-    """A function to call with each record, on the error output: a bar in a terminal, now and then a line elsewhere."""
+    """Yield a function to call with each record. On the error output it shows a bar in a terminal, occasional lines elsewhere."""
     begin, seen, wrong = time.monotonic(), 0, 0
     said = f"seed {seed}: {count} injections" + (f", {known} more are recorded already" if known else "")
     print(said, file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ _PRELOADED = ("jobs", "campaign")
 
 
 def start_server(device: str) -> None:
-    """The process that ranks are forked from: it has imported all they need, and has no threads."""
+    """Start the process that ranks are forked from: it has imported all that they need, and has no threads."""
     package = __name__.rpartition(".")[0]
     names = ["torch", "torch.distributed", "torch.distributed.tensor", "weft._core", "weft.ops.all_gather_matmul"]
     names += ["triton"] if device == "cuda" else []
@@ -113,7 +113,7 @@ class Trial:
                 self.seen.stopped.append((self._stop_began, time.monotonic()))
 
     def _stopped_s(self, rank: int, since: float, now: float) -> float:
-        """How much of that time `rank` was stopped."""
+        """Return how much of that time `rank` was stopped."""
         if rank != self.injection.victim:
             return 0.0
         spans = list(self.seen.stopped)
@@ -122,7 +122,7 @@ class Trial:
         return sum(max(0.0, end - max(begin, since)) for begin, end in spans)
 
     def _happened_at(self) -> float | None:
-        """When the fault took place, if it has."""
+        """Return the time at which the fault took place, None if it has not."""
         return self.seen.signalled_at if self.injection.kind in SIGNALS else self.board.gone_at()
 
     # --- the end ---

@@ -62,7 +62,7 @@ def calls_of(seen: Seen) -> list[list[dict[str, Any]]]:
 
 
 def outcome(seen: Seen) -> dict[str, Any]:
-    """For the record: how many calls were right, and which errors came, by name."""
+    """Return for the record: the number of right calls, and the errors by name."""
     calls = [call for of_rank in calls_of(seen) for call in of_rank]
     errors: dict[str, int] = {}
     for call in calls:

@@ -50,7 +50,7 @@ class Work(ABC):
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
-        """Options of its own."""
+        """Draw the options of the work."""
         return {}
 
     @classmethod
@@ -104,11 +104,11 @@ class Work(ABC):
 
     @abstractmethod
     def inputs(self, n: int) -> Given:
-        """This rank's of step n, by argument."""
+        """Return this rank's inputs of step n, by argument."""
 
     @abstractmethod
     def forward(self, given: Given) -> Results:
-        """weft's call."""
+        """Make weft's call."""
 
     @abstractmethod
     def expected(self, n: int) -> Results: ...
@@ -127,7 +127,7 @@ class Work(ABC):
 
     @property
     def outer(self) -> int | None:
-        """The dimension that ranks share out, of two that the rows are given in; None: rows are one dimension."""
+        """The dimension that ranks divide, of two in which the rows are given; None: rows are one dimension."""
         return self.options.get("outer")
 
     def call_options(self) -> Given:
@@ -143,7 +143,7 @@ class Differentiable(Work):
 
     @abstractmethod
     def wanted(self, given: Given) -> Results:
-        """The inputs whose gradients are taken, likewise."""
+        """Return the inputs whose gradients are taken."""
 
 
 class AllGatherMatmul(Differentiable):

@@ -1,9 +1,9 @@
-"""Would the tests notice? Each `*.patch` here is a fault that somebody could make, and the tests that must fail with it.
+"""Would the tests notice? Each `*.patch` here is a plausible fault, and names the tests that must fail with it.
 
-A patch begins with a sentence that says what is wrong and a line `Found by: tests/...::test_...` for each test; a unified
-diff against the root follows. `found` plants it in a copy of the tree, compiles what it changes in csrc/, runs those tests
-there and says how each ended. A fault counts as found only if an assertion fails: a test that breaks in another way, by an
-import error say, would break as well with a change that is right.
+A patch begins with a sentence that says what is wrong and a line `Found by: tests/...::test_...` for each test. A unified diff
+against the root follows. `found` plants it in a copy of the tree, compiles the sources in csrc/ that it changes, runs those tests
+there and reports how each ended. A fault counts as found only if an assertion fails. A test that breaks in another way, such as
+by an import error, might break with a correct change too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def faults() -> list[Fault]:
 
 
 def copy_of_tree(folder: Path) -> Path:
-    """A copy in which Python finds weft, with the native module that is installed."""
+    """Copy the tree so that Python finds weft in the copy, with the installed native module."""
     tree = folder / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
     native = Path(weft._core.__file__)
@@ -73,7 +73,7 @@ def plant(fault: Fault, tree: Path) -> None:
 
 
 def run_tests(tree: Path, tests: list[str], timeout_s: float = 500) -> dict[str, str]:
-    """Each test of `tests`, with its parameters, to "passed" or the type of the error that it ended with."""
+    """Return, for each test of `tests` with its parameters, "passed" or the type of the error that ended it."""
     said = tree / "said.json"
     here = tree / "tests" / "faults" / "run.py"
     environment = os.environ | {"PYTHONPATH": str(tree)}
@@ -97,7 +97,7 @@ def run_tests(tree: Path, tests: list[str], timeout_s: float = 500) -> dict[str,
 
 
 def ends_of(test: str, ends: dict[str, str]) -> list[str]:
-    """How the test ended, for each of its parameters."""
+    """Return how the test ended, for each of its parameters."""
     return [end for name, end in ends.items() if _is_of(name, test)]
 
 
@@ -106,7 +106,7 @@ def _is_of(name: str, test: str) -> bool:
 
 
 def _compile(tree: Path, sources: list[str]) -> None:
-    """The commands of the last build (`make build`), with these sources in place of the root's."""
+    """Run the commands of the last build (`make build`), with these sources instead of the root's."""
     for folder in ROOT.glob("build/*/"):
         listed = subprocess.run(
             [sys.executable, "-m", "ninja", "-C", folder, "-t", "commands"], capture_output=True, text=True, timeout=60

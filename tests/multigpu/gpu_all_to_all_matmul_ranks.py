@@ -52,7 +52,7 @@ class Case:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.p.dtype]
 
     def fill(self, other: Case) -> None:
-        """Another case's data into this one's tensors, and poison into the results."""
+        """Copy another case's data into this case's tensors, and poison the results."""
         self.y, self.received = other.y, other.received
         self.splits, self.tokens, self.weights = other.splits, other.tokens, other.weights
         for name in ("tokens", "splits", "w"):
@@ -126,7 +126,7 @@ def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -
 
 
 def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
-    """A captured graph with other sizes at every replay; one rank late now and then."""
+    """Replay a captured graph with other sizes each time; one rank is late now and then."""
     comm, rank = symm.communicator(group, device()), group.rank()
     executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
     held = Case(p, rank, 0, sum(p.rows))

@@ -36,7 +36,7 @@ class Case:
         }
 
     def fill(self, other: Case) -> None:
-        """Another case's data into this one's tensors, and poison into the result."""
+        """Copy another case's data into this case's tensors, and poison the result."""
         self.splits, self.hs, self.weights = other.splits, other.hs, other.weights
         for name in ("h", "received", "splits", "w"):
             self.tensors[name].copy_(other.tensors[name])
@@ -82,7 +82,7 @@ def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: boo
 
 
 def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
-    """A captured graph with other sizes at every replay; one rank late now and then."""
+    """Replay a captured graph with other sizes each time; one rank is late now and then."""
     comm, rank = symm.communicator(group, device()), group.rank()
     executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
     held = Case(p, rank, 0)

@@ -29,7 +29,7 @@ MARKS = [
 
 
 def device() -> torch.device:
-    """This rank's."""
+    """Return this rank's device."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -49,7 +49,7 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
-    """The executor that `call` with these options uses, to look inside."""
+    """Return the executor that `call` uses with these options, to look inside."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
     return executor_of(plan, symm.communicator(group, device()))

@@ -37,7 +37,7 @@ class Case:
             self.tensors["x"] = torch.full((p.m, p.k), float("nan"), dtype=dtype, device=device())
 
     def fill(self, other: Case) -> None:
-        """Another case's data into this one's tensors."""
+        """Copy another case's data into this case's tensors."""
         self.whole = other.whole
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])

@@ -58,7 +58,7 @@ def capacity(group: dist.ProcessGroup, differs: bool) -> Any:
 
 
 WIDE, LONG = 1024, 2048
-"""Of layers: large enough for schedules that overlap. A call of NCCL that one rank has begun would wait for one that raises."""
+"""Sizes of layers for which schedules overlap. An NCCL call that one rank has begun would wait for a rank that raises."""
 CALLS = [average, scattered_average, rows, dimension, columns, capacity]
 
 

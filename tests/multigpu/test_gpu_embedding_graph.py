@@ -1,8 +1,7 @@
 """A launch of embedding_all_to_all in a CUDA graph can be replayed: the epoch is in device memory, and the kernel advances it.
 
-Fresh ids are copied in before each replay, and what it writes is full of NaN until then. Between replays come ordinary calls of
-the same operator, and a rank that is late, so that a flag which is left over from before, or which a replay does not raise, shows
-as wrong numbers or as a missed deadline.
+Before each replay fresh ids are copied in, and the output is filled with NaN. Between replays come ordinary calls of the same
+operator, and a late rank. So a stale flag, or a flag that a replay does not set, shows as wrong numbers or as a missed deadline.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def expected(seed: int, rank: int, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
-    """The largest error of any replay or call, relative to the largest element."""
+    """Return the largest error of any replay or call, relative to the largest element."""
     rank, device = group.rank(), ranks.device()
     weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
     ids = ids_of(0, rank).to(device)

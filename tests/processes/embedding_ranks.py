@@ -23,7 +23,7 @@ NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 
 
 def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: Any) -> torch.Tensor:
-    """This rank's part of `p`, as a tuple of tensors unless `features` says otherwise."""
+    """Return this rank's part of `p`, as a tuple of tensors unless `features` says otherwise."""
     rank = group.rank()
     features = p.tupled(rank) if features is None else features
     batch_sizes = options.pop("batch_sizes", p.batch_sizes)
@@ -33,14 +33,14 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> EmbeddingAllToAllCpu:
-    """The executor that `call` with these options uses, to look inside."""
+    """Return the executor that `call` uses with these options, to look inside."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct"} | options))
     return executor_of(plan, symm.communicator(group, "cpu"))
 
 
 def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
-    """The bytes of each output buffer of this rank that is not lent."""
+    """Return the bytes of each output buffer of this rank that is not leased."""
     pool, rank = getattr(operator, "outputs", None), operator.comm.rank
     if pool is None or not pool.slot_bytes:
         return []

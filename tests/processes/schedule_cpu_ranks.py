@@ -1,8 +1,8 @@
 """Shared code of the tests of schedules on CPU processes: problems and their data, runs into poisoned memory, a chain of GEMMs.
 
 Tolerance. The error against float64, in the norm of the whole output, is at most twice that of torch's own matmul in the same
-dtype, and an fp32 rounding: torch adds up in another order for other shapes, and outputs here may have but a few elements. A
-schedule that adds up pieces of k in the output (FiCCO's 2D) rounds it once a piece, and is allowed that on top.
+dtype, plus an fp32 rounding, because torch adds in another order for other shapes, and outputs here may have few elements. A
+schedule that accumulates pieces of k in the output (FiCCO's 2D) rounds it once per piece, which is allowed in addition.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def all_by_dma(schedule: Schedule) -> Schedule:
 
 
 def build(p: AllGatherMatmul, builder: str = "shard", **parameters: Any) -> Schedule:
-    """The first schedule of that builder with these parameters."""
+    """Return the first schedule of that builder with these parameters."""
     for candidate, schedule in applicable(p, (builder,)):
         if parameters.items() <= dict(candidate.parameters).items():
             return schedule
@@ -58,7 +58,7 @@ def build(p: AllGatherMatmul, builder: str = "shard", **parameters: Any) -> Sche
 
 
 def inputs(p: AllGatherMatmul, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The whole x and the weights, the same on every rank."""
+    """Return the whole x and the weights, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     dtype = TORCH_DTYPE[p.dtype]
     x = torch.randn(p.m, p.k, generator=generator).to(dtype)

@@ -1,5 +1,5 @@
-"""What weft.all_gather_matmul alone does, on CPU processes: backward by other operators, shapes that are kept, GEMMs and schedules
-that are timed, FiCCO's heuristic, a weight gathered as FSDP does; groups that fail or end. The rest: `test_operators.py`."""
+"""Tests of weft.all_gather_matmul alone, on CPU processes: backward by other operators, cached shapes, timed GEMMs and schedules,
+FiCCO's heuristic, a weight gathered as by FSDP, groups that fail or end. `test_operators.py` has the rest."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
 
 
 def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> list[int]:
-    """How many file descriptors are open after each round of a group of its own, used and destroyed."""
+    """Return the number of open file descriptors after each round of a group that is made, used and destroyed."""
     counts = []
     for _ in range(rounds):
         own = dist.new_group(list(range(group.size())))

@@ -1,5 +1,5 @@
-"""What weft.all_gather_scaled_matmul alone does, on CPU processes: results without an out_dtype, scales of one row. The rest:
-`test_operators.py`."""
+"""Tests of weft.all_gather_scaled_matmul alone, on CPU processes: results without an out_dtype, scales of one row.
+`test_operators.py` has the rest."""
 
 from __future__ import annotations
 

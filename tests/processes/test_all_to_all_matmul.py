@@ -1,5 +1,5 @@
-"""What weft.all_to_all_matmul alone does, on CPU processes: FiCCO's heuristic by columns, rows left out, one gradient of two, wrong
-splits, more rows than there is room for. The rest: `test_operators.py` and `test_operators_of_experts.py`."""
+"""Tests of weft.all_to_all_matmul alone, on CPU processes: FiCCO's heuristic by columns, dropped rows, one gradient of two, wrong
+splits, too many rows. `test_operators.py` and `test_operators_of_experts.py` have the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Refusals that operators and the module share, whatever they compute.
 
-Tensors of other kinds, dimensions, rows, deadlines: refused on every rank, by the argument's name and with what to pass, when
-one rank alone passes them, at a shape that is known (where checks are few) and at a new one; and the next call goes on.
+One rank alone passes tensors of other kinds, wrong dimensions, rows or deadlines, at a known shape (with few checks) and at a new
+shape. Every rank refuses them, with the argument's name and the fix. Then the next call works.
 """
 
 from __future__ import annotations

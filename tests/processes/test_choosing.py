@@ -1,4 +1,4 @@
-"""Which schedule a call takes, on CPU processes: of all_to_all_matmul, whose outputs are functions of their rows."""
+"""The schedule that a call takes, on CPU processes, for all_to_all_matmul, whose outputs are functions of their rows."""
 
 import pytest
 from support import choosing_ranks as ranks

@@ -16,7 +16,7 @@ K, N = 16, 32
 
 
 def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[bool], list[bool]]]:
-    """Which gradients a compiled backward made, and which there are, for several choices of what wants one."""
+    """Return which gradients a compiled backward made, and which exist, for several choices of inputs that want a gradient."""
     spec = importlib.import_module(f"weft.ops.{operator}").OPERATOR
     native, asked, found = spec.gradients, list[list[bool]](), []
 

@@ -1,5 +1,6 @@
-"""transport="auto" on CPU processes: right whatever is taken, `direct` where nobody knows better, by a model where there is one
-(processes are taken for H200s), by times where they are asked for; chosen once for a size, and given back with the module."""
+"""transport="auto" on CPU processes: every choice gives the right result. It is `direct` without a model, by the model if there
+is one (processes are taken for H200s), and by times if they are requested. It is made once for a size, and released with the
+module."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def sized(world: int, batch_sizes: tuple[int, ...], seed: int = 0) -> Problem:
 
 
 def taken(group: dist.ProcessGroup, p: Problem, **options: Any) -> tuple[str, torch.Tensor]:
-    """How a call was done, and its result."""
+    """Return how a call was done, and its result."""
     timeline, operator = weft.Timeline(), ranks.operator_of(group, p, transport="put")
     before = operator.flags_raised
     output = ranks.call(group, p, timeline=timeline, **options).clone()

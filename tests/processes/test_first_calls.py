@@ -1,5 +1,5 @@
-"""First calls of a shape must not shape later ones: they may have had one tensor in two places, or been made in inference mode,
-for example if a model is validated before it is trained."""
+"""First calls of a shape must not shape later calls. A first call may pass one tensor twice, or run in inference mode, for
+example if a model is validated before it is trained."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The library's calls past executors ("serial"), of shapes that are known: ranks that differ, or do not do their part; timelines.
+"""NCCL, gloo and cuBLAS calls without executors ("serial"), of known shapes: ranks that differ, or do not take part; timelines.
 
-Nothing hangs, no process is aborted, and no result is wrong: first calls that ranks make differently, then a rank that does not
-come, or comes and does not go on, then what is left afterwards (at the exit: `test_exit.py`). Deadlines are short where one is
-meant to be missed, and long where something else must end the wait.
+Nothing hangs, no process is aborted, and no result is wrong. First come calls that ranks make differently, then a rank that does
+not arrive or does not continue, then the state afterwards (at exit: `test_exit.py`). Deadlines are short if one must be missed,
+and long if another event must end the wait.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What both gradients of weft.matmul_all_gather, as one schedule, do alone, on CPU processes: every schedule on poisoned memory,
-behind ranks that come late; backward takes the operator; layouts, sizes of nothing."""
+"""Tests of both gradients of weft.matmul_all_gather as one schedule, alone, on CPU processes: every schedule on poisoned memory
+with late ranks, backward by the operator, layouts, empty sizes."""
 
 from __future__ import annotations
 

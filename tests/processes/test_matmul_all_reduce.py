@@ -1,5 +1,5 @@
-"""What weft.matmul_all_reduce alone does, on CPU processes: norms of little, gradients of one of two results, sums that overflow,
-shapes that a pinned schedule cannot do. The rest: `test_operators.py`."""
+"""Tests of weft.matmul_all_reduce alone, on CPU processes: norms of little, gradients of one of two results, sums that overflow,
+shapes that a pinned schedule does not support. `test_operators.py` has the rest."""
 
 from __future__ import annotations
 

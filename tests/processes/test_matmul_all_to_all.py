@@ -1,5 +1,6 @@
-"""What weft.matmul_all_to_all alone does, on CPU processes: gradients by its dual, the way there and back, a dense GEMM before an
-all-to-all, tables that are wrong or known from the dispatch. The rest: `test_operators.py` and `test_operators_of_experts.py`."""
+"""Tests of weft.matmul_all_to_all alone, on CPU processes: gradients by its dual, dispatch and combine, a dense GEMM before an
+all-to-all, tables that are wrong or known from the dispatch. `test_operators.py` and `test_operators_of_experts.py` have the
+rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What both operators of experts do, on CPU processes: torch's grouped GEMM, more tokens than before, one graph for several numbers
-of tokens, autocast and inference. The rest: `test_operators.py`."""
+"""Tests of both operators of experts, on CPU processes: torch's grouped GEMM, more tokens than before, one graph for several
+numbers of tokens, autocast and inference. `test_operators.py` has the rest."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_unfused_calls_as_on_gpus(pool: Pool, operator: str, world: int) -> None
 
 
 def more_tokens(group: dist.ProcessGroup, operator: str, schedule: str, dual: str, known: bool) -> tuple[str, str]:
-    """Calls without capacity and the gradients of rows, at first with 4 tokens a rank, then with as many as that leaves room for
-    on the last one, then with one more (what is told of it), and again with few. known: whether backward has been called before."""
+    """Call without capacity, with the gradients of rows. Begin with 4 tokens a rank. Then the last rank has as many as that
+    leaves room for, then one more (return its error), then few again. known: True if backward has been called before."""
     own, world = own_group(group), group.size()
 
     def both(of_last: int, backward: bool = True) -> None:

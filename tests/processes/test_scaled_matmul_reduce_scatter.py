@@ -1,5 +1,5 @@
-"""What weft.scaled_matmul_reduce_scatter alone does, on CPU processes: one row each, benchmark and plan. The rest:
-`test_operators.py`."""
+"""Tests of weft.scaled_matmul_reduce_scatter alone, on CPU processes: one row per rank, benchmark and plan. `test_operators.py`
+has the rest."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ def test_schedules_that_cannot_be_run_are_refused_on_every_rank(pool: Pool) -> N
 
 
 def leave_nothing(group, p):
-    """How many lanes' threads and mappings there are before, during and after each way to end."""
+    """Return how many threads and mappings there are before, during and after each way to end."""
     own = torch.distributed.new_group(list(range(group.size())))
     rank, comm = group.rank(), comm_of(own)
 

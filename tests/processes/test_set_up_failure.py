@@ -1,5 +1,5 @@
-"""First calls of a shape, CPU: an error of one rank only, in an exchange between ranks or between two of them, ends the group for
-all, at once and with its cause; what all ranks raise alike leaves it as it was.
+"""First calls of a shape, on CPU. If one rank alone fails, in or between exchanges, the group fails on all ranks, at once and
+with the cause. Errors that all ranks raise leave the group unchanged.
 
 The functions with a `group` argument run on the ranks. Deadlines are long: no wait may end by them.
 """

@@ -1,7 +1,7 @@
-"""A wheel is all that a user needs: it is built, and works where there are only torch and numpy.
+"""A wheel is all that a user needs: it is built, and works with only torch and numpy installed.
 
-`pip wheel .` of a copy of the tree (so that the build folder of this one stays as it is), then a new environment that sees of this
-one only torch, numpy and what these two need. Nothing is downloaded.
+`pip wheel .` runs on a copy of the tree, so that this tree's build folder stays unchanged. The wheel is installed into a new
+environment, which sees only torch, numpy and their dependencies of this environment. Nothing is downloaded.
 """
 
 import importlib.metadata

@@ -26,7 +26,7 @@ def layer(
 
 
 def whole(experts: int, gated: bool, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """The parameters of all experts, as ranks with that seed draw them."""
+    """Return the parameters of all experts, as ranks with that seed draw them."""
     torch.manual_seed(5)
     first, down = [], []
     for _ in range(experts):
@@ -38,7 +38,7 @@ def whole(experts: int, gated: bool, dtype: torch.dtype = torch.float32) -> dict
 
 
 def routed(rank: int, experts: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A rank's tokens, their experts, which are popular very unequally, and how much each counts."""
+    """Return a rank's tokens, their experts, which are very unequally popular, and their weights."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     x = torch.randn(tokens, HIDDEN, generator=generator)
     scores = torch.randn(tokens, experts, generator=generator) + 2.0 * torch.arange(experts).flip(0).sqrt()

@@ -175,7 +175,7 @@ def checked(group: dist.ProcessGroup, name: str, schedule: str | None, doubled: 
 
 
 def every_schedule(group: dist.ProcessGroup, name: str) -> tuple[int, list[str]]:
-    """How many schedules compute in float64 what the library's calls do, and those that do not."""
+    """Return how many schedules compute the same in float64 as NCCL and cuBLAS calls, and those that do not."""
     own = dist.new_group(list(range(group.size())))
     one, generator, rank = case(name, own, by=8), torch.Generator().manual_seed(4), group.rank()
 

@@ -1,5 +1,5 @@
-"""GPU kernels under Triton's interpreter. It has to be chosen before Triton is imported: a test file runs itself, once, in a
-process with TRITON_INTERPRET=1 that plays its cases (`play_all`) and prints what went wrong in each (`wrong_in`)."""
+"""GPU kernels under Triton's interpreter. It has to be chosen before Triton is imported. So a test file runs itself, once, in a
+process with TRITON_INTERPRET=1 that plays its cases (`play_all`) and prints the errors of each (`wrong_in`)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
 
 
 def _mend() -> None:
-    """Triton 3.6 takes a loop's bounds out of arrays of one element in a way that numpy refuses from 2.4 on, multiplies the bits of
-    bf16 as if they were integers, and puts its own functions in the language's place at every call of a function: half the time."""
+    """Work around Triton 3.6. It takes a loop's bounds from arrays of one element in a way that numpy refuses from 2.4 on. It
+    multiplies the bits of bf16 as integers. And it patches its own functions into the language at every call of a function,
+    half of the time."""
     from triton.runtime import interpreter
 
     patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot

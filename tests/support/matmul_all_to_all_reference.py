@@ -11,13 +11,13 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 
 
 def received_of(rank: int, splits: Splits) -> torch.Tensor:
-    """[ranks, experts]: how many rows of each rank are at `rank`, for each of its experts."""
+    """Return [ranks, experts]: the rows of each rank that are at `rank`, for each of its experts."""
     experts = len(splits[0]) // len(splits)
     return torch.tensor([of_rank[rank * experts : (rank + 1) * experts] for of_rank in splits])
 
 
 def inputs(splits: Splits, k: int, n: int, dtype: str, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Every rank's h, and the weights [experts of all, k, n]; the same on all ranks."""
+    """Return every rank's h, and the weights [experts of all ranks, k, n]; the same on all ranks."""
     generator, world = torch.Generator().manual_seed(seed), len(splits)
     came = [int(received_of(rank, splits).sum()) for rank in range(world)]
     h = [torch.randn(count, k, generator=generator).to(TORCH_DTYPE[dtype]) for count in came]
@@ -25,7 +25,7 @@ def inputs(splits: Splits, k: int, n: int, dtype: str, seed: int) -> tuple[list[
 
 
 def segments(rank: int, splits: Splits, h: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
-    """Rows of the h of `rank`, by (source, expert of all)."""
+    """Return the rows of the h of `rank`, by (source, expert of all ranks)."""
     world, received = len(splits), received_of(rank, splits)
     experts = received.shape[1]
     parts = iter(h[: int(received.sum())].split(received.t().flatten().tolist()))
@@ -43,7 +43,7 @@ def expected(rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torc
 def assert_rows(
     found: torch.Tensor, rank: int, splits: Splits, h: Sequence[torch.Tensor], weights: torch.Tensor, what: str
 ) -> None:
-    """Each element is what rank `rank` must find, but for rounding to its dtype and sums in fp32: see `assert_rows` of
+    """Check that each element is rank `rank`'s result, except for rounding to its dtype and sums in fp32: see `assert_rows` of
     `all_to_all_matmul_reference`."""
     wanted = expected(rank, splits, [part.double() for part in h], weights.double())
     magnitudes = expected(rank, splits, [part.double().abs() for part in h], weights.double().abs())

@@ -22,7 +22,7 @@ from weft.schedule.expr import RANK
 
 
 class Mapped(NamedTuple):
-    """How a schedule is made."""
+    """The output maps of a collective, one per rank, and the options of the schedule that is made from them."""
 
     collective: Any
     maps: list[OutputMap]

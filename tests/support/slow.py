@@ -1,4 +1,4 @@
-"""Which parameters of a test are tried by `make test`, and which only by `make test-slow`: repetitions at greater length."""
+"""The split of a test's parameters between `make test` and `make test-slow`, which repeats at greater length."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def divide(model: Llama, mesh: DeviceMesh, by: str, sequence: bool = True) -> No
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often styles call weft."""
+    """Count the calls of weft by styles."""
     calls: Counter[str] = Counter()
     names = ("all_gather_matmul", "matmul_reduce_scatter", "columns", "gathered_columns", "row")
     native = {name: getattr(linear, name) for name in names}
@@ -144,7 +144,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """Layouts of parameters and of their gradients."""
+    """Return the layouts of parameters and of their gradients."""
     found = {}
     for name, p in model.named_parameters():
         of = [p, p.grad]
@@ -195,7 +195,7 @@ def train(
 def block_compiled(
     group: dist.ProcessGroup, by: str, bias: bool, sequence: bool = True
 ) -> tuple[float, dict[str, int]]:
-    """How far a block in one graph is from itself in eager mode, results and gradients; and its calls of weft there."""
+    """Return how far a block in one graph is from itself in eager mode, in results and gradients, and its calls of weft there."""
     torch.manual_seed(1)
     model = Llama(bias, layers=1).to(device())
     divide(model, init_device_mesh(device().type, (group.size(),)), by, sequence)

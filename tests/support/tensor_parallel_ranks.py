@@ -301,7 +301,7 @@ def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool
 
 
 def watched_norms(group: dist.ProcessGroup) -> dict[str, int]:
-    """How often each way to watch a norm behind a row-parallel layer has heard of it, in one forward and backward."""
+    """Return how often each way to observe a norm after a row-parallel layer was called, in one forward and backward."""
     row, x = parallel("row", True, group, None), shard(data(0, (2, 3, WIDTH), torch.float32, 1), 2, group)
     heard: dict[str, int] = {}
 
@@ -356,7 +356,7 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
 
 
 def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
-    """How far gradients of a block under FSDP2, two by two, are from means of those without."""
+    """Return how far gradients of a block under FSDP2, two by two, are from means of the gradients without it."""
     mesh = init_device_mesh(device().type, (2, group.size() // 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
     blocks = []
@@ -430,7 +430,7 @@ def norm_alone(group: dist.ProcessGroup) -> str:
 
 
 def autocast(group: dist.ProcessGroup) -> list[str]:
-    """dtypes of results under autocast, and of the weights' gradients."""
+    """Return the dtypes of results under autocast, and of the weights' gradients."""
     found = []
     for kind in ("column", "row", "mlp", "attention"):
         layer = parallel(kind, True, group, 1)

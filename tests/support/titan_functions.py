@@ -55,7 +55,7 @@ def functions(group: dist.ProcessGroup, k: int, frozen: bool) -> list[int]:
 
 
 def functions_compiled(group: dist.ProcessGroup) -> float:
-    """How far a program of torchtitan's functions in one graph is from itself in eager mode, gradients too."""
+    """Return how far a program of torchtitan's functions in one graph is from itself in eager mode, including gradients."""
     from weft.parallel.functions import AllGatherLinear, LinearReduceScatter
 
     name, found = group.group_name, []

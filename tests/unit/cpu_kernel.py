@@ -1,10 +1,10 @@
-"""The native CPU kernel of embedding_all_to_all, several ranks inside one process: every rank's output is an ordinary
-tensor here, and the kernel is called once per rank with all outputs' addresses. What must come out, to the bit.
+"""The native CPU kernel of embedding_all_to_all, with several ranks inside one process. Every rank's output is an ordinary tensor
+here, and the kernel is called once per rank with the addresses of all outputs.
 
-Bit-exact means: rows widened to fp32, added one after another from +0 in the bag's order, a weight's product rounded
-before it is added (no fused multiply-add), the mean divided by the length, half types rounded to nearest even. The loop
-(`reference`) does just that with numpy, so transports, orders, rank counts, slice sizes, thread counts and instruction sets,
-which must all equal it, equal each other.
+Results must be bit-exact: rows are widened to fp32 and added one after another from +0 in the bag's order. A weight's product is
+rounded before it is added (no fused multiply-add), the mean is divided by the length, and half types are rounded to nearest even.
+The loop (`reference`) does exactly this with numpy. So all transports, orders, rank counts, slice sizes, thread counts and
+instruction sets must equal it, and each other.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def run(
 
 
 def reference(p: Problem, *, hash: bool = False) -> torch.Tensor:
-    """The loop in bag order, [global batch, total_dim] in the tables' dtype."""
+    """Compute the loop in bag order, [global batch, total_dim] in the tables' dtype."""
     out = torch.zeros(sum(p.batch_sizes), p.total_dim, dtype=p.tables[0].dtype)
     for slot in p.slots:
         table = p.tables[slot.table].float().numpy()

@@ -19,7 +19,7 @@ from weft.schedule.verify.issue_order import issue_order
 
 Small: TypeAlias = Callable[[int, int], np.ndarray]
 OfRuns: TypeAlias = list[list[Tensors]]
-"""By run and rank."""
+"""Values by run and rank."""
 
 
 def applicable(p: Problem) -> dict[str, Schedule]:
@@ -42,8 +42,8 @@ def small_numbers(seed: int) -> Small:
 
 
 def check(schedule: Schedule, inputs: OfRuns, wanted: OfRuns, *, seeds: int = 2, on_gpus: bool = True) -> None:
-    """It verifies, keeps its value in JSON, can be issued from one thread, is taken by GPUs, and gives what is wanted in random
-    legal orders."""
+    """Check that a schedule verifies, keeps its value in JSON, can be issued from one thread, is taken by GPUs, and gives the
+    wanted results in random legal orders."""
     check_value(schedule)
     for rank in {0, schedule.world_size - 1} if on_gpus else ():
         require_runnable_on_gpus(schedule, rank)

@@ -23,7 +23,7 @@ for _file in pkgutil.iter_modules(weft.ops.__path__):
     importlib.import_module(f"weft.ops.{_file.name}")
 SPECS = {name: one for name, one in calls.OPERATORS.items() if type(one).__module__.startswith("weft.ops.")}
 CALLED = sorted(name for name, one in SPECS.items() if one.title == name)
-"""By users; the other operators are parts of these."""
+"""Operators that users call; the other operators are parts of these."""
 OURS = {name: one for name, one in PROBLEMS.items() if one.__module__.startswith("weft.builders.problems.")}
 
 

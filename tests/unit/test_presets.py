@@ -29,7 +29,7 @@ from weft.bench.table_1 import TABLE_1
 
 CPU = torch.device("cpu")
 META_2021_INDICES, META_2021_DISTINCT, META_2021_HOT_SHARE = 468_084_223, 61_644_628, 0.255
-"""As published of the batch; hot: of the indices those that name a row that it reads more than 1024 times."""
+"""Published statistics of the batch. hot: the share of indices that name a row that the batch reads more than 1024 times."""
 FP32 = torch.float32
 
 
@@ -43,7 +43,7 @@ def probabilities(zipf: Zipf, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_distinct(zipf: Zipf, rows: int, draws: float) -> float:
-    """How many different rows `draws` independent draws are expected to name."""
+    """Return the expected number of different rows among `draws` independent draws."""
     probability, count = probabilities(zipf, rows)
     return float((count * -np.expm1(-draws * probability)).sum())
 

@@ -167,7 +167,7 @@ _GATHER = {
     "op": "all_gather_matmul", "dtype": "bf16", "run": "b", "ranks": 2, "machine": "an abacus",
     "versions": {"torch": "2.13.0"}, "date": "2026-11-21T10:00:00Z",
 }  # fmt: skip
-"""What a record of that operator says of its run."""
+"""The fields of that operator's record about its run."""
 
 
 def test_one_file_may_hold_several_operators() -> None:

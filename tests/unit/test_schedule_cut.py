@@ -1,4 +1,4 @@
-"""How a shard is cut: pieces follow each other to the end, none is empty, and their sizes are what was asked for."""
+"""Cuts of a shard: pieces follow each other to the end, none is empty, and they have the requested sizes."""
 
 from __future__ import annotations
 

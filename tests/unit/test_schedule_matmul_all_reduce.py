@@ -125,7 +125,7 @@ def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
     "name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=store]"]
 )
 def test_who_does_not_wait_for_the_others_sums_overruns_them(name: str) -> None:
-    """Who sends knows by them that what it sent before has been added up."""
+    """The sums tell the sender that its earlier data have been reduced."""
     p = MatmulAllReduce(3, 18, 2, 3, "fp32")
     early = edited(named(p, name).build(), lambda s: None if isinstance(s, Wait) and s.signal == "ready" else s)
     with pytest.raises(ScheduleError, match=r"race on (box|sums)"):

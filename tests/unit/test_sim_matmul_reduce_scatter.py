@@ -102,7 +102,8 @@ def test_tiles_that_read_what_they_add_to_at_a_peers_wait_for_it() -> None:
 
 
 def test_a_tile_is_one_units_work() -> None:
-    """Which computes it at its part of the rate, or loads its operands at its part of the cache's; then it stores the tile."""
+    """The unit computes it at its part of the rate, or loads its operands at its part of the cache's rate; then it stores the
+    tile."""
     model = replace(gpu("h200", 2), tile_ramp=0.0, tile_half=0.0)
     per_unit, of_unit = (
         rate / model.compute_units for rate in (model.matmul_flops_per_us["bf16"], model.hbm_bytes_per_us)

@@ -16,7 +16,7 @@ from weft.sim.result import Simulated
 from weft.sim.scarce import parts_of, scarce_only
 
 _DIFFERS = "ficco_1d_collective[start=hetero,gemms=fused,steps=0]"
-"""Of it every rank computes what lies before and behind its own rows, which is something else on each."""
+"""Every rank computes the part before and behind its own rows, which differs between ranks."""
 
 
 def _differing(world: int) -> Schedule:

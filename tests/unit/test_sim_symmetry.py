@@ -26,7 +26,7 @@ from weft.sim.numbers import Numbers, at_rank, regions_of
 
 Mode = Literal["queued", "graph", "single"]
 SAME = 1e-7
-"""Of tens of microseconds, the work that the engine counts as none."""
+"""A relative tolerance: work that the engine counts as none (1e-7 us), relative to tens of microseconds or more."""
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,5 @@
-"""Tokens, by which streams of several ranks wait for each other: none may be put onto another, a watchdog tells from them what a
-run waits for, and loading kernels changes none of what peers read. What streams do with them is played in
-`test_modelled_gpus.py`."""
+"""Flags, by which streams of several ranks wait for each other. A flag is never set on top of another. The watchdog derives from
+flags what a run waits for. Loading kernels changes nothing that peers read. `test_modelled_gpus.py` plays streams with flags."""
 
 from __future__ import annotations
 
@@ -89,9 +88,9 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
     ("previous", "heard", "safe"), [(False, True, True), (False, False, False), (True, True, False)]
 )
 def test_an_answer_protects_a_token_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
-    """Each rank tells its peer at once in every run; the peer answers once its wait has ended. A rank that waits for the answer in
-    another lane ends its run only then: in time for the token of the next run, and too late for one that a wait for the
-    previous run has left until then."""
+    """Each rank notifies its peer at once in every run; the peer answers once its wait has ended. A rank that waits for the
+    answer in another lane ends its run only then. That is in time for the flag of the next run, but too late for a flag that a
+    wait for the previous run has left until then."""
     d, peer = Draft("answered", 2), (RANK + 1) % 2
     x, y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
     told, answered = d.signals("told", 2), d.signals("answered", 2)

@@ -1,4 +1,4 @@
-"""How symmetric memory on GPUs is cut from slabs and given back; everything but the memory itself, without a GPU."""
+"""Cutting symmetric memory on GPUs from slabs and giving it back, without a GPU: all but the memory itself."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from support.interpreted import play_all, wrong_in
 
 NAN = float("nan")
 ROWS, COLS = 16, 32
-"""Of a tile."""
+"""Sizes of a tile."""
 
 
 @dataclass(frozen=True)

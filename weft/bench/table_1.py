@@ -50,7 +50,7 @@ class GatheredGemm:
 
     @property
     def run_bytes(self) -> int:
-        """Return the memory of a rank that measures it: A, B, two results, A gathered twice (by copies, by NCCL), and a shard, at
+        """The memory of a rank that measures it: A, B, two results, A gathered twice (by copies, by NCCL), and a shard, at
         most A."""
         return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 

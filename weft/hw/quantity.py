@@ -25,7 +25,7 @@ class Quantity:
 
     @property
     def si(self) -> float:
-        """Return the value in bytes, seconds, hertz, bytes/s or FLOP/s."""
+        """The value in bytes, seconds, hertz, bytes/s or FLOP/s."""
         return self.value * UNITS[self.unit]
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class Entry(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of symmetric memory on a GPU."""
+        """The bytes of symmetric memory on a GPU."""
 
     def capturing(self) -> bool:
         """True during the capture of a CUDA graph."""

@@ -245,7 +245,7 @@ class CompiledOperator:
 
     @property
     def group_or_none(self) -> dist.ProcessGroup | None:
-        """Return the group; None if its last reference is gone."""
+        """The group; None if its last reference is gone."""
         return self._group()
 
     @property
@@ -267,7 +267,7 @@ class CompiledOperator:
 
     @property
     def taken(self) -> tuple[str, str]:
-        """Return the names of the schedules for calls and for captured calls."""
+        """The names of the schedules for calls and for captured calls."""
         return ("serial", "serial") if self.chosen is None else self.chosen.names
 
     @property
@@ -282,7 +282,7 @@ class CompiledOperator:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of symmetric memory on a GPU."""
+        """The bytes of symmetric memory on a GPU."""
         return 0 if self.chosen is None else self.chosen.nbytes
 
     def capturing(self) -> bool:

@@ -89,7 +89,7 @@ class Chosen:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of symmetric memory on a GPU."""
+        """The bytes of symmetric memory on a GPU."""
         return sum(one.nbytes for one in self.executors())
 
     def close(self) -> None:

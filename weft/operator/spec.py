@@ -268,7 +268,7 @@ class Operator(ABC, Generic[C]):
 
     @property
     def fields(self) -> str:
-        """Return the call's fields, in the notation of torch's schemas."""
+        """The call's fields, in the notation of torch's schemas."""
         return ", ".join(f"{kind} {name}" for kind, name in zip(self.kinds, self.form._fields, strict=True))  # type: ignore[attr-defined]
 
     def tensors(self, call: C) -> list[torch.Tensor | None]:

@@ -63,7 +63,7 @@ class Explanation:
 
     @property
     def header(self) -> tuple[str, ...]:
-        """Return the table's columns, without losses if there are no GEMMs."""
+        """The table's columns, without losses if there are no GEMMs."""
         return HEADER if self._has_losses else tuple(HEADER[i] for i in _WITHOUT_LOSSES)
 
     @property

@@ -113,7 +113,7 @@ class Row:
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
-        """Return the decomposition and contention losses and exposed communication of a queued run; None without GEMMs."""
+        """The decomposition and contention losses and exposed communication of a queued run; None without GEMMs."""
         if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
             return None
         if not gemms_us(self.problem, self.model):

@@ -101,7 +101,7 @@ class SublayerRow:
 
     @property
     def ideal(self) -> float:
-        """Return the ideal speedup of a sub-layer."""
+        """The ideal speedup of a sub-layer."""
         together = max(self.gemm_ms, self.scatter_ms) + self.gather_ms
         return (self.serial_ms + self.gather_ms) / together
 
@@ -111,7 +111,7 @@ class SublayerRow:
 
     @property
     def less_moved(self) -> float | None:
-        """Return the fraction of serial's bytes that is saved, without the all-gather, which is the same as in serial."""
+        """The fraction of serial's bytes that is saved, without the all-gather, which is the same as in serial."""
         return 1 - sum(self.moved[1].values()) / sum(self.moved[0].values()) if self.moved else None
 
 

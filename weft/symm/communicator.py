@@ -100,7 +100,7 @@ class Communicator:
 
     @property
     def failed_address(self) -> int:
-        """Return the address of a private int64: 0 at first, 1 once the group has failed or this communicator is closed."""
+        """The address of a private int64: 0 at first, 1 once the group has failed or this communicator is closed."""
         return self._control.failed_address
 
     def __repr__(self) -> str:
@@ -128,7 +128,7 @@ class Communicator:
 
     @property
     def health(self) -> _core.Health:
-        """Return the native health record. Its `is_well()` is True if `check` would not raise, without a full check."""
+        """The native health record. Its `is_well()` is True if `check` would not raise, without a full check."""
         return self._control.health
 
     def before_check(self, look: Callable[[], None]) -> None:

@@ -87,7 +87,7 @@ class ExpertsCall(Call):
             yield
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """For two ranks with two experts each, K = 8 and N = 3, and two rows for each expert."""
+        """Return invalid arguments, for two ranks with two experts each, K = 8 and N = 3, and two rows for each expert."""
         (x, w), (X, W), splits = self.operands, self.mine, self.splits_here
         size, layout = "must be a whole number from 0 to 2**40", "pass [E, K=8, N]"
         return {
@@ -147,7 +147,7 @@ class AllToAllMatmulCall(ExpertsCall):
 
     @property
     def come(self) -> int:
-        """The number of rows that come to this rank."""
+        """The number of rows that arrive on this rank."""
         return sum(sum(of[self.rank * self.case.experts : (self.rank + 1) * self.case.experts]) for of in self.splits)
 
     def check(self, group: dist.ProcessGroup, found: Tensors, expected: tuple[Tensors, Tensors] | None = None) -> None:

@@ -78,7 +78,7 @@ class Product(Call):
         return replace(case, shape=(rows, 128), n=96)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """For K = 8 and N = 3."""
+        """Return invalid arguments, for K = 8 and N = 3."""
         (x, w), (X, W) = self.operands, self.mine
         whole, of_8 = torch.int64, torch.float8_e4m3fn
         usable = "use one of torch.float32, torch.float16, torch.bfloat16, torch.float64"
@@ -218,7 +218,7 @@ class MatmulAllReduceCall(Reduced):
         return [total] if norm is None else [rms_norm(total, norm.shape, norm, self.eps), total]
 
     def check(self, group: dist.ProcessGroup, found: Tensors, expected: tuple[Tensors, Tensors] | None = None) -> None:
-        """The sum is normed as it was rounded: in 16 bits the norm of the exact one is further off."""
+        """Check that the norm is that of the rounded sum: in 16 bits the norm of the exact sum is further off."""
         super().check(group, found, expected)
         if self.eps is not None:
             (y, total), norm = found, self.mine[-1]
@@ -229,7 +229,7 @@ class MatmulAllReduceCall(Reduced):
         return results if getattr(self.case, "residual", False) else results[-1:]
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """For [8, 8] @ [8, 3] on each rank."""
+        """Return invalid arguments, for [8, 8] @ [8, 3] on each rank."""
         bias, residual = torch.ones(3), torch.ones(8, 3)
         mean = 'op="avg" does not support bias, residual and norm'
         return {
@@ -392,7 +392,7 @@ class AllGatherMatmulCall(Call):
         return AllGatherMatmul(self.world, rows, self.case.widths, k, dtype, self.case.return_A)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """For two ranks, and [8, 8] and [8, 3] on each."""
+        """Return invalid arguments, for two ranks with [8, 8] and [8, 3] each."""
         (x, B), rank = self.mine, self.rank
         shard = "shard[chunks=2,send=in_turn,by=dma]"
         return {

@@ -127,7 +127,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
         return AllGatherMatmul(self.world, rows, case.widths, case.shape[-1], "fp8", case.return_A, scaled)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """For two ranks, and [7, 32] and [32, 16] on each."""
+        """Return invalid arguments, for two ranks with [7, 32] and [32, 16] each."""
         x, scale, B, B_scale = self.mine
         rows, zeros, n = scales(0, (7, 1), 1), torch.zeros(16, device=device()), 16
         fp8 = {"A_shard": x[:, :24], "Bs": [B[:24]]}
@@ -239,7 +239,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
         return replace(case, shape=(rows * world, 128))
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """For [24, 32] and [32, 16] on each of two ranks."""
+        """Return invalid arguments, for [24, 32] and [32, 16] on each of two ranks."""
         A, B, scale = self.mine[:3]
         (m, _), n, of_rows = A.shape, B.shape[1], scales(self.rank, (A.shape[0], 1), 2)
         zeros, halves = torch.zeros(n, device=device()), A.view(m // 2, 2, -1)

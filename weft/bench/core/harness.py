@@ -85,7 +85,7 @@ class Ranks:
 
     @cached_property
     def _meeting(self) -> Any:
-        """Return a barrier of signals in symmetric memory; None if there is none.
+        """A barrier of signals in symmetric memory; None if there is none.
 
         An NCCL barrier does not work here: if a graph contains NCCL collectives, its launch blocks the host until earlier NCCL
         work ends.

@@ -70,17 +70,17 @@ class BenchOptions:
 
     @property
     def presets(self) -> tuple[str, ...]:
-        """Return the names in `preset`; empty for all that suit the device."""
+        """The names in `preset`; empty for all that suit the device."""
         return tuple(name.strip() for name in self.preset.split(",")) if self.preset is not None else ()
 
     @property
     def time_s(self) -> float:
-        """Return the seconds for the slowest variant of a mode."""
+        """The seconds for the slowest variant of a mode."""
         return self.seconds or (0.1 if self.quick else 1.0)
 
     @property
     def repetitions(self) -> tuple[int, int]:
-        """Return (least, most)."""
+        """The smallest and the largest number of repetitions."""
         return (3, 5) if self.quick else (9, 25) if self.time_s >= 0.5 else (5, 25)
 
 

@@ -101,43 +101,43 @@ class Verdict:
 
     @cached_property
     def timed(self) -> list[Record]:
-        """Return the rows of the first run with times, except rows of `changing`."""
+        """The rows of the first run with times, except rows of `changing`."""
         return [row for row in self._runs[0].values() if is_timed(row)]
 
     @cached_property
     def judged(self) -> list[Record]:
-        """Return the timed rows in modes that can be below."""
+        """The timed rows in modes that can be below."""
         return [row for row in self.timed if row["mode"] in _JUDGED]
 
     @cached_property
     def suspects(self) -> list[Record]:
-        """Return the rows that were under the limit in the first run and have no second run."""
+        """The rows that were under the limit in the first run and have no second run."""
         return [row for row in self.judged if is_suspect(row) and key(row) not in self._runs[1]]
 
     @cached_property
     def below(self) -> list[Record]:
-        """Return the rows that were under the limit in both runs."""
+        """The rows that were under the limit in both runs."""
         again = self._runs[1]
         return [row for row in self.judged if is_suspect(row) and is_under_again(again.get(key(row)))]
 
     @property
     def worst(self) -> list[Record]:
-        """Return the rows by speed relative to serial, the slowest first; single calls only if there are no others."""
+        """The rows by speed relative to serial, the slowest first; single calls only if there are no others."""
         return sorted(self.judged or self.timed, key=speed)
 
     @property
     def serial(self) -> list[Record]:
-        """Return the rows for which the serial schedule was selected."""
+        """The rows for which the serial schedule was selected."""
         return [row for row in self.judged if not overlaps(row)]
 
     @property
     def gaining(self) -> list[Record]:
-        """Return the rows in which overlap can gain."""
+        """The rows in which overlap can gain."""
         return [row for row in self.judged if can_gain(row)]
 
     @property
     def overlapped_share(self) -> float | None:
-        """Return the fraction of overlapped rows among the rows in which overlap can gain."""
+        """The fraction of overlapped rows among the rows in which overlap can gain."""
         return share([overlaps(row) for row in self.gaining])
 
     def added_us(self, overlapped: bool) -> float | None:
@@ -159,12 +159,12 @@ class Verdict:
 
     @property
     def mean_ideal_of_serial(self) -> float | None:
-        """Return the geometric mean of the ideal time over serial's, of rows for which serial was selected."""
+        """The geometric mean of the ideal time over serial's, of rows for which serial was selected."""
         return geomean([ratio for row in self.serial if (ratio := ideal_ratio(row)) is not None])
 
     @property
     def failures(self) -> list[str]:
-        """Return the violated criteria as phrases; empty if all hold."""
+        """The violated criteria as phrases; empty if all hold."""
         found = []
         if self.below:
             found.append(f"{len(self.below)} of {len(self.judged)} below {NEVER_BELOW}x")

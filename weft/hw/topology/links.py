@@ -65,7 +65,7 @@ class Topology:
 
     @cached_property
     def period(self) -> int:
-        """Return the smallest rotation of the ranks under which the topology looks the same: 1 if all ranks see the same, `ranks`
+        """The smallest rotation of the ranks under which the topology looks the same: 1 if all ranks see the same, `ranks`
         if no two do.
 
         Rotated by the period, every route becomes the route of the rotated ranks, over equally fast links of the same kinds.
