@@ -13,14 +13,22 @@ import torch.distributed as dist
 
 from weft.bench.core import console, harness
 from weft.bench.core.ceilings import Ceilings, measure_ceilings
-from weft.bench.core.harness import Ranks, summarise, time_arms
+from weft.bench.core.harness import Ranks, summarise, time_variants
 from weft.bench.core.measure import check
 from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for
 from weft.bench.ops.embedding_all_to_all import OPERATOR, EmbeddingWorkload, Traffic
-from weft.bench.ops.embedding_arms import BASELINE, SerialArm, embedding_bags, make_arm, parse, pooled_float64, why_not
 from weft.bench.ops.embedding_presets import FULL, Bag, EmbeddingPreset, TableShape
+from weft.bench.ops.embedding_variants import (
+    BASELINE,
+    SerialVariant,
+    embedding_bags,
+    make_variant,
+    parse,
+    pooled_float64,
+    why_not,
+)
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.tables import column_runs
@@ -211,7 +219,7 @@ def test_bytes_of_a_tiny_configuration_by_hand(pool: Pool) -> None:
         assert 16 <= traffic.distinct_rows <= (10, 18)[rank] * 16
 
 
-class _Broken(SerialArm):
+class _Broken(SerialVariant):
     """Correct, except for what `spoil` does to the output."""
 
     def __init__(self, work: EmbeddingWorkload, spoil) -> None:
@@ -240,11 +248,11 @@ def _short(output: torch.Tensor) -> torch.Tensor:
 def _checks(group: dist.ProcessGroup) -> dict[str, float | str]:
     work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=2)
     found: dict[str, float | str] = dict(
-        check({n: make_arm(n, work) for n in (BASELINE, "batched", "direct", "put")}, work).errors
+        check({n: make_variant(n, work) for n in (BASELINE, "batched", "direct", "put")}, work).errors
     )
     for spoil in (_one_element, _unwritten_row, _short):
         broken = {spoil.__name__: _Broken(work, spoil)}
-        found |= check({BASELINE: make_arm(BASELINE, work)} | broken, work).wrong
+        found |= check({BASELINE: make_variant(BASELINE, work)} | broken, work).wrong
     try:
         check({BASELINE: _Broken(work, _short)}, work)
     except RuntimeError as error:
@@ -281,7 +289,7 @@ def _sleepy(group: dist.ProcessGroup) -> dict:
     shares: list[float] = []
     real, harness.time = harness.time, SimpleNamespace(perf_counter=look)
     try:
-        timings = time_arms(
+        timings = time_variants(
             {"sleepy": slow_on_rank_1, "quick": lambda which: None},
             ranks,
             "single",
@@ -335,7 +343,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
         assert row["roofline_ratio"] == pytest.approx(row["p50_ms"] / row["roofline_ms"])
         assert len(row["ceilings"]) == row["ranks"] == 2
         assert (row["pool_ms"] is not None) == (row["variant"] in (BASELINE, "batched"))
-    # The output [11, 35] in fp32, twice (two result buffers); the serial arms hold what they send and receive.
+    # The output [11, 35] in fp32, twice (two result buffers); the serial variants hold what they send and receive.
     assert rows[2]["extra_bytes"] == 11 * 35 * 4
     assert rows[1]["extra_bytes"] >= 2 * 11 * 35 * 4
 
@@ -344,8 +352,8 @@ def _traced(group: dist.ProcessGroup) -> dict[str, Timeline]:
     work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=1)
     timelines = {name: Timeline() for name in (BASELINE, "put", "direct")}
     for name, timeline in timelines.items():
-        arm, before = make_arm(name, work), time.monotonic_ns() / 1e3
-        arm.traced(0, timeline)
+        variant, before = make_variant(name, work), time.monotonic_ns() / 1e3
+        variant.traced(0, timeline)
         after = time.monotonic_ns() / 1e3
         assert all(before <= span.start_us <= span.end_us <= after for span in timeline), name
         assert sum(span.end_us - span.start_us for span in timeline if span.lane != "wait") > 0
@@ -379,7 +387,9 @@ def test_ceilings_are_the_same_on_every_rank(pool: Pool) -> None:
 
 def _half(group: dist.ProcessGroup, dtype: torch.dtype) -> float:
     work = EmbeddingWorkload(RAGGED.config(group.size(), FULL, dtype), _ranks(group), input_sets=1)
-    return max(check({name: make_arm(name, work) for name in (BASELINE, "batched", "direct")}, work).errors.values())
+    return max(
+        check({name: make_variant(name, work) for name in (BASELINE, "batched", "direct")}, work).errors.values()
+    )
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])

@@ -1,4 +1,4 @@
-"""The benchmark of all_to_all_matmul: what it names and refuses, its inputs, its arms, what it records, graphs without a GPU.
+"""The benchmark of all_to_all_matmul: what it names and refuses, its inputs, its variants, what it records, graphs without a GPU.
 
 Cheapest first: names without processes, then two ranks.
 """
@@ -15,7 +15,7 @@ from support.all_to_all_matmul_reference import expected
 
 from weft.bench.core import measure
 from weft.bench.core.harness import Ranks
-from weft.bench.core.measure import check, measure_arms
+from weft.bench.core.measure import check, measure_variants
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
 from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchVariants, MoeShape
@@ -65,16 +65,16 @@ def _workload(group: dist.ProcessGroup) -> DispatchVariants:
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
-    """Inputs, and what the arms make of them, beside what the tests' own reference says."""
+    """Inputs, and what the variants make of them, beside what the tests' own reference says."""
     work, world = _workload(group), group.size()
     tokens, weights = ([torch.empty_like(t) for _ in range(world)] for t in (work.tokens[1], work.w))
     dist.all_gather(tokens, work.tokens[1], group=group)
     dist.all_gather(weights, work.w, group=group)
     splits = tuple(tuple(map(int, row)) for row in work.all_splits[1])
     y, received = expected(group.rank(), splits, tokens, torch.cat(weights))
-    arms = {"serial": work.serial, "padded": work.padded}
-    arms |= {name: work.weft(name, None) for name in ("weft", "weft-bounded")}
-    outputs = {name: arm(1) for name, arm in arms.items()}
+    variants = {"serial": work.serial, "padded": work.padded}
+    variants |= {name: work.weft(name, None) for name in ("weft", "weft-bounded")}
+    outputs = {name: variant(1) for name, variant in variants.items()}
     return {
         "counts": torch.equal(work.counts(1), received),
         "reference": float((work.reference(1) - y).abs().max()),
@@ -87,7 +87,7 @@ def _facts(group: dist.ProcessGroup) -> dict:
     }
 
 
-def test_inputs_arms_and_load_by_hand(pool: Pool) -> None:
+def test_inputs_variants_and_load_by_hand(pool: Pool) -> None:
     found = pool.run(_facts, ranks=2)
     splits = torch.tensor(found[0]["splits"])  # [input set, rank, expert]
     between = splits.view(2, 2, 2, 3).sum(3)
@@ -221,16 +221,22 @@ class _Recorder:
 
 def _captured(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
-    arms = {"serial": work.serial, "padded": work.padded, "weft-bounded": work.weft("weft-bounded", None)}
+    variants = {"serial": work.serial, "padded": work.padded, "weft-bounded": work.weft("weft-bounded", None)}
     work.waiting = ["serial"]
     original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
     try:
-        results = measure_arms(
-            work, arms, {}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3), step=lambda what, share: None
+        results = measure_variants(
+            work,
+            variants,
+            {},
+            modes=("queued", "graph"),
+            seconds=0.01,
+            repetitions=(3, 3),
+            step=lambda what, share: None,
         )
     finally:
         measure.Recorder = original  # type: ignore[misc]
-    errors = check(arms, work).errors
+    errors = check(variants, work).errors
     return {"timed": sorted(results.timings), "wrong": results.wrong, "not": results.not_captured, "errors": errors}
 
 

@@ -23,7 +23,7 @@ from weft.bench.__main__ import options_of
 from weft.bench.core import measure
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Ranks
-from weft.bench.core.measure import check, measure_arms
+from weft.bench.core.measure import check, measure_variants
 from weft.bench.core.operators import SCALED, measured, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
@@ -344,14 +344,14 @@ class _Serial:
 def _captured(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
     work.others(())
-    arms = {name: _Serial(work, name) for name in ("serial", "refuses", "late")}
-    eager = check(arms, work)
+    variants = {name: _Serial(work, name) for name in ("serial", "refuses", "late")}
+    eager = check(variants, work)
     wrong = dict(eager.wrong)
-    found = check(arms, work, _Recorder(work.ranks), eager)  # type: ignore[arg-type]
+    found = check(variants, work, _Recorder(work.ranks), eager)  # type: ignore[arg-type]
     original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
     try:
-        results = measure_arms(
-            work, arms, {"beside": work.gather}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3),
+        results = measure_variants(
+            work, variants, {"beside": work.gather}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3),
             step=lambda what, share: None,
         )  # fmt: skip
     finally:

@@ -1,4 +1,4 @@
-"""The benchmark of matmul_all_to_all: its inputs, its arms, what it records; the rest it has from that of all_to_all_matmul."""
+"""The benchmark of matmul_all_to_all: its inputs, its variants, what it records; the rest it has from that of all_to_all_matmul."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> No
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
-    """Return how the arms' results compare with the tests' own reference."""
+    """Return how the variants' results compare with the tests' own reference."""
     work, world = CombineVariants(OPERATOR.spec, SHAPE, Ranks(group, group, torch.device("cpu")), "fp32"), group.size()
     splits = tuple(tuple(map(int, row)) for row in work.all_splits[1])
     hs = [work.rows_at(1, rank) for rank in range(world)]
     weights = torch.stack([work.expert(rank, i) for rank in range(world) for i in range(3)])
     y = expected(group.rank(), splits, [h.double() for h in hs], weights.double())
-    arms, _, _ = work.others([])
-    arms |= {name: work.weft(name, None) for name in ("weft", "weft-bounded")}
+    variants, _, _ = work.others([])
+    variants |= {name: work.weft(name, None) for name in ("weft", "weft-bounded")}
     return {
         "received": torch.equal(work.received[1], received_of(group.rank(), splits)),
         "weights": torch.equal(work.w, weights.split(3)[group.rank()]),
         "reference": float((work.reference(1) - y).abs().max()),
-        "errors": {name: float((arm(1) - y).abs().max()) for name, arm in arms.items()},
+        "errors": {name: float((variant(1) - y).abs().max()) for name, variant in variants.items()},
         "fresh": not torch.equal(work.all_splits[0], work.all_splits[1]),
     }
 
 
-def test_inputs_and_arms(pool: Pool) -> None:
+def test_inputs_and_variants(pool: Pool) -> None:
     for one in pool.run(_facts, ranks=2):
         assert one["received"]
         assert one["weights"]

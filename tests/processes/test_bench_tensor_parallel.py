@@ -20,7 +20,7 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.ops import tensor_parallel
 from weft.bench.ops.tensor_parallel import OPERATOR, Comparison
-from weft.bench.ops.tensor_parallel_arms import Arm, Block, ModelSizes, StockAttention, StockMLP, arms_of
+from weft.bench.ops.tensor_parallel_variants import Block, ModelSizes, StockAttention, StockMLP, Variant, variants_of
 from weft.bench.report import markdown
 from weft.launch import Pool
 
@@ -29,7 +29,7 @@ MLP, ATTENTION = Block("tiny", "mlp", TINY), Block("tiny", "attention", TINY)
 WHOLE = [Block("whole", kind, TINY._replace(whole=True)) for kind in ("mlp", "attention")]
 CPU = torch.device("cpu")
 CHECKED = 3
-"""Calls of an arm until it has been checked."""
+"""Calls of an variant until it has been checked."""
 
 
 def _options(**given: Any) -> BenchOptions:
@@ -149,7 +149,7 @@ def test_the_baseline_is_right(pool: Pool, block: Block) -> None:
 
 
 def _sizes(group: dist.ProcessGroup, block: Block) -> list[list[tuple[int, ...]]]:
-    """Return the sizes of each arm's results. The result of `compute` may hold anything, but has the same size."""
+    """Return the sizes of each variant's results. The result of `compute` may hold anything, but has the same size."""
     work = Comparison(block, ("weft",), _ranks(group), torch.bfloat16)
     made = [work.results(name, work.call(name)) for name in ("compute", "serial", "weft")]
     assert {value.dtype for of in made for value in of.values()} == {torch.bfloat16}
@@ -162,7 +162,7 @@ def test_compute_alone_is_of_the_same_size(pool: Pool, block: Block) -> None:
         assert compute == serial == weft_s
 
 
-def _spoiled_gradient(after: int, rank: int, arm: Arm) -> Arm:
+def _spoiled_gradient(after: int, rank: int, variant: Variant) -> Variant:
     """One whose up_proj's gradient is off by a thousandth of its largest element, once it was called so often, on one rank."""
     calls = 0
 
@@ -171,8 +171,8 @@ def _spoiled_gradient(after: int, rank: int, arm: Arm) -> Arm:
         calls += 1
         return grad + 1e-3 * grad.abs().max() if calls > after and dist.get_rank() == rank else grad
 
-    arm.module.up_proj.weight.register_hook(spoil)  # type: ignore[union-attr, operator]
-    return arm
+    variant.module.up_proj.weight.register_hook(spoil)  # type: ignore[union-attr, operator]
+    return variant
 
 
 class _Kept(torch.autograd.Function):
@@ -185,33 +185,33 @@ class _Kept(torch.autograd.Function):
         return grad, None
 
 
-def _stale(arm: Arm) -> Arm:
+def _stale(variant: Variant) -> Variant:
     """One that writes its result once, and shows it again."""
     kept: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y = arm.call(x)
+        y = variant.call(x)
         kept.append(y.detach().clone()) if not kept else None
         return _Kept.apply(y, kept[0])
 
-    return Arm(arm.module, call)
+    return Variant(variant.module, call)
 
 
 def _measured(
-    group: dist.ProcessGroup, block: Block, change: Callable[..., Arm] | None = None, *given: Any, **options: Any
+    group: dist.ProcessGroup, block: Block, change: Callable[..., Variant] | None = None, *given: Any, **options: Any
 ) -> Measured:
-    made = arms_of
+    made = variants_of
 
-    def changed(*arguments: Any) -> dict[str, Arm]:
-        arms = made(*arguments)
-        return arms | ({} if change is None else {"weft": change(*given, arms["weft"])})
+    def changed(*arguments: Any) -> dict[str, Variant]:
+        variants = made(*arguments)
+        return variants | ({} if change is None else {"weft": change(*given, variants["weft"])})
 
-    tensor_parallel.arms_of = changed
+    tensor_parallel.variants_of = changed
     try:
         wanted = _options(**{"variants": ("weft",), **options})
         return OPERATOR.measure(block, _ranks(group), wanted, [], lambda what, share: None)
     finally:
-        tensor_parallel.arms_of = made
+        tensor_parallel.variants_of = made
 
 
 @pytest.mark.parametrize("block", [MLP, ATTENTION], ids=["mlp", "attention"])
@@ -258,20 +258,20 @@ def test_a_result_that_is_not_written_anew_is_found(pool: Pool) -> None:
 
 
 def _run(group: dist.ProcessGroup, file: Path, spoil: bool) -> list[dict] | str:
-    before, made = tensor_parallel.MODELS["cpu"], arms_of
+    before, made = tensor_parallel.MODELS["cpu"], variants_of
     tensor_parallel.MODELS["cpu"] = TINY
 
-    def spoiled(block: Block, *others: Any) -> dict[str, Arm]:
-        arms = made(block, *others)
-        return arms | ({"weft": _spoiled_gradient(0, 0, arms["weft"])} if block.kind == "mlp" else {})
+    def spoiled(block: Block, *others: Any) -> dict[str, Variant]:
+        variants = made(block, *others)
+        return variants | ({"weft": _spoiled_gradient(0, 0, variants["weft"])} if block.kind == "mlp" else {})
 
-    tensor_parallel.arms_of = spoiled if spoil else made
+    tensor_parallel.variants_of = spoiled if spoil else made
     try:
         return run_rank(group.rank(), group.size(), _options(variants=("weft",), json=file))
     except RuntimeError as error:
         return str(error)
     finally:
-        tensor_parallel.MODELS["cpu"], tensor_parallel.arms_of = before, made
+        tensor_parallel.MODELS["cpu"], tensor_parallel.variants_of = before, made
 
 
 @pytest.mark.parametrize("spoil", [False, True], ids=["", "spoiled"])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.bench.core import measure
 from weft.bench.core.harness import Mode, Ranks
-from weft.bench.core.measure import Results, Workload, check, measure_arms
+from weft.bench.core.measure import Results, Workload, check, measure_variants
 from weft.launch import Pool
 
 
@@ -64,22 +64,22 @@ class _Recorder:
 
 
 def _measured(
-    group: dist.ProcessGroup, modes: tuple[Mode, ...], arms: dict[str, int | str]
+    group: dist.ProcessGroup, modes: tuple[Mode, ...], variants: dict[str, int | str]
 ) -> tuple[Results, dict[str, str]]:
-    """arms: after how many calls they tire, or "replays", whose graphs write in their first replay only."""
+    """variants: after how many calls they tire, or "replays", whose graphs write in their first replay only."""
     work = _Doubling(Ranks(group, group, torch.device("cpu")))
     made: dict[str, Any] = {"baseline": work}
-    for name, how in arms.items():
+    for name, how in variants.items():
         made[name] = _Tiring(work, how if isinstance(how, int) else 10**9)
         if how == "replays":
             made[name].replays = 1
     eager = check(made, work).wrong
-    for name, how in arms.items():
+    for name, how in variants.items():
         if isinstance(how, int):
             made[name].left = how
     original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
     try:
-        found = measure_arms(
+        found = measure_variants(
             work, made, {}, modes=modes, seconds=0.01, repetitions=(3, 3), step=lambda what, share: None
         )
     finally:
@@ -114,7 +114,7 @@ def test_a_graph_that_is_replayed_without_writing_has_no_time(pool: Pool) -> Non
 def _tiring_baseline(group: dist.ProcessGroup) -> str:
     work = _Doubling(Ranks(group, group, torch.device("cpu")))
     try:
-        measure_arms(
+        measure_variants(
             work, {"baseline": _Tiring(work, 7)}, {}, modes=("queued",), seconds=0.01, repetitions=(3, 3),
             step=lambda what, share: None,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 
 from weft.bench.core import ceilings, harness, measure
 from weft.bench.core.ceilings import measure_ceilings
-from weft.bench.core.harness import Mode, Ranks, Timing, time_arms
+from weft.bench.core.harness import Mode, Ranks, Timing, time_variants
 from weft.runtime.cuda.issue import StreamItems
 from weft.timeline import Span, Timeline
 
@@ -91,9 +91,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def timed(machine: Machine, mode: Mode, device: str, call: Any, **options: Any) -> Timing:
-    """Return the timing of `call` beside another arm that takes three times as long on the host and ten times on the device."""
-    arms = {"it": call, "another": lambda which: machine.call(3e-4, 1e-2)}
-    return time_arms(arms, Two(machine, device), mode, input_sets=2, seconds=0.2, **options)["it"]
+    """Return the timing of `call` beside another variant that takes three times as long on the host and ten times on the device."""
+    variants = {"it": call, "another": lambda which: machine.call(3e-4, 1e-2)}
+    return time_variants(variants, Two(machine, device), mode, input_sets=2, seconds=0.2, **options)["it"]
 
 
 @pytest.mark.parametrize("mode", ["single", "queued"])
@@ -149,8 +149,8 @@ def test_a_single_call_is_host_then_device_and_the_first_does_not_count(machine:
 
 
 def test_first_calls_are_timed_to_their_end(machine: Machine) -> None:
-    arms: Any = {"short": lambda which: machine.call(1e-3, 2e-3), "long": lambda which: machine.call(0.0, 1.0)}
-    found = measure.first_calls(arms, Two(machine, "cuda"))
+    variants: Any = {"short": lambda which: machine.call(1e-3, 2e-3), "long": lambda which: machine.call(0.0, 1.0)}
+    found = measure.first_calls(variants, Two(machine, "cuda"))
     assert found == {"short": pytest.approx(2 * 3.0), "long": pytest.approx(2 * 1000.0)}
 
 

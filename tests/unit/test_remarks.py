@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from weft.bench.core import harness, remarks
-from weft.bench.core.harness import Timing, is_clear, noise, summarise, time_arms
+from weft.bench.core.harness import Timing, is_clear, noise, summarise, time_variants
 from weft.bench.demo import LEGEND, headline
 
 QUIET = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -106,7 +106,7 @@ class _Alone:
 
 
 def _times(monkeypatch: pytest.MonkeyPatch, spread: float, **how: Any) -> tuple[dict[str, Timing], list[str]]:
-    """Time three arms by a clock that gives each a time and a spread. Return also the order in which arms were measured."""
+    """Time three variants by a clock that gives each a time and a spread. Return also the order in which variants were measured."""
     base_ms, measured = {"serial": 100.0, "weft": 99.0, "other": 50.0}, []
 
     def measure(clock: Any, repetition: int) -> tuple[float, float]:
@@ -121,8 +121,8 @@ def _times(monkeypatch: pytest.MonkeyPatch, spread: float, **how: Any) -> tuple[
     def weft(which: int) -> None: ...
     def other(which: int) -> None: ...
 
-    arms = {call.__name__: call for call in (serial, weft, other)}
-    timings = time_arms(arms, _Alone(), "queued", input_sets=2, repetitions=(9, 9), **how)  # type: ignore[arg-type]
+    variants = {call.__name__: call for call in (serial, weft, other)}
+    timings = time_variants(variants, _Alone(), "queued", input_sets=2, repetitions=(9, 9), **how)  # type: ignore[arg-type]
     return timings, measured
 
 

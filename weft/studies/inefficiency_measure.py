@@ -309,8 +309,8 @@ def measure(gemm: GatheredGemm, dtype: torch.dtype, ranks: Ranks, effort: Measur
                 alone[gather_name(by, pieces)] = StudyLane(side.gather(by, pieces), 1, by)
         step(f"{gemm.name}: checking pieces against the whole", 1)
         pairs = make_lanes(alone, side, effort)
-        arms: dict[str, tuple[StudyLane, ...]] = {**{name: (lane,) for name, lane in alone.items()}, **pairs}
-        found = _repeat(arms, side, effort.repetitions, partial(step, f"{gemm.name}: timing"))
+        variants: dict[str, tuple[StudyLane, ...]] = {**{name: (lane,) for name, lane in alone.items()}, **pairs}
+        found = _repeat(variants, side, effort.repetitions, partial(step, f"{gemm.name}: timing"))
     values = {name: 1e3 * np.array(ranks.gather(mine)) for name, mine in found.items()}  # [rank, repetitions x values]
     timings = {name: summarise(values[name].T.tolist(), lane.count) for name, lane in alone.items()}
     overlap = {}
@@ -345,15 +345,15 @@ def make_lanes(
 
 
 def _repeat(
-    arms: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
+    variants: dict[str, tuple[StudyLane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
     """Return for each variant and repetition the seconds of a call, or for pairs the values of `together`. Each repetition starts
     with another variant."""
-    names, found = list(arms), {name: list[float]() for name in arms}
+    names, found = list(variants), {name: list[float]() for name in variants}
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
-            lanes = arms[name]
+            lanes = variants[name]
             values = _play_together(lanes, side) if len(lanes) > 1 else _play_alone(lanes[0], side)
             found[name] += values if repetition else []
         advance(1 / (repetitions + 1))

@@ -30,10 +30,10 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
         )
     events: list[dict[str, Any]] = []
     pid = 0
-    for arm, recorded in timelines.items():
+    for variant, recorded in timelines.items():
         timeline = recorded.shifted()
         for rank in timeline.ranks():
-            name = f"rank {rank}: {arm}" if arm else f"rank {rank}"
+            name = f"rank {rank}: {variant}" if variant else f"rank {rank}"
             events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
             events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
             tid_of = {lane: tid for tid, lane in enumerate(timeline.lanes(rank))}

@@ -16,7 +16,7 @@ from weft.trace.kinds import kind_of
 from weft.trace.pyplot import pyplot
 
 _COLOURS = {"compute": "#4063a3", "bytes leave": "#e1812c", "copy within the rank": "#f3c9a0", "wait": "#c8c8c8"}
-_ARM_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
+_VARIANT_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 
 
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
@@ -49,19 +49,19 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
 
     `title` describes the run; it becomes the file's description. Raises ValueError if a timeline is empty.
     """
-    for arm, timeline in timelines.items():
+    for variant, timeline in timelines.items():
         if not timeline:
             raise ValueError(
-                f"nothing to draw for {arm!r}: its timeline has no span: first pass it as timeline= to a call"
+                f"nothing to draw for {variant!r}: its timeline has no span: first pass it as timeline= to a call"
             )
     if not timelines:
         raise ValueError("nothing to draw: no timeline")
     plt = pyplot()
     from matplotlib.patches import Patch
 
-    shifted = {arm: timeline.shifted() for arm, timeline in timelines.items()}
+    shifted = {variant: timeline.shifted() for variant, timeline in timelines.items()}
     end_ms = max(span.end_us for timeline in shifted.values() for span in timeline) / 1e3
-    lanes = {arm: _lanes(timeline) for arm, timeline in shifted.items()}
+    lanes = {variant: _lanes(timeline) for variant, timeline in shifted.items()}
     heights = [0.6 + 0.34 * len(rows) for rows in lanes.values()]
     figure, axes = plt.subplots(
         len(shifted) + 1,
@@ -73,9 +73,9 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
         squeeze=False,
     )
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    for axis, (arm, rows) in zip(axes[:, 0], lanes.items(), strict=False):
-        finish = max(span.end_us for span in shifted[arm]) / 1e3
-        axis.set_title(f"{arm}: {finish:.2f} ms", fontsize=10, loc="left", fontweight="bold")
+    for axis, (variant, rows) in zip(axes[:, 0], lanes.items(), strict=False):
+        finish = max(span.end_us for span in shifted[variant]) / 1e3
+        axis.set_title(f"{variant}: {finish:.2f} ms", fontsize=10, loc="left", fontweight="bold")
         for y, spans in enumerate(rows.values()):
             for (kind, top), drawn in _drawn(spans).items():
                 bars = _merged(drawn, pixel_us=end_ms)  # about a thousandth of the axis
@@ -90,11 +90,16 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
     legend = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in kinds]
     axes[0, 0].legend(handles=legend, ncol=4, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     curve = axes[-1, 0]
-    for i, (arm, timeline) in enumerate(shifted.items()):
+    for i, (variant, timeline) in enumerate(shifted.items()):
         times, totals = bytes_sent(timeline)
         style = "--" if i == 0 and len(shifted) > 1 else "-"
         curve.plot(
-            np.array(times) / 1e3, np.array(totals) / 1e6, style, color=_ARM_COLOURS[i % 4], label=arm, linewidth=2
+            np.array(times) / 1e3,
+            np.array(totals) / 1e6,
+            style,
+            color=_VARIANT_COLOURS[i % 4],
+            label=variant,
+            linewidth=2,
         )
     curve.set_xlabel("time since the call, ms")
     curve.set_ylabel("MB sent,\nall ranks", fontsize=9)

@@ -161,13 +161,13 @@ def summarise(
     return Timing(p20, p50, p80, skew, len(repetitions_ms), calls, host, tuple(slowest.tolist()))
 
 
-def time_arms(
-    arms: Mapping[str, Call], ranks: Ranks, mode: Mode, *, input_sets: int, seconds: float = 1.0,
+def time_variants(
+    variants: Mapping[str, Call], ranks: Ranks, mode: Mode, *, input_sets: int, seconds: float = 1.0,
     repetitions: tuple[int, int] = (5, 25), waiting: Collection[str] = (), claims: Collection[tuple[str, str]] = (),
     advance: Callable[[float], None] = lambda share: None, before_last: Callable[[], None] = lambda: None,
     inspect: Callable[[str, int, Any], None] = lambda name, which, output: None,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time `arms` alternately, on all ranks at once; every rank returns the same timings.
+    """Time `variants` alternately, on all ranks at once; every rank returns the same timings.
 
     The slowest variant gets about `seconds`. All variants get the same number of `repetitions` (least, most), and calls cycle
     through `input_sets`. For `graph`, a variant is the call that replays.
@@ -179,15 +179,15 @@ def time_arms(
     inspect: called in the last repetition, after each variant's row, with the variant's name, the input set and the output of the
         row's last call, in the same order on all ranks.
     """
-    slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
+    slowest_s = max(_warm_up(call, ranks, input_sets) for call in variants.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
     calls = max(3, min(most, round(0.25 * seconds / slowest_s)))
     calls = 1 if mode == "single" and ranks.device.type == "cpu" else calls
     count = max(repetitions[0], min(repetitions[1], round(seconds / (slowest_s * calls))))
     clock = _HostClock if ranks.device.type == "cpu" else _SingleClock if mode == "single" else _QueueClock
-    clocks = {name: clock(call, ranks, name in waiting, calls, input_sets) for name, call in arms.items()}
-    claims = [pair for pair in claims if set(pair) <= set(arms)]
-    mine: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    clocks = {name: clock(call, ranks, name in waiting, calls, input_sets) for name, call in variants.items()}
+    claims = [pair for pair in claims if set(pair) <= set(variants)]
+    mine: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
 
     def repeat(repetition: int, names: Sequence[str], looking: bool = False) -> None:
         for number in np.random.default_rng(repetition).permutation(len(names)):  # the same on all ranks
@@ -199,25 +199,25 @@ def time_arms(
 
     def found() -> dict[str, Timing]:
         timings = {}
-        for name in arms:
+        for name in variants:
             of_ranks, busy = (list(zip(*ranks.gather([row[i] for row in mine[name]]), strict=True)) for i in range(2))
             timings[name] = summarise(of_ranks, calls, busy if ranks.device.type == "cuda" else None)
         return timings
 
     for repetition in range(count - 1):
-        repeat(repetition, list(arms))
+        repeat(repetition, list(variants))
         advance(1 / count)
     for more in range(1, _LONGER):
         timings = found() if claims and count > 1 else {}
         unclear = dict.fromkeys(
-            name for pair in claims if timings and not _clear(*(timings[arm] for arm in pair)) for name in pair
+            name for pair in claims if timings and not _clear(*(timings[variant] for variant in pair)) for name in pair
         )
         if not unclear:
             break
         for repetition in range(more * count, (more + 1) * count):
             repeat(repetition, list(unclear))
     before_last()
-    repeat(_LONGER * count, list(arms), looking=True)
+    repeat(_LONGER * count, list(variants), looking=True)
     advance(1 / count)
     return found()
 

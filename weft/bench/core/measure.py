@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_arms
+from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_variants
 
 Step = Callable[[str, float], None]  # (name of the current part, its finished share)
-Arms = Mapping[str, Callable[[int], torch.Tensor]]
+VariantCalls = Mapping[str, Callable[[int], torch.Tensor]]
 STEPS = 1  # steps of progress, besides one for each mode
 
 _BLOCK_BYTES = 128 << 20  # bytes in float64 while an output is compared
@@ -149,20 +149,20 @@ class Recorder:
         return (reason or "capture failed on another rank") if failed else (graph, output)
 
 
-def measure_arms(
-    work: Workload, arms: Arms, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
+def measure_variants(
+    work: Workload, variants: VariantCalls, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
     repetitions: tuple[int, int], step: Step,
 ) -> Results:  # fmt: skip
-    """Check and time `arms`; also time the calls in `beside`, whose results are not checked. Collective.
+    """Check and time `variants`; also time the calls in `beside`, whose results are not checked. Collective.
 
     `graph` mode omits variants that synchronise with the device.
     """
     step(f"{work.name}: checking every variant", 0)
-    first_call_ms = first_calls(arms, work.ranks, work.called)
-    found = check(arms, work)
+    first_call_ms = first_calls(variants, work.ranks, work.called)
+    found = check(variants, work)
     found.first_call_ms = first_call_ms
-    baseline = next(iter(arms))
-    arms = {name: arm for name, arm in arms.items() if name not in found.wrong}
+    baseline = next(iter(variants))
+    variants = {name: variant for name, variant in variants.items() if name not in found.wrong}
     step(f"{work.name}: checking every variant", STEPS)
 
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
@@ -171,11 +171,11 @@ def measure_arms(
         references: dict[int, Any] = {}  # all variants' last calls are on the same input set
 
         def inspect(name: str, which: int, output: Any) -> None:
-            if name in arms:
+            if name in variants:
                 references[which] = references[which] if which in references else work.reference(which)
                 seen[name] = work.error(name, output, which, references[which])
 
-        timed = time_arms(
+        timed = time_variants(
             calls, work.ranks, mode, input_sets=work.input_sets, seconds=seconds, repetitions=repetitions,
             waiting=work.waiting, claims=[pair for pair in work.claims if work.twins(mode).get(pair[0]) != pair[1]],
             advance=partial(step, f"{work.name}: timing, {mode}"), before_last=partial(_poison, found.graphs), inspect=inspect,
@@ -183,11 +183,11 @@ def measure_arms(
         return timed, seen
 
     for mode in modes:  # graph is last: captured calls may change how later calls run
-        calls: dict[str, Call] = {**arms, **beside}
+        calls: dict[str, Call] = {**variants, **beside}
         if mode == "graph":
             recorder = Recorder(work.ranks)
-            arms = {name: arm for name, arm in arms.items() if name not in work.waiting}
-            check(arms, work, recorder, found)
+            variants = {name: variant for name, variant in variants.items() if name not in work.waiting}
+            check(variants, work, recorder, found)
             for name, call in beside.items():
                 if captured := _captured(name, call, 0, recorder, found):
                     found.graphs[name] = [(captured[0], None)] * work.input_sets
@@ -197,7 +197,7 @@ def measure_arms(
             found.errors[name] = max(found.errors[name], error)
             so = "this was the last output of a row of calls, so its time is discarded"
             if _is_wrong(name, error, work, found, f", {mode},", so, must=name == baseline):
-                del timed[name], arms[name]
+                del timed[name], variants[name]
         found.timings |= {(mode, name): timing for name, timing in timed.items()}
     found.graphs = {}
     return found
@@ -211,40 +211,44 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
                 output.fill_(math.nan)
 
 
-def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda name: None) -> dict[str, float]:
+def first_calls(
+    variants: VariantCalls, ranks: Ranks, called: Callable[[str], None] = lambda name: None
+) -> dict[str, float]:
     """Return the slowest rank's milliseconds of each variant's first call with a synchronisation. Collective.
 
     called: called with the name of each variant.
     """
     found = {}
-    for name, arm in arms.items():
+    for name, variant in variants.items():
         ranks.start_together()
         start = time.perf_counter()
-        arm(0)
+        variant(0)
         ranks.synchronize()
         found[name] = 1e3 * ranks.most(time.perf_counter() - start)
         called(name)
     return found
 
 
-def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: Results | None = None) -> Results:
+def check(
+    variants: VariantCalls, work: Workload, recorder: Recorder | None = None, found: Results | None = None
+) -> Results:
     """Add the error of each variant, relative to the largest element, over all input sets, to `found`. Collective.
 
     Before each checked call, the variant computes another input set, and that result is filled with NaN and dropped. This exposes
     memory that the checked call does not write. With a recorder, the checked call is the replay of a captured call, into memory
     full of NaN. The first variant is the baseline; if it is wrong, raise RuntimeError.
     """
-    found = found or Results(dict.fromkeys(arms, 0.0))
+    found = found or Results(dict.fromkeys(variants, 0.0))
     for which in range(work.input_sets):
         reference = work.reference(which)
-        for name, arm in arms.items():
-            output = _output(name, arm, which, work, recorder, found)
+        for name, variant in variants.items():
+            output = _output(name, variant, which, work, recorder, found)
             if output is not None:
                 work.ranks.synchronize()
                 found.errors[name] = max(found.errors[name], work.error(name, output, which, reference))
                 del output
     how = " as a graph" if recorder else ""
-    for number, name in enumerate(arms):
+    for number, name in enumerate(variants):
         if _is_wrong(name, found.errors[name], work, found, how, "it was not timed", must=number == 0):
             found.graphs.pop(name, None)
     return found
@@ -263,24 +267,29 @@ def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str,
 
 
 def _output(
-    name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Results
+    name: str,
+    variant: Callable[[int], torch.Tensor],
+    which: int,
+    work: Workload,
+    recorder: Recorder | None,
+    found: Results,
 ) -> torch.Tensor | None:
     """Return the variant's output, in memory that was full of NaN; None if the call cannot be captured."""
     graph, output = None, None
     if name in found.not_captured:
         return None
     if recorder is not None:
-        captured = _captured(name, arm, which, recorder, found)
+        captured = _captured(name, variant, which, recorder, found)
         if captured is None:
             return None
         graph, output = captured
         assert isinstance(output, torch.Tensor)
         output.fill_(math.nan)
-    stale = arm((which + 1) % work.input_sets)  # it also overwrites the memory that peers write into
+    stale = variant((which + 1) % work.input_sets)  # it also overwrites the memory that peers write into
     work.poison(name, stale)
     del stale
     if graph is None:
-        return arm(which)
+        return variant(which)
     work.ranks.synchronize()
     graph.replay()
     return output

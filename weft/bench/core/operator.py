@@ -20,7 +20,7 @@ from weft.bench.core import records, remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
-from weft.bench.core.measure import Arms, Results, Step, Workload, measure_arms
+from weft.bench.core.measure import Results, Step, VariantCalls, Workload, measure_variants
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record, by_config, cell, markdown_table, milliseconds, table, times
 from weft.words import counted
@@ -52,7 +52,7 @@ class Variants(Workload):
     baselines: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def arms(self, wanted: Sequence[str]) -> tuple[Arms, Mapping[str, Call], list[str]]:
+    def variants(self, wanted: Sequence[str]) -> tuple[VariantCalls, Mapping[str, Call], list[str]]:
         """Return (variants, the baseline first; further calls to time; notes on omitted variants). wanted: names; empty for the
         defaults."""
 
@@ -78,11 +78,17 @@ class Variants(Workload):
 
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
         """Check and time the variants. Collective; every rank returns the same times."""
-        arms, beside, notes = self.arms(options.variants)
-        found = measure_arms(
-            self, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
+        variants, beside, notes = self.variants(options.variants)
+        found = measure_variants(
+            self,
+            variants,
+            beside,
+            modes=options.modes,
+            seconds=options.time_s,
+            repetitions=options.repetitions,
+            step=step,
         )
-        rows = [row for mode in options.modes for row in self._records(mode, arms, found, options, ceilings)]
+        rows = [row for mode in options.modes for row in self._records(mode, variants, found, options, ceilings)]
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
         others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
         notes = [*self.said(rows, ceilings), *notes]
@@ -92,13 +98,13 @@ class Variants(Workload):
         return Measured(rows, others, title, notes, tuple(found.wrong.values()))
 
     def _records(
-        self, mode: Mode, arms: Arms, found: Results, options: BenchOptions, ceilings: list[Ceilings]
+        self, mode: Mode, variants: VariantCalls, found: Results, options: BenchOptions, ceilings: list[Ceilings]
     ) -> list[Record]:
         base, roofline_ms, world = self.baseline(mode), self.roofline_ms(ceilings), self.ranks.world_size
         common = records.common_fields(options, self.name, world, base, roofline_ms, ceilings)
         common |= self.shared(mode, found, ceilings)
         rows = []
-        for name in arms:
+        for name in variants:
             if (ms := found.ms(mode, name)) is None:
                 continue
             over = {o: base_ms / ms for o in self.baselines if (base_ms := found.ms(mode, o)) is not None}
@@ -127,7 +133,7 @@ class ChoosingVariants(Variants):
         """Return (milliseconds of the computation alone, of the collective alone); None for a time that was not measured."""
 
     @abstractmethod
-    def arm(self, name: str) -> Callable[[int], torch.Tensor]:
+    def variant(self, name: str) -> Callable[[int], torch.Tensor]:
         """Return a variant of such a pair as a function, for calls that are not captured."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from weft.bench.core.harness import Mode, Ranks
-from weft.bench.core.measure import Results, measure_arms
+from weft.bench.core.measure import Results, measure_variants
 from weft.bench.core.operator import ChoosingVariants
 from weft.bench.core.operators import operator, plain
 from weft.bench.core.options import BenchOptions
@@ -97,12 +97,12 @@ def _cannot(item: ShapeToMeasure, ranks: Ranks) -> str:
 def _timed(work: ChoosingVariants, modes: tuple[Mode, ...], options: Options) -> dict[str, Record]:
     pairs = {mode: work.pair(mode) for mode in modes}
     wanted = dict.fromkeys([work.baselines[0], *(name for pair in pairs.values() for name in reversed(pair))])
-    arms, beside, notes = work.arms([*wanted])
-    arms, beside = {name: arms[name] for name in wanted if name in arms}, dict(beside)
+    variants, beside, notes = work.variants([*wanted])
+    variants, beside = {name: variants[name] for name in wanted if name in variants}, dict(beside)
     beside.pop(COMMUNICATION, None)
     work.claims = ()  # every repetition runs all variants, so repetitions are pairs
-    found = measure_arms(
-        work, arms, beside, modes=modes, seconds=_SECONDS[options.device], repetitions=(REPETITIONS, REPETITIONS),
+    found = measure_variants(
+        work, variants, beside, modes=modes, seconds=_SECONDS[options.device], repetitions=(REPETITIONS, REPETITIONS),
         step=lambda what, share: None,
     )  # fmt: skip
     return {mode: _row(work, mode, *pairs[mode], found, notes) for mode in modes}
@@ -133,18 +133,18 @@ def _changing(work: ChoosingVariants, item: ShapeToMeasure, ranks: Ranks) -> Rec
     apart = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, size in enumerate(item.sizes):
         of_size = work.resized(size)
-        arms = [of_size.arm(name) for name in names]
+        variants = [of_size.variant(name) for name in names]
         took, made = [0.0, 0.0], [torch.empty(0)] * 2
         for which in (0, 1) if number % 2 else (1, 0):
             ranks.synchronize()
             ranks.start_together()
             start = time.perf_counter()
-            made[which] = arms[which](0)
+            made[which] = variants[which](0)
             ranks.synchronize()
             took[which] = 1e3 * (time.perf_counter() - start)
         times.append(took)
         apart = torch.maximum(apart, _apart(*made))
-        del made, arms, of_size
+        del made, variants, of_size
     limit = _LIMIT * work.limit(work.baselines[0], {})
     if not (worst := ranks.most(float(apart))) <= limit:
         raise RuntimeError(

@@ -24,7 +24,7 @@ from weft.bench.core.harness import Call, Ranks
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.remarks import MULTICAST_M
 from weft.bench.core.tables import Record, geomean, times
-from weft.bench.ops.any_operator import Arm, GemmVariants
+from weft.bench.ops.any_operator import GemmVariants, Variant
 from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
 from weft.bench.ops.gemms import BASELINE, WEFT, GemmShape, find_shapes, gemm_limit, roundings, shapes_file
@@ -121,7 +121,7 @@ class GatherVariants(TorchVariants):
         self.gather(which)
         return self.gemm(self.gathered)
 
-    def torchs(self) -> Arm:
+    def torchs(self) -> Variant:
         group_name, ops = self.ranks.group.group_name, torch.ops.symm_mem
 
         def call(which: int) -> torch.Tensor:

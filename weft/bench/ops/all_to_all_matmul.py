@@ -31,7 +31,7 @@ from weft.bench.core.measure import Results
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
-from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, GemmVariants
+from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, GemmOperator, GemmVariants, Variant
 from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, GemmShape, Problems, gemm_limit, roundings
 from weft.builders.problem import PROBLEMS
 from weft.operator.spec import Operator as Spec
@@ -235,7 +235,7 @@ class ExpertVariants(GemmVariants):
 
     # --- variants, and what runs beside them ---
 
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         self.known = [Sizes(*tables) for tables in zip(self.splits, self.received, strict=True)]
         self.ends = [received.sum(0).cumsum(0, dtype=torch.int32) for received in self.received]
         beside: dict[str, Call] = {GEMM: self.gemm, GEMM_EACH: self.gemm_each, EXCHANGE: self.exchange}
@@ -301,16 +301,16 @@ class DispatchVariants(ExpertVariants):
         here = torch.arange(self.load.capacity) < counts.t().unsqueeze(-1)  # [experts, sources, capacity]
         return output[here.flatten().to(output.device)]
 
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         # Rows as sent, as received, in the order of experts; and the result.
         needed = self.config.experts * self.load.capacity * (3 * self.config.k + self.config.n) * self.dtype.itemsize
         fits = needed <= _PADDED_SHARE * free_bytes(self.ranks)
         self.arrived = [self.ordered(which) for which in range(self.input_sets)]
         self.moved = [(torch.empty_like(x), tokens) for x, tokens in zip(self.arrived, self.tokens, strict=True)]
-        arms, beside, notes = super().others(wanted)
+        variants, beside, notes = super().others(wanted)
         if fits:
-            return arms | {PADDED: self.padded}, beside, notes
-        return arms, beside, [f"{PADDED} not measured, no memory: it needs {needed / 1e9:.1f} GB"]
+            return variants | {PADDED: self.padded}, beside, notes
+        return variants, beside, [f"{PADDED} not measured, no memory: it needs {needed / 1e9:.1f} GB"]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Allow for the roundings of FiCCO's 2D schedules, which round y at every step; they run only if pinned."""
@@ -338,7 +338,7 @@ class DispatchVariants(ExpertVariants):
         by_source = arrived.view(self.ranks.world_size, self.experts, -1, self.config.k)
         return torch.bmm(by_source.transpose(0, 1).reshape(self.experts, -1, self.config.k), self.w).flatten(0, 1)
 
-    def weft(self, variant: str, schedule: str | None) -> Arm:
+    def weft(self, variant: str, schedule: str | None) -> Variant:
         """Return weft's call, for exactly the rows that arrive or for a bounded number."""
         max_rows = self.load.max_rows if variant.endswith(BOUNDED) else None
 

@@ -43,7 +43,7 @@ PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
 """An operator selects the same schedule for single calls as for queued ones."""
 NEVER_BELOW = 0.98
 """The share of the baseline's speed that counts as not slower."""
-Arm = Callable[[int], torch.Tensor]
+Variant = Callable[[int], torch.Tensor]
 
 _NEAR_BEST = 0.03
 _LARGE_M = 2048  # from here on a shape counts in the mean time over the ideal
@@ -91,29 +91,29 @@ class GemmVariants(ChoosingVariants):
         return torch.randn(size, generator=self.generator(seed), device=self.ranks.device)
 
     @abstractmethod
-    def weft(self, variant: str, schedule: str | None) -> Arm:
+    def weft(self, variant: str, schedule: str | None) -> Variant:
         """Return the operator's call for that variant, with a pinned schedule or its own choice."""
 
     @abstractmethod
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         """Return (baselines; calls beside the variants; notes on omitted ones). wanted: names, or the default ones."""
 
     def waits(self, name: str) -> bool:
         """True if a variant waits for the device in each call."""
         return False
 
-    def arms(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        arms, beside, notes = self.others(wanted)
+    def variants(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
+        variants, beside, notes = self.others(wanted)
         for name in self.compared:
             if not wanted or WEFT in wanted or name in wanted:
-                arms[name] = self.weft(name, None)
-        arms |= {rule: self.weft(rule, rule) for rule in self.rules if rule in wanted}
+                variants[name] = self.weft(name, None)
+        variants |= {rule: self.weft(rule, rule) for rule in self.rules if rule in wanted}
         names = [name for name in wanted if name not in (*self.baselines, *self.compared, *self.rules)]
         pinned, left_out = gemms.pinned_schedules(self.problems, names, self.ranks)
-        arms |= {one.variant: self.weft(one.variant, one.candidate.name) for one in pinned}
+        variants |= {one.variant: self.weft(one.variant, one.candidate.name) for one in pinned}
         self.schedules = {one.variant: one.schedule for one in pinned}
-        self.waiting = [name for name in arms if self.waits(name)]
-        return arms, beside, notes + left_out
+        self.waiting = [name for name in variants if self.waits(name)]
+        return variants, beside, notes + left_out
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         return gemms.gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
@@ -145,7 +145,7 @@ class GemmVariants(ChoosingVariants):
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
         return found.ms(mode, GEMM), found.ms(mode, COLLECTIVE)
 
-    def arm(self, name: str) -> Arm:
+    def variant(self, name: str) -> Variant:
         return self.weft(WEFT, None) if name == WEFT else self.serial
 
     @abstractmethod
@@ -200,7 +200,7 @@ class MatmulVariants(GemmVariants):
         calls = [self._drawn(which, rank) for rank in range(self.ranks.world_size)]
         return self.spec.expected(self.problem, self.ranks.rank, calls)[0]
 
-    def weft(self, variant: str, schedule: str | None) -> Arm:
+    def weft(self, variant: str, schedule: str | None) -> Variant:
         def call(which: int) -> torch.Tensor:
             found = self.calls[which]
             like = next(t for t in self.spec.tensors(found) if t is not None)
@@ -211,7 +211,7 @@ class MatmulVariants(GemmVariants):
     def serial(self, which: int) -> torch.Tensor:
         return self.weft(BASELINE, "serial")(which)
 
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         return {BASELINE: self.serial}, {}, []
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:

@@ -17,7 +17,7 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record, geomean, times
-from weft.bench.ops.any_operator import COLLECTIVE, COMMUNICATION, GEMM, AnyOperator, Arm
+from weft.bench.ops.any_operator import COLLECTIVE, COMMUNICATION, GEMM, AnyOperator, Variant
 from weft.bench.ops.by_hand import HandVariants
 from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.symm import SymmetricBuffer
@@ -42,15 +42,15 @@ class TorchVariants(HandVariants):
     beside = (GEMM, COMMUNICATION, COLLECTIVE)
 
     @abstractmethod
-    def torchs(self) -> Arm:
+    def torchs(self) -> Variant:
         """Return torch's own operator."""
 
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        arms, beside, notes = super().others(wanted)
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
+        variants, beside, notes = super().others(wanted)
         if self.ranks.device.type == "cuda" and ASYNCTP in (wanted or (ASYNCTP,)):
             enable_symmetric_memory(self.ranks.group.group_name)
-            arms[ASYNCTP] = self.torchs()
-        return arms, beside, notes
+            variants[ASYNCTP] = self.torchs()
+        return variants, beside, notes
 
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Return the longest of operands and result once through memory, the GEMM, and a rank's outgoing bytes over the link."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from weft.bench.core.harness import Call
-from weft.bench.ops.any_operator import COLLECTIVE, GEMM, Arm, MatmulVariants
+from weft.bench.ops.any_operator import COLLECTIVE, GEMM, MatmulVariants, Variant
 from weft.bench.ops.gemms import BASELINE
 
 
@@ -31,8 +31,8 @@ class HandVariants(MatmulVariants):
     def public(self, which: int, schedule: str | None) -> torch.Tensor:
         """Call weft's function on an input set."""
 
-    def weft(self, variant: str, schedule: str | None) -> Arm:
+    def weft(self, variant: str, schedule: str | None) -> Variant:
         return lambda which: self.public(which, schedule)
 
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         return {BASELINE: self.serial}, dict(zip(self.beside, self.alone(), strict=True)), []

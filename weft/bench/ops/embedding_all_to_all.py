@@ -24,8 +24,17 @@ from weft.bench.core.operator import ChoosingVariants, Columns, OperatorBenchmar
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, by_config, cell, geomean, times
-from weft.bench.ops.embedding_arms import BASELINE, CHOOSES, Arm, EmbeddingData, FusedArm, SerialArm, make_arm, why_not
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale, shared_out
+from weft.bench.ops.embedding_variants import (
+    BASELINE,
+    CHOOSES,
+    EmbeddingData,
+    FusedVariant,
+    SerialVariant,
+    Variant,
+    make_variant,
+    why_not,
+)
 
 BASELINES = (BASELINE, "batched", "fbgemm")
 DEFAULT = "direct"  # transport="auto" selects it on CPU, and on H200s by their model
@@ -65,16 +74,16 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
 
     # --- variants and their records ---
 
-    def arms(self, wanted: Sequence[str]) -> tuple[Mapping[str, Arm], dict[str, Call], list[str]]:
+    def variants(self, wanted: Sequence[str]) -> tuple[Mapping[str, Variant], dict[str, Call], list[str]]:
         """Return the variants; beside serial variants their pooling alone, beside the variant that selects the baseline's
         exchange alone."""
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
-        self.built = {name: make_arm(name, self) for name in names if why_not(name, self.ranks.device) is None}
+        self.built = {name: make_variant(name, self) for name in names if why_not(name, self.ranks.device) is None}
         pools: dict[str, Call] = {
-            name + POOL: arm.pool for name, arm in self.built.items() if isinstance(arm, SerialArm)
+            name + POOL: variant.pool for name, variant in self.built.items() if isinstance(variant, SerialVariant)
         }
         baseline = self.built[BASELINE]
-        if CHOOSES in self.built and isinstance(baseline, SerialArm):
+        if CHOOSES in self.built and isinstance(baseline, SerialVariant):
             pooled = baseline.pool(0)
             pools[EXCHANGE] = lambda which: baseline.exchange(pooled)
         return self.built, pools, []
@@ -83,15 +92,15 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return CHOOSES, BASELINE
 
     def taken(self, variant: str, mode: Mode) -> str:
-        arm = self.built[variant]
-        assert isinstance(arm, FusedArm)
-        return arm.transport
+        chosen = self.built[variant]
+        assert isinstance(chosen, FusedVariant)
+        return chosen.transport
 
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
         return found.ms(mode, BASELINE + POOL), found.ms(mode, EXCHANGE)
 
-    def arm(self, name: str) -> Arm:
-        return make_arm(name, self)
+    def variant(self, name: str) -> Variant:
+        return make_variant(name, self)
 
     def resized(self, size: int) -> Self:
         """Return a workload of another global batch, with one set of newly drawn ids."""

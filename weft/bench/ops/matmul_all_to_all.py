@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.bench.core.harness import Call
 from weft.bench.ops.all_to_all_matmul import BOUNDED, ExpertsOperator, ExpertVariants
-from weft.bench.ops.any_operator import Arm
+from weft.bench.ops.any_operator import Variant
 from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.ops.matmul_all_to_all import OPERATOR as SPEC
 from weft.ops.matmul_all_to_all import matmul_all_to_all
@@ -53,7 +53,7 @@ class CombineVariants(ExpertVariants):
                 parts.append(of_sources[mine].double() @ self.expert(rank, number).double())
         return torch.cat(parts)
 
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         found = super().others(wanted)
         made = [(self.config.rows, len(rows)) for rows in self.arrived]
         self.moved = [
@@ -73,7 +73,7 @@ class CombineVariants(ExpertVariants):
         group = self.ranks.group
         return experts.matmul_all_to_all(self.arrived[which], self.w, self.known[which], group, self.config.rows)
 
-    def weft(self, variant: str, schedule: str | None) -> Arm:
+    def weft(self, variant: str, schedule: str | None) -> Variant:
         """Return weft's call, without or with `rows`."""
         rows = self.config.rows if variant.endswith(BOUNDED) else None
         return lambda which: matmul_all_to_all(

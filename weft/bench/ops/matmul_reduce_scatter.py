@@ -19,7 +19,7 @@ import torch
 
 from weft.bench.core.harness import Call
 from weft.bench.core.options import BenchOptions
-from weft.bench.ops.any_operator import Arm
+from weft.bench.ops.any_operator import Variant
 from weft.bench.ops.asynctp import TorchOperator, TorchVariants
 from weft.ops import matmul_reduce_scatter as plain
 from weft.ops import scaled_matmul_reduce_scatter as scaled
@@ -65,7 +65,7 @@ class ScatterVariants(TorchVariants):
         reduce_scatter_by_torch(y, self.product, group=group)
         return y
 
-    def torchs(self) -> Arm:
+    def torchs(self) -> Variant:
         name, fused = self.ranks.group.group_name, torch.ops.symm_mem.fused_matmul_reduce_scatter
         return lambda which: fused(self.calls[which].x, self.calls[which].B, "sum", 0, name)
 
@@ -103,7 +103,7 @@ class ScaledScatterVariants(ScatterVariants):
             x, B, scale, B_scale, "sum", 0, 0, self.ranks.group, out_dtype=self.dtype, schedule=schedule
         )
 
-    def torchs(self) -> Arm:
+    def torchs(self) -> Variant:
         name, shape = self.ranks.group.group_name, [self.config.m, self.config.n]
 
         def call(which: int) -> torch.Tensor:

@@ -32,10 +32,18 @@ from weft.bench.core.measure import Results
 from weft.bench.core.operator import Columns, OperatorBenchmark, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, by_config, milliseconds, table
-from weft.bench.ops.any_operator import Arm
+from weft.bench.ops.any_operator import Variant
 from weft.bench.ops.asynctp import ASYNCTP
 from weft.bench.ops.gemms import BASELINE, WEFT
-from weft.bench.ops.tensor_parallel_arms import COMPILED, COMPUTE, Block, ModelSizes, arms_of, fused_by_torch, local
+from weft.bench.ops.tensor_parallel_variants import (
+    COMPILED,
+    COMPUTE,
+    Block,
+    ModelSizes,
+    fused_by_torch,
+    local,
+    variants_of,
+)
 
 MODELS = {
     "llama-3-8b": ModelSizes(4096, 14336, 32, 8, 8192),
@@ -58,7 +66,7 @@ class Comparison(Variants):
         torch.compiler.reset()
         self.name, self.ranks, self.dtype = block.name, ranks, dtype
         self.about = f"a sequence of {block.model.length}, forward and backward"
-        self.blocks = arms_of(block, wanted, ranks, dtype)
+        self.blocks = variants_of(block, wanted, ranks, dtype)
         model, device, self.length = block.model, ranks.device, block.model.length
         torch.manual_seed(1 + (0 if model.whole else ranks.rank))
         rows = (1, model.length) if model.whole else (model.length // ranks.world_size, 1)
@@ -69,16 +77,16 @@ class Comparison(Variants):
         self.rest = (rotary,) if block.kind == "attention" else ()
         self.worst: dict[str, str] = {}
 
-    def arms(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+    def variants(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
         return {name: partial(self.call, name) for name in self.blocks}, {}, []
 
     def call(self, name: str, which: int = 0) -> torch.Tensor:
         """Run forward and backward, with new gradients."""
-        arm = self.blocks[name]
+        variant = self.blocks[name]
         self.x.grad = None
-        for parameter in arm.module.parameters():
+        for parameter in variant.module.parameters():
             parameter.grad = None
-        y = arm.call(self.x, *self.rest)
+        y = variant.call(self.x, *self.rest)
         y.backward(self.grad)
         return y
 

@@ -55,14 +55,14 @@ class Block:
         return f"{self.of} {self.kind}"
 
 
-class Arm(NamedTuple):
+class Variant(NamedTuple):
     """call: forward. module: the module whose parameters get gradients."""
 
     module: nn.Module
     call: Callable[..., torch.Tensor]
 
 
-def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Arm]:
+def variants_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Variant]:
     """Return `compute`, `serial` and the variants of `wanted`, all with the same weights. Collective."""
     model = block.model
     torch.manual_seed(0)
@@ -81,17 +81,17 @@ def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtyp
     for module in (serial, alone):
         module.whole = model.whole
         module.load_state_dict(fused.state_dict())
-    arms = {BASELINE: Arm(serial, serial), COMPUTE: Arm(alone, alone), WEFT: Arm(fused, fused)}
+    variants = {BASELINE: Variant(serial, serial), COMPUTE: Variant(alone, alone), WEFT: Variant(fused, fused)}
     if COMPILED in wanted:
-        arms[COMPILED] = Arm(fused, torch.compile(fused, dynamic=False))
+        variants[COMPILED] = Variant(fused, torch.compile(fused, dynamic=False))
     if ASYNCTP in wanted:
         from torch._inductor import config
 
         config._micro_pipeline_tp = True
         kind = {"mlp": StockMLP, "attention": StockAttention}[block.kind]
         stock = asynctp(kind(model, ranks.device, dtype), fused.state_dict())
-        arms[ASYNCTP] = Arm(stock, torch.compile(stock, dynamic=False))
-    return {name: arm for name, arm in arms.items() if name in (BASELINE, COMPUTE, *wanted)}
+        variants[ASYNCTP] = Variant(stock, torch.compile(stock, dynamic=False))
+    return {name: variant for name, variant in variants.items() if name in (BASELINE, COMPUTE, *wanted)}
 
 
 # -- blocks of plain linear layers, each with a rank's part of the weights

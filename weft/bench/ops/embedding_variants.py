@@ -117,7 +117,7 @@ Pool = Callable[[int], torch.Tensor]
 """A function that returns this rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
 
 
-class SerialArm:
+class SerialVariant:
     """A variant that pools, then exchanges, then unpacks."""
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool]):
@@ -232,7 +232,7 @@ def parse(name: str) -> EmbeddingOptions | None:
     return EmbeddingOptions("put" if found[1] == "put" else "direct", order, slice_size, outputs=_OUTPUT_BUFFERS)
 
 
-class FusedArm:
+class FusedVariant:
     """weft's operator. per_table: its kernel is launched once for each table, not once for all.
 
     (The fused paper does so within a node, with a kernel that is not persistent; this one is.)"""
@@ -278,7 +278,7 @@ class FusedArm:
         self(which, timeline)
 
 
-Arm = SerialArm | FusedArm
+Variant = SerialVariant | FusedVariant
 """One way to compute the output of an input set, [local batch, sum of D], on the current stream. `traced`, on CPU, records the
 spans of a call in a timeline, on the monotonic clock that all ranks share."""
 
@@ -306,8 +306,8 @@ def why_not(name: str, device: torch.device) -> str | None:
     return None
 
 
-def make_arm(name: str, work: EmbeddingData) -> Arm:
+def make_variant(name: str, work: EmbeddingData) -> Variant:
     if name in POOLS:
-        return SerialArm(work, POOLS[name])
+        return SerialVariant(work, POOLS[name])
     options = parse(name) or EmbeddingOptions("auto" if name == CHOOSES else "direct", outputs=_OUTPUT_BUFFERS)
-    return FusedArm(work, options, per_table=name == PER_TABLE)
+    return FusedVariant(work, options, per_table=name == PER_TABLE)
