@@ -21,7 +21,7 @@ LAYERS = "tensor_parallel"
 _STUDY = "inefficiency"
 """The study of the cost of overlap: it is measured, but it is not an operator."""
 _HOMES = {
-    LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", _STUDY: "weft.studies.inefficiency:OPERATOR",
+    LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", _STUDY: "weft.studies.losses:OPERATOR",
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip

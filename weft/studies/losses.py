@@ -32,7 +32,7 @@ from weft.bench.core.records import common_fields, last_runs
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, ResultTable, geomean, markdown_table, milliseconds, number, table
 from weft.bench.table_1 import Fitted, GatheredGemm, find_gemms, fit
-from weft.studies.inefficiency_measure import (
+from weft.studies.losses_measure import (
     BASELINES,
     CUTS,
     PIECES,
@@ -379,7 +379,7 @@ def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings],
     return records
 
 
-class _Inefficiency(OperatorBenchmark[GatheredGemm]):
+class _Losses(OperatorBenchmark[GatheredGemm]):
     name = "inefficiency"
     refuses = {  # noqa: RUF012
         "option": OperatorBenchmark.refuses["option"],
@@ -450,4 +450,4 @@ class _Inefficiency(OperatorBenchmark[GatheredGemm]):
         return "\n\n".join([*parts, markdown_table(_OBSERVATION, [claim.cells for claim in claims(measured)])])
 
 
-OPERATOR = _Inefficiency()
+OPERATOR = _Losses()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from weft.bench.core.options import BenchOptions
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, GatheredGemm, find_gemms, fit
-from weft.studies.inefficiency import (
+from weft.studies.losses import (
     OPERATOR,
     PAPER_MEANS,
     LossRow,
@@ -28,7 +28,7 @@ from weft.studies.inefficiency import (
     spearman,
     tables,
 )
-from weft.studies.inefficiency_measure import (
+from weft.studies.losses_measure import (
     BASELINES,
     CUTS,
     PAIRS,

@@ -18,7 +18,7 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.table_1 import GatheredGemm
 from weft.launch import Pool
-from weft.studies.inefficiency_measure import (
+from weft.studies.losses_measure import (
     BASELINES,
     TRANSPORTS,
     CpuSide,
