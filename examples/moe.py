@@ -302,7 +302,7 @@ def layer_of(arguments: argparse.Namespace, ranks: int) -> Layer:
     layer = replace(layer, tokens=(256 if on_cpu else full.tokens) if arguments.tokens is None else arguments.tokens)
     if layer.experts % ranks:
         raise ValueError(
-            f"{layer.experts} experts cannot be spread evenly over {ranks} ranks: use a number that divides them"
+            f"{layer.experts} experts cannot be divided evenly over {ranks} ranks: use a number of ranks that divides them"
         )
     return layer
 

@@ -41,7 +41,7 @@ def _options(**given) -> BenchOptions:
         ({"variants": ("dispatch[by=kernel,rest=together]",)}, "cannot do any of these shapes: the rest comes from one rank"),
         ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
         ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
-        ({"ranks": 4}, "6 experts cannot be spread evenly over 4 ranks: use one of 1, 2, 3, 6"),
+        ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
         ({"preset": "8x8x8-e2-top3"}, "a token goes to at most experts=2, not to top_k=3"),
         ({"preset": "mixtral"}, "no preset 'mixtral': give one of mixtral-8x7b, .*, or a shape TOKENSxNxK-eEXPERTS-topK"),
     ],

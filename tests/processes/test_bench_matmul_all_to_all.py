@@ -31,7 +31,7 @@ def _options(**given) -> BenchOptions:
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine"),
         ({"variants": (DMA + "-bounded",)}, "cannot do any of these shapes: copy engines take sizes from the host"),
-        ({"ranks": 4}, "6 experts cannot be spread evenly over 4 ranks: use one of 1, 2, 3, 6"),
+        ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
     ],
 )
 def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:

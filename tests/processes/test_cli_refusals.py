@@ -54,7 +54,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ([*GEMM, "8,8,8", "--option", "a"], "option 'a' has no value: write it as a=VALUE"),
         ([*GEMM, "8,8,8", "--option", "a=1"], "a=1: all_gather_matmul has no such option; it has no options of its own"),
         ([*GEMM, "8,8,8", "--option", "norm=true"], "has no such option (matmul_all_reduce has it)"),
-        (["bench", "all_to_all_matmul", "--shape", "8,8,8"], "'8x8x8' is no shape here: write TOKENSxNxK-eEXPERTS-topK"),
+        (["bench", "all_to_all_matmul", "--shape", "8,8,8"], "'8x8x8' is not a known shape: write TOKENSxNxK-eEXPERTS-topK"),
         (["plan", "matmul_all_gather", "--shape", "8,8,8", "--option", "gather_dim=x"], "gather_dim=x: give a whole number"),
         (["plan", "all_gather_scaled_matmul", "--shape", "8,8,8", "--dtype", "bf16"], "all_gather_scaled_matmul is for fp8"),
         (["bench", "all_gather_scaled_matmul", "--dtype", "bf16", *SMALL], "all_gather_scaled_matmul is for fp8"),

@@ -137,7 +137,7 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "[B, S/W, 8]: pass that",
             "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), and sequence_dim=0 "
             "takes [S/W, B, 8]: pass that",
-            "norm": "RefusedError: ranks 0, 1: RowParallelLinear: norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: "
+            "norm": "RefusedError: ranks 0, 1: RowParallelLinear: norm is a weft.nn.RMSNorm, whose gradient is summed over ranks, "
             "pass torch's",
             "inference": "RefusedError: ranks 0, 1: a row-parallel layer with a tensor made in torch.inference_mode()",
             "whole": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 8), and sequence_dim=None takes [..., S, 4]",

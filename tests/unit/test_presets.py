@@ -225,7 +225,7 @@ def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
     assert shapes_of(GemmShape, tmp_path / "none.toml", "8x4x2", "cpu") == (GemmShape(8, 4, 2),)
     with pytest.raises(ValueError, match=r"no preset 'cpu': give one of nothing \(there is no .*none.toml"):
         shapes_of(GemmShape, tmp_path / "none.toml", "cpu", "cpu")
-    with pytest.raises(ValueError, match=r"'8x0x2' is no shape here: write MxNxK of whole numbers above 0"):
+    with pytest.raises(ValueError, match=r"'8x0x2' is not a known shape: write MxNxK of whole numbers above 0"):
         shapes_of(GemmShape, file, "8x0x2", "cpu")
 
 
@@ -289,7 +289,7 @@ def test_ficcos_gemms_have_n_over_the_ranks() -> None:
     assert [shape.name for shape in named("table-1,synthetic", 8)] == [f"{of}{i}" for of in "gs" for i in range(1, 17)]
     assert {shape.n * 8 for shape in named("table-1", 8)} == {gemm.n for gemm in TABLE_1}
     for wrong, why in (
-        ("g1-m3", "M=16384 of g1 is no multiple of 3"),
+        ("g1-m3", "M=16384 of g1 is not a multiple of 3"),
         ("g17", "no preset 'g17'"),
         ("g1-m0", "no preset"),
     ):

@@ -1,4 +1,4 @@
-"""A norm whose input is divided along the sequence, and whose weight is replicated."""
+"""A norm whose input is sharded along the sequence, and whose weight is replicated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weft.symm.groups import group_of
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` of activations that are divided along the sequence: the weight's gradient is the sum over ranks of `group`.
+    """`nn.RMSNorm` of activations that are sharded along the sequence: the weight's gradient is the sum over ranks of `group`.
 
-    For replicated activations (layers with `sequence_dim=None`) use torch's own norm.
+    For replicated activations (layers with `sequence_dim=None`) use torch's `nn.RMSNorm`.
 
     Other arguments are those of `nn.RMSNorm`.
     """

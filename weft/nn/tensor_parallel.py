@@ -1,13 +1,13 @@
-"""Layers of a tensor-parallel transformer: weights divided over the ranks of a group, activations between layers divided along
-the sequence, and every collective overlapped with the GEMM next to it, forward and backward.
+"""Layers of a tensor-parallel transformer: weights are sharded over the ranks of a group, activations between layers along the
+sequence. Every collective overlaps with the adjacent GEMM, forward and backward.
 
 A column-parallel layer has rows of the weight [out, in], a row-parallel layer has columns. A block needs two collectives forward
 and two backward, and each is part of a GEMM:
 
     x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --columnwise operations-->  --matmul_reduce_scatter-->  [B, S/W, H]
 
-With `sequence_dim=None` every rank has all activations between layers. Use it to decode a few tokens at a time, or if the
-sequence is not divisible by the number of ranks. Then a block needs one collective forward and one backward:
+With `sequence_dim=None` activations between layers are replicated. Use it to decode a few tokens at a time, or if the sequence is
+not divisible by the number of ranks. Then a block needs one collective forward and one backward:
 
     x [..., H]  --GEMM-->  [..., N/W]  --columnwise operations-->  --matmul_all_reduce-->  [..., H]
 
@@ -251,13 +251,16 @@ class RowParallelLinear(_ParallelLinear):
 
     def _wrong_norm(self, norm: nn.Module, device: torch.device) -> str:
         if not callable(norm):
-            return f"norm is {kind(norm)}: pass a module, as nn.RMSNorm({self.out_features})"
+            return f"norm is {kind(norm)}: pass a module, such as nn.RMSNorm({self.out_features})"
         if self.sequence_dim is None and isinstance(norm, RMSNorm):
-            return "norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: pass torch's, x is whole here"
+            return (
+                "norm is a weft.nn.RMSNorm, whose gradient is summed over ranks, but x is replicated here: pass "
+                "torch's nn.RMSNorm"
+            )
         weight = getattr(norm, "weight", None)
         shape = getattr(norm, "normalized_shape", None) if weight is None else weight.shape
         if shape is not None and tuple(shape) != (self.out_features,):
-            return f"norm is of shape {tuple(shape)}: pass one of the hidden dimension, ({self.out_features},)"
+            return f"norm has shape {tuple(shape)}: pass a norm of the hidden dimension, ({self.out_features},)"
         if weight is not None and weight.device != device:
             return f"the weight of norm is on {weight.device} and x on {device}: use one device"
         return ""
@@ -267,7 +270,7 @@ def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torc
     if not isinstance(residual, torch.Tensor):
         return f"residual is {kind(residual)}: pass a torch.Tensor"
     if tuple(residual.shape) != shape:
-        return f"residual has shape {tuple(residual.shape)}: pass that of the result, {shape}"
+        return f"residual has shape {tuple(residual.shape)}: pass the result's shape, {shape}"
     if residual.device != device or not residual.is_floating_point():
         return (
             f"residual is {residual.dtype} on {residual.device}: pass a floating-point tensor on {device}, where x is"
@@ -592,7 +595,7 @@ def distributed_state_dict(
                 continue
             if isinstance(part, DTensor):
                 raise ValueError(
-                    f"{key} was divided by FSDP2 too: save model.state_dict() to a folder for each rank of the group"
+                    f"{key} is also sharded by FSDP2: save model.state_dict() to a folder for each rank of the group"
                 )
             mesh = DeviceMesh.from_group(group_of(module.group_name), part.device.type)  # type: ignore[arg-type]
             found[key] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
@@ -602,8 +605,8 @@ def distributed_state_dict(
 def _part(name: str, value: int, world: int) -> int:
     if value < 1 or value % world:
         raise ValueError(
-            f"{name}={value} must be positive and divisible by world_size={world}, as every rank has equally many: pass "
-            f"{max(1, -(-value // world)) * world}, or use other ranks"
+            f"{name}={value} must be positive and divisible by world_size={world}: pass "
+            f"{max(1, -(-value // world)) * world}, or use another number of ranks"
         )
     return value // world
 

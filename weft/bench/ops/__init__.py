@@ -1,1 +1,1 @@
-"""A file for each operator with baselines of its own: its presets, inputs, baselines, and tables."""
+"""One file for each operator with its own baselines: its presets, inputs, baselines, and tables."""

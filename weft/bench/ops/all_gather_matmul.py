@@ -1,13 +1,14 @@
 """Benchmark of all-gather + GEMM: shapes x variants. benchmarks/README.md explains them and their numbers.
 
-With fp8 the operators are the scaled ones, with a scale for each whole tensor, and results are bf16. Inputs of shapes named
-"-symmetric" lie in torch's symmetric memory. Presets of FiCCO's GEMMs: `weft.bench.ops.ficco_shapes`. Variants beside weft's:
+With fp8 the operators are the scaled operators, with one scale per tensor, and results are bf16. Inputs of shapes named
+"-symmetric" are in torch's symmetric memory. Presets of FiCCO's GEMMs: `weft.bench.ops.ficco_shapes`. Variants in addition to
+weft's:
 
     serial    the baseline: all_gather_into_tensor into a preallocated buffer, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
 
-Also timed: the two halves of an ideal overlap, which are the GEMM alone on gathered rows and the copies of the shard to the peers
-alone, and NCCL's all-gather alone.
+Also timed: the GEMM alone on gathered rows, and the copies of the shard to the peers alone: the two halves of an ideal overlap.
+And NCCL's all-gather alone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GatherVariants(TorchVariants):
         if self.config.symmetric:
             self.x_shards = [_symmetric(x, self.ranks) for x in self.x_shards]
         w = self.normal(77 + self.ranks.rank, n, k)
-        # fp8 has no room for small numbers: there the scale makes w small.
+        # fp8 cannot represent small numbers: there the scale makes w small.
         self.w = (w if self.scaled else w * k**-0.5).to(self.operands).t()
         self.x_scale = torch.ones(1, 1, device=self.ranks.device)
         self.scale_of_x = self.x_scale[0]  # torch's operator takes [1, 1] for the scale of a row
@@ -153,7 +154,7 @@ class GatherVariants(TorchVariants):
 
 
 def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return a copy in memory that torch's operators know to be symmetric. Collective."""
+    """Return a copy in torch's symmetric memory. Collective."""
     import torch.distributed._symmetric_memory as symm_mem
 
     copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -178,11 +179,11 @@ class _AllGatherBenchmark(TorchOperator):
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):
             if shape.symmetric and options.device != "cuda":
-                raise ValueError(f"preset {shape.name}: torch has symmetric memory on GPUs only")
+                raise ValueError(f"preset {shape.name}: torch has symmetric memory only on GPUs")
         super().check_options(options)
 
     def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Compare with torch's operator up to, and above, the rows for which it would use multicast."""
+        """Compare with torch's operator below and above the number of rows up to which it would use multicast."""
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
         if small:

@@ -43,13 +43,14 @@ from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"
 GEMM_EACH, EXCHANGE = "gemm-each", "exchange"
-_PADDED_SHARE = 0.3  # share of the free memory, for the tensors of a call of `padded`
+_PADDED_SHARE = 0.3  # fraction of the free memory, for the tensors of a call of `padded`
 _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)(?:-zipf(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True)
 class MoeShape(GemmShape):
-    """m tokens on each rank, each for `top_k` of all ranks' `experts`, [k, n] in each expert. skew: exponent of Zipf's law."""
+    """A shape with m tokens on each rank, each for `top_k` of all ranks' `experts`, and [k, n] in each expert. skew: the exponent
+    of Zipf's law."""
 
     experts: int = 1
     top_k: int = 1
@@ -73,7 +74,7 @@ class MoeShape(GemmShape):
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
-            raise ValueError(f"{self.name}: a token goes to at most experts={self.experts}, not to top_k={self.top_k}")
+            raise ValueError(f"{self.name}: top_k={self.top_k} must be at most experts={self.experts}")
 
     @property
     def name(self) -> str:
@@ -82,7 +83,7 @@ class MoeShape(GemmShape):
 
     @property
     def rows(self) -> int:
-        """The rows that a rank sends, to others and to itself: each token once for each of its experts."""
+        """The number of rows that a rank sends, to peers and to itself: each token once for each of its experts."""
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
@@ -108,10 +109,12 @@ class MoeShape(GemmShape):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """The load that the router's choice makes for a configuration; the worst or, for skews, the mean input set.
+    """The load that the router's choice makes for a configuration: of the worst input set, or for skews the mean.
 
     capacity: rows that `padded` has for each expert on each rank. max_rows: the argument of bounded variants. rank_skew and
-    expert_skew: most over mean of the rows of a rank, and of an expert. busiest_bytes: out of or into the busiest rank."""
+    expert_skew: the largest over the mean number of rows of a rank, and of an expert. busiest_bytes: out of or into the busiest
+        rank.
+    """
 
     max_rows: int
     capacity: int
@@ -186,7 +189,7 @@ class ExpertVariants(GemmVariants):
         return self.ahead if mode == "graph" else BASELINE
 
     def pair(self, mode: Mode) -> tuple[str, str]:
-        """Return the bounded variant for graphs, since it waits for nothing."""
+        """Return the bounded variant for graphs, since it never waits."""
         return WEFT + BOUNDED * (mode == "graph"), self.baseline(mode)
 
     def alone_ms(self, mode: Mode, found: Results) -> tuple[float | None, float | None]:
@@ -228,8 +231,8 @@ class ExpertVariants(GemmVariants):
         return [
             f"{counted(shape.m, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows over mean: "
             f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts{rooms * (PADDED in self.baselines)}",
-            f"all but {self.ahead} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host must "
-            f"learn how many rows come",
+            f"all variants except {self.ahead} and those ending in {BOUNDED} synchronise with the device in each call, "
+            f"in queued mode too: the host must learn how many rows arrive",
             *super().said(records, ceilings),
         ]
 
@@ -294,7 +297,7 @@ class DispatchVariants(ExpertVariants):
         return y
 
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
-        """Return the rows that hold tokens: of `padded` the used slots, of bounded variants the first rows."""
+        """Return the rows that hold tokens: the used slots of `padded`, the first rows of bounded variants."""
         counts = self.counts(which)
         if name != PADDED:
             return output[: int(counts.sum())] if name.endswith(BOUNDED) else output
@@ -310,7 +313,7 @@ class DispatchVariants(ExpertVariants):
         variants, beside, notes = super().others(wanted)
         if fits:
             return variants | {PADDED: self.padded}, beside, notes
-        return variants, beside, [f"{PADDED} not measured, no memory: it needs {needed / 1e9:.1f} GB"]
+        return variants, beside, [f"{PADDED} not measured, not enough memory: it needs {needed / 1e9:.1f} GB"]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """Allow for the roundings of FiCCO's 2D schedules, which round y at every step; they run only if pinned."""
@@ -368,8 +371,8 @@ class ExpertsOperator(GemmOperator[MoeShape]):
             if shape.experts % options.ranks:
                 fitting = ", ".join(str(ranks) for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0)
                 raise ValueError(
-                    f"{shape.name}: {counted(shape.experts, 'expert')} cannot be spread evenly over {options.ranks} ranks: use one "
-                    f"of {fitting}"
+                    f"{shape.name}: {counted(shape.experts, 'expert')} cannot be divided evenly over "
+                    f"{options.ranks} ranks: use one of {fitting}"
                 )
         super().check_options(options)
 
@@ -384,8 +387,8 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
 
     def said(self, rows: Sequence[Record]) -> list[str]:
-        """Return a sentence each for `weft` and `weft-bounded`, with even and skewed routing apart, since skew is what makes
-        padding cost."""
+        """Return one sentence each for `weft` and `weft-bounded`, with separate numbers for even and skewed routing, since
+        padding costs most with skewed routing."""
         return [text for variant in self.variants.compared if (text := self._said_of(variant, rows))]
 
     def _said_of(self, variant: str, rows: Sequence[Record]) -> str:

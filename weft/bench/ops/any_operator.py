@@ -1,9 +1,9 @@
-"""Benchmark of any registered operator (`weft.operator`), shapes x variants, and the base of benchmarks with baselines of their
-own.
+"""Benchmark of any registered operator (`weft.operator`), shapes x variants; also the base of benchmarks with their own
+baselines.
 
-The operator's spec draws the calls and computes the expected results. Variants are the serial schedule, which is the baseline,
-`weft`, the operator with its own choice, and names of schedules ("weft-serial": its serial one). The beginning of a name means
-all schedules that begin so, "all" every one.
+The operator's spec draws the calls and computes the expected results. Variants are the serial schedule, which is the baseline;
+`weft`, the operator with its own choice; and names of schedules ("weft-serial": weft's serial schedule). A prefix of a name
+selects all schedules with that prefix, "all" selects all.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
 PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
 """An operator selects the same schedule for single calls as for queued ones."""
 NEVER_BELOW = 0.98
-"""The share of the baseline's speed that counts as not slower."""
+"""The fraction of the baseline's speed that counts as not slower."""
 Variant = Callable[[int], torch.Tensor]
 
 _NEAR_BEST = 0.03
-_LARGE_M = 2048  # from here on a shape counts in the mean time over the ideal
+_LARGE_M = 2048  # shapes with at least this M count in the mean time over the ideal
 _NEAR_PREDICTION = 0.10
 _MANY_KINDS = 3
 _BY_KIND = "the fastest of each kind of schedule, and of how many"
@@ -60,11 +60,11 @@ class GemmVariants(ChoosingVariants):
     """The shape."""
     baselines: ClassVar[tuple[str, ...]] = (BASELINE,)
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
-    """The baselines of each variant that selects its schedule, its own first."""
+    """The baselines of each variant that selects its schedule; its main baseline comes first."""
     rules: ClassVar[tuple[str, ...]] = ()
-    """Variants that select by another rule than the default (`weft.plan.use`); they run if named."""
+    """Variants that select by another rule than the default (`weft.plan.use`); they run only if named."""
     beside: ClassVar[tuple[str, ...]] = ()
-    """The calls timed beside the variants; all records have their times."""
+    """The calls that are timed but are not variants; all records have their times."""
 
     def __init__(self, spec: Spec[Any], shape: GemmShape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
@@ -96,10 +96,10 @@ class GemmVariants(ChoosingVariants):
 
     @abstractmethod
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
-        """Return (baselines; calls beside the variants; notes on omitted ones). wanted: names, or the default ones."""
+        """Return (baselines; further calls to time; notes on omitted variants). wanted: names; empty for the defaults."""
 
     def waits(self, name: str) -> bool:
-        """True if a variant waits for the device in each call."""
+        """True if a variant synchronises with the device in each call."""
         return False
 
     def variants(self, wanted: Sequence[str]) -> tuple[dict[str, Variant], dict[str, Call], list[str]]:
@@ -123,9 +123,10 @@ class GemmVariants(ChoosingVariants):
         return bool(p == self.problem)
 
     def called(self, name: str) -> None:
-        """Note the schedule that the operator selected, since it forgets old calls when there are many others.
+        """Note the schedule that the operator selected, since the operator forgets old calls when there are many others.
 
-        Raises RuntimeError if no call is of this problem: the records would then not describe the timed calls."""
+        Raises RuntimeError if no call has this problem: then the records would not describe the timed calls.
+        """
         if name not in self.compared and name not in self.rules:
             return
         calls, rule = prepared_calls(self.spec, self.ranks.group), name if name in self.rules else None
@@ -133,7 +134,9 @@ class GemmVariants(ChoosingVariants):
         found = [call.taken for call in of_rule if self.is_mine(call.p, name)]
         if not found:
             made = "; ".join(str(call.p) for call in of_rule) or "nothing"
-            raise RuntimeError(f"{name} of {self.spec.name} was to do {self.problem}, and its calls do {made}")
+            raise RuntimeError(
+                f"{name} of {self.spec.name} was called for {self.problem}, but its calls are for {made}"
+            )
         self._taken[name] = found[-1]
 
     def taken(self, variant: str, mode: Mode) -> str:
@@ -172,7 +175,8 @@ class GemmVariants(ChoosingVariants):
         return {"sources": list(self.config.sources)} | beside
 
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
-        """added_us: the time of a single call minus the baseline's. chosen: the schedule of a variant that selects its own."""
+        """Return the fields of a variant. added_us: the time of a single call minus the baseline's. chosen: the schedule of a
+        variant that selects its own."""
         mine, base = found.ms(mode, name), found.ms(mode, self.baseline(mode))
         added_us = 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
         chooses = name in self.compared or name in self.rules
@@ -243,7 +247,8 @@ class MatmulVariants(GemmVariants):
     def choices(self) -> dict[Mode, plan.Choice]:
         """The planner's choices for queued and captured calls; empty if the machine is unknown and the operator measures instead.
 
-        Read it after the operator's first call, which is timed and must not find the choice made."""
+        Read it after the operator's first call, which is timed and must not find the choice made.
+        """
         model = self._model()
         if model is None:
             return {}
@@ -251,10 +256,11 @@ class MatmulVariants(GemmVariants):
 
     @cached_property
     def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
-        """For each schedule the predicted milliseconds of one of many calls: (calibrated, blind).
+        """The predicted milliseconds of one of many calls, by schedule: (calibrated, blind).
 
-        Calibrated predictions use GEMMs of this very shape that the first call has timed. Blind ones use the machine's file (and
-        `weft plan calibrate`) alone."""
+        Calibrated predictions use GEMMs of exactly this shape that the first call has timed. Blind predictions use only the
+        machine's file (and `weft plan calibrate`).
+        """
         found = {}
         for mode, choice in self.choices.items():
             model, p = self._model(), choice.problem
@@ -283,7 +289,7 @@ class GemmOperator(OperatorBenchmark[S]):
     variants: type[GemmVariants]
     shape: type[S]
     shapes_of: ClassVar[str] = ""
-    """The operator whose shapes it uses, if it has none of its own."""
+    """The operator whose shapes it uses, if it has no own shapes."""
     columns: ClassVar[Columns] = {"added\nus": cell("added_us", 1)}
 
     def __init__(self, spec: Spec[Any], variants: type[GemmVariants] | None = None) -> None:
@@ -378,7 +384,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and self.pinned(r["variant"]))
 
     def said_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
-        """Return the share of shapes on which `mine` is about as fast as the fastest pinned schedule, if there are any."""
+        """Return the fraction of shapes on which `mine` is about as fast as the fastest pinned schedule, if there are any."""
         others = [(r["p50_ms"], found) for r in mine if (found := self.fastest(rows, r["config"]))]
         if not others:
             return []

@@ -1,6 +1,5 @@
 """The base of benchmarks of operators that torch has too, as AsyncTP (`torch.ops.symm_mem`): its variant, remarks on it, and the
-copies alone that an overlap hides.
-"""
+copies alone that an overlap hides."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def enable_symmetric_memory(group_name: Any) -> None:
 
 
 class TorchVariants(HandVariants):
-    """Variants of an operator that torch has too. The copies to the peers alone are timed as well."""
+    """Variants of an operator that torch has too. The copies to the peers alone are also timed."""
 
     baselines = (BASELINE, ASYNCTP)
     compared: ClassVar = {WEFT: baselines}
@@ -59,7 +58,7 @@ class TorchVariants(HandVariants):
 
     @abstractmethod
     def moved(self) -> tuple[float, float, float]:
-        """Return (bytes of operands and result, bytes that leave a rank, operations)."""
+        """Return (bytes of operands and result, bytes that leave a rank, FLOPs)."""
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return this rank's place in each peer's memory, the next rank's first."""
@@ -68,7 +67,7 @@ class TorchVariants(HandVariants):
         return [self._box.peer((rank + i) % world)[rank] for i in range(1, world)]
 
     def copy_to_peers(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Run the copies (source, target) concurrently; on GPUs by copy engines, a stream for each."""
+        """Run the copies (source, target) concurrently; on GPUs by copy engines, with a stream for each."""
         if self.ranks.device.type != "cuda":
             for source, target in copies:
                 target.copy_(source)
@@ -90,7 +89,7 @@ class TorchOperator(AnyOperator):
 
     def check_options(self, options: BenchOptions) -> None:
         if ASYNCTP in options.variants and options.device != "cuda":
-            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
+            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it only on GPUs")
         super().check_options(options)
 
     def said_of_peers(self, mine: Sequence[Record]) -> list[str]:

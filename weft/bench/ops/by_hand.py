@@ -14,8 +14,7 @@ from weft.bench.ops.gemms import BASELINE
 
 
 class HandVariants(MatmulVariants):
-    """Variants with a baseline by hand, and weft's public function. The GEMM alone and NCCL's collective alone are timed beside
-    them."""
+    """Variants with a baseline by hand, and weft's public function. The GEMM alone and NCCL's collective alone are also timed."""
 
     beside: ClassVar[tuple[str, ...]] = (GEMM, COLLECTIVE)
 
@@ -25,7 +24,7 @@ class HandVariants(MatmulVariants):
 
     @abstractmethod
     def alone(self) -> tuple[Call, ...]:
-        """Return the calls beside the variants."""
+        """Return the calls that are timed but are not variants."""
 
     @abstractmethod
     def public(self, which: int, schedule: str | None) -> torch.Tensor:

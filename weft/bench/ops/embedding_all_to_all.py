@@ -46,8 +46,8 @@ POOL, EXCHANGE = " pooling alone", "exchange alone"
 class Traffic:
     """Bytes that one rank must move in a call, for every algorithm.
 
-    Every row read counts, repeated or not (caches may do better: `distinct_rows` counts each row once); ids and offsets are read;
-    pooled vectors are written, here or at a peer; `wire` is the part of them that leaves the rank.
+    Every row read counts, repeated or not; caches may do better, so `distinct_rows` counts each row once. Ids and offsets are
+    read, and pooled vectors are written, here or at a peer. `wire` is the part of the vectors that leaves the rank.
     """
 
     rows: float
@@ -75,8 +75,8 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
     # --- variants and their records ---
 
     def variants(self, wanted: Sequence[str]) -> tuple[Mapping[str, Variant], dict[str, Call], list[str]]:
-        """Return the variants; beside serial variants their pooling alone, beside the variant that selects the baseline's
-        exchange alone."""
+        """Return the variants. Also time the pooling of serial variants alone, and, for the variant that selects its transport,
+        the baseline's exchange alone."""
         names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
         self.built = {name: make_variant(name, self) for name in names if why_not(name, self.ranks.device) is None}
         pools: dict[str, Call] = {
@@ -115,7 +115,7 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """traffic_bytes: of the rank that takes longest."""
+        """Return the fields that all records of a mode share. traffic_bytes: of the rank that takes longest."""
         worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
         scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
         scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}
@@ -202,8 +202,8 @@ class _EmbeddingAllToAll(OperatorBenchmark[EmbeddingPreset]):
     # --- tables in documents ---
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-        """Return the baselines of the default variant only. Every variant's time is shown, but more ratios would not be
-        readable."""
+        """Return the baselines of the default variant only. The table shows every variant's time, but more ratios would make it
+        unreadable."""
         variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
         chosen = [DEFAULT] if DEFAULT in fused else fused[:1]

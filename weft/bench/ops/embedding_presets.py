@@ -2,9 +2,9 @@
 fit a machine.
 
 A `Scale` shrinks the batch, and the rows of every table above `SMALL_TABLE` rows. Dimensions, bag lengths and the number of
-tables stay: they make the access pattern. If rows are drawn uniformly, batch and rows shrink separately, each no more than needed
-(time limits the batch, memory the rows), because tables that fit a cache are a different benchmark. If rows follow a Zipf law,
-both shrink together, which keeps how often a batch reads the same row.
+tables stay, since they determine the access pattern. If rows are drawn uniformly, batch and rows shrink separately, each no more
+than needed: time limits the batch, memory the rows. (Tables that fit a cache are a different benchmark.) If rows follow a Zipf
+law, both shrink together, which preserves how often a batch reads the same row.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class EmbeddingPreset:
 
 
 def shared_out(batch: int, world_size: int) -> tuple[int, ...]:
-    """Return each rank's samples of a global batch; the first ranks get the odd ones."""
+    """Return each rank's samples of a global batch; the first ranks get the remainder."""
     return tuple(batch // world_size + (r < batch % world_size) for r in range(world_size))
 
 

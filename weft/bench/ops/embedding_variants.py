@@ -1,4 +1,5 @@
-"""The data of a configuration of embedding + all-to-all, and the ways to compute its output: weft's operator, and its baselines."""
+"""The data of a configuration of embedding + all-to-all, and the variants that compute its output: weft's operator and its
+baselines."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class EmbeddingData(Workload):
 
 
 def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return sums of bags in float64, [len(offsets) - 1, D]: `values[offsets[b]:offsets[b + 1]]` are the rows of bag b."""
+    """Return the sums of bags in float64, [len(offsets) - 1, D]: `values[offsets[b]:offsets[b + 1]]` are the rows of bag b."""
     bags, ends = offsets.numel() - 1, offsets.cpu()
     gathered = 8 * weight.shape[1] * int(ends[-1] - ends[0])
     pooled = []
@@ -151,9 +152,11 @@ class SerialVariant:
 
     @cached_property
     def extra_bytes(self) -> tuple[int, str]:
-        """(most bytes beyond tables and inputs at any moment, with the output, on the worst rank; how it is known). Collective.
+        """Return (the largest number of bytes beyond tables and inputs at any moment, with the output, on the worst rank; how it
+        is known). Collective.
 
-        On GPUs it is measured, elsewhere counted from buffers."""
+        On GPUs it is measured, elsewhere counted from buffers.
+        """
         work, config = self.work, self.work.config
         if work.ranks.device.type != "cuda":
             pooled = config.global_batch * work.local_dim * config.itemsize
@@ -187,8 +190,9 @@ class SerialVariant:
 def embedding_bags(work: EmbeddingData) -> Pool:
     """Pool with one `nn.EmbeddingBag` per table, as a user of plain torch would.
 
-    The PGAS paper starts from TorchRec's EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the
-    exchange."""
+    The PGAS paper starts from TorchRec's EmbeddingBagCollection and an asynchronous all-to-all; here nothing could overlap with
+    the exchange.
+    """
     how: dict[str, Any] = {"freeze": True, "mode": "sum", "include_last_offset": True}
     bags = [nn.EmbeddingBag.from_pretrained(weight, **how) for weight in work.weights]
     batch, per_table = work.config.global_batch, []
@@ -199,20 +203,20 @@ def embedding_bags(work: EmbeddingData) -> Pool:
 
 
 def batched(work: EmbeddingData) -> Pool:
-    """Pool all tables in one launch of weft's own kernel; the exchange is the same. It is the honest strong baseline."""
+    """Pool all tables in one launch of weft's own kernel; the exchange is the same. It is the strong baseline."""
     sharding = work.config.sharding
     tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
     return lambda which: embedding_pool(work.weights, work.inputs[which], tables)
 
 
 def fbgemm(work: EmbeddingData) -> Pool:
-    """Pool with FBGEMM's table-batched kernel (the one under TorchRec), tables on the device, forward only."""
+    """Pool with FBGEMM's table-batched kernel (which TorchRec uses), with tables on the device, forward only."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen as Bags
 
-    precision, sgd = SparseType.from_dtype(work.dtype), EmbOptimType.EXACT_SGD  # no state beside the tables
+    precision, sgd = SparseType.from_dtype(work.dtype), EmbOptimType.EXACT_SGD  # no state in addition to the tables
     of_tables = [(*weight.shape, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for weight in work.weights]
     types = {"weights_precision": precision, "output_dtype": precision}
     kernel = Bags(of_tables, optimizer=sgd, pooling_mode=PoolingMode.SUM, device=work.ranks.device, **types)
@@ -235,7 +239,8 @@ def parse(name: str) -> EmbeddingOptions | None:
 class FusedVariant:
     """weft's operator. per_table: its kernel is launched once for each table, not once for all.
 
-    (The fused paper does so within a node, with a kernel that is not persistent; this one is.)"""
+    (The fused paper does so within a node, with a kernel that is not persistent; weft's is persistent.)
+    """
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, per_table: bool = False):
         self.work, self.per_table, config, rank = work, per_table, work.config, work.ranks.rank
@@ -279,7 +284,7 @@ class FusedVariant:
 
 
 Variant = SerialVariant | FusedVariant
-"""One way to compute the output of an input set, [local batch, sum of D], on the current stream. `traced`, on CPU, records the
+"""A variant computes the output of an input set, [local batch, sum of D], on the current stream. `traced`, on CPU, records the
 spans of a call in a timeline, on the monotonic clock that all ranks share."""
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
@@ -288,17 +293,17 @@ POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Return why variant `name` cannot run here, None if it can; raise ValueError for an unknown name."""
+    """Return the reason why variant `name` cannot run here, None if it can; raise ValueError for an unknown name."""
     if name not in (*POOLS, PER_TABLE, CHOOSES) and parse(name) is None:
         raise ValueError(
             f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE, CHOOSES))}, or direct or put, optionally with -natural and "
             f"-sliceN, such as put-natural-slice8"
         )
     if name == PER_TABLE and device.type != "cuda":
-        return "only GPU kernels are launched"
+        return "only GPUs launch kernels"
     if name == "fbgemm":
         if device.type != "cuda":
-            return "it is compared on GPUs"
+            return "it is a baseline only on GPUs"
         try:
             import fbgemm_gpu  # noqa: F401
         except Exception as error:  # it loads shared objects, which can fail in many ways

@@ -5,7 +5,7 @@
     table-1, synthetic          all sixteen; table-1-m16 with a sixteenth of M
 
 A rank holds the gathered input several times, results in float64, and the buffers of each measured schedule. So the size that
-fits depends on the variants too. Only M is reduced: batch and sequence decide it, while N and K are the model's.
+fits depends on the variants too. Only M is reduced, since batch and sequence determine it, while the model determines N and K.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _USED = 0.9  # share of the free memory: libraries take the rest
 
 @dataclass(frozen=True)
 class GatherShape(GemmShape):
-    """gemm: its name in the paper's table; "" for a shape of our own. over: the divisor of M; 0: the least that fits."""
+    """A shape. gemm: its name in the paper's table; "" for other shapes. over: the divisor of M; 0: the smallest that fits."""
 
     gemm: str = ""
     over: int = 1
@@ -55,11 +55,11 @@ class GatherShape(GemmShape):
         over, by = int(match[2] or 0), int(match[2] or 1)
         if odd := [gemm for gemm in gemms if gemm.m % by]:
             of = f"M={odd[0].m} of {odd[0].name}"
-            raise ValueError(f"preset {name!r}: {of} is no multiple of {over}: take a power of two")
+            raise ValueError(f"preset {name!r}: {of} is not a multiple of {over}: use a power of two")
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
-        """Return the shape as one of `ranks` ranks computes it: N over the ranks."""
+        """Return the shape as one of `ranks` ranks computes it: N divided by the ranks."""
         if not self.gemm:
             return self
         (gemm,) = _GEMMS[self.gemm]
@@ -85,8 +85,9 @@ class GatherShape(GemmShape):
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
     """Return one of the paper's GEMMs with M halved until inputs, results and all schedules that `names` begin fit. Collective.
 
-    Any other shape, or one with a given M, is returned as it is. If no part fits, the whole shape is returned, which is refused
-    later. See `pinned_schedules`."""
+    Any other shape, or a shape with a given M, is returned unchanged. If no part fits, the whole shape is returned, which is
+    refused later. See `pinned_schedules`.
+    """
     if not shape.gemm or shape.over:
         return shape
     free, world = free_bytes(ranks), ranks.world_size

@@ -41,8 +41,9 @@ MEMORY_SHARE = 0.5
 class GemmShape:
     """A shape to measure, [m, k] @ [k, n], n on each rank; shapes of one name are equal.
 
-    symmetric: peers can read the input in place. own: the operator's own options. written: how to type a shape. example: a small
-    one."""
+    symmetric: peers can read the input in place. own: the operator's own options. written: the syntax of a shape. example: a
+    small shape.
+    """
 
     m: int
     n: int
@@ -99,7 +100,8 @@ def shapes_file(op: str) -> Path:
 def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ...]:
     """Return the shapes of all groups that suit the device, or of the groups and shapes that the preset names.
 
-    Each shape comes once, with all its sources, and with the operator's own options. Raises ValueError for an unknown name."""
+    Each shape is returned once, with all its sources and the operator's own options. Raises ValueError for an unknown name.
+    """
     groups = reading.read_toml(file) if file.exists() else {}
     suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
     found: dict[str, Any] = {}
@@ -108,7 +110,9 @@ def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ..
         if not shapes:
             known = ", ".join(groups) or f"nothing (there is no {file}: shapes are in the repository, not in the wheel)"
             if name[0].isdigit():
-                raise ValueError(f"{name!r} is no shape here: write {kind.written}; or give one of the presets {known}")
+                raise ValueError(
+                    f"{name!r} is not a known shape: write {kind.written}; or give one of the presets {known}"
+                )
             raise ValueError(f"no preset {name!r}: give one of {known}, or a shape {kind.written}")
         for shape in shapes:
             same = found.get(shape.name, shape)
@@ -123,7 +127,7 @@ def check_room(shape: GemmShape, ranks: Ranks, item_bytes: int) -> None:
     needed, free = shape.bytes(ranks.world_size, item_bytes), free_bytes(ranks)
     if needed > free:
         needs = f"{needed / 1e9:.1f} GB on each rank for inputs and the float64 reference"
-        raise ValueError(f"{shape.name} needs {needs}, and {free / 1e9:.1f} GB are free: name a smaller shape")
+        raise ValueError(f"{shape.name} needs {needs}, but {free / 1e9:.1f} GB are free: name a smaller shape")
 
 
 class Pinned(NamedTuple):
@@ -160,7 +164,7 @@ def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> 
             left_out.append(one.variant)
         else:
             kept.append(one)
-    notes = [f"not measured, no memory: {', '.join(left_out)}"] if left_out else []
+    notes = [f"not measured, not enough memory: {', '.join(left_out)}"] if left_out else []
     return kept, notes + cannot(names, problems)
 
 
@@ -191,11 +195,14 @@ def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequ
         if next(_beginning(shapes[0], [name]), None) is None:
             known = [candidate.name for candidate in candidates(shapes[0][0][0])]
             begin = ", ".join(dict.fromkeys(one.split("[")[0] for one in known if "[" in one))
-            said = f"give {', '.join((*fixed, OWN_SERIAL, ALL))}, or how names of schedules begin: {begin}, such as {known[-1]}"
+            said = (
+                f"give {', '.join((*fixed, OWN_SERIAL, ALL))}, or prefixes of schedule names: {begin}, such as "
+                f"{known[-1]}"
+            )
             raise ValueError(f"no variant {name!r}: {said}")
         left = [_why_not(name, problems) for problems in shapes]
         if all(left):
-            raise ValueError(f"variant {name!r} cannot do any of these shapes: {left[0]}")
+            raise ValueError(f"variant {name!r} supports none of these shapes: {left[0]}")
 
 
 def cannot(names: Sequence[str], problems: Problems) -> list[str]:
@@ -213,7 +220,7 @@ def _why_not(name: str, problems: Problems) -> str:
             return ""
         except NotApplicableError as error:
             reasons[str(error)] = None
-    return "; ".join(reasons) or "none of its schedules begins so"
+    return "; ".join(reasons) or "no schedule has this prefix"
 
 
 def roundings(schedule: Schedule) -> int:
@@ -226,8 +233,8 @@ def roundings(schedule: Schedule) -> int:
 def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:
     """Return the largest allowed error of a GEMM's output, relative to the largest element.
 
-    of_torch: the error of torch's own GEMM in this dtype. The limit is twice that (at least half a rounding of the largest
-    element), times the number of roundings. None: the limit for torch itself, a few roundings and those of k additions in fp32.
+    of_torch: the error of torch's GEMM in this dtype. The limit is twice that (at least half a rounding of the largest element),
+    times the number of roundings. None: the limit for torch itself, a few roundings plus those of k additions in fp32.
     """
     eps = torch.finfo(dtype).eps
     if of_torch is None:

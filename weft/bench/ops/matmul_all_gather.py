@@ -1,7 +1,7 @@
 """Benchmark of GEMM + all-gather: shapes x variants.
 
-[m, k] @ [k, n] on each rank; every rank gets all products, below each other or, with `gather_dim=-1`, side by side. Variants
-beside weft's:
+[m, k] @ [k, n] on each rank; every rank gets all products, concatenated by rows or, with `gather_dim=-1`, by columns. Variants in
+addition to weft's:
 
     serial    the baseline: torch.mm, all_gather_into_tensor; for columns, a copy that puts them side by side
 

@@ -1,9 +1,9 @@
-"""Benchmark of GEMM + MoE combine: rows are multiplied at the ranks of their experts and go back. Layers and variants are those
+"""Benchmark of GEMM + MoE combine: rows are multiplied at the ranks of their experts and sent back. Layers and variants are those
 of all_to_all_matmul.
 
 [k, n] is an expert's last matrix. `serial`, the baseline: torch's grouped GEMM, a copy into the order of source ranks,
-all_to_all_single. Its sizes are on the host already, from the dispatch before it, so it waits for nothing, and can be captured.
-weft knows the number of this rank's tokens, as a dispatch before it would tell it; ...-bounded gets it as `rows`.
+all_to_all_single. Its sizes are already on the host, from the dispatch, so it never waits, and can be captured. weft knows the
+number of this rank's tokens, as from a preceding dispatch; ...-bounded gets it as `rows`.
 """
 
 from __future__ import annotations

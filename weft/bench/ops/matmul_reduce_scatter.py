@@ -78,8 +78,8 @@ class ScatterVariants(TorchVariants):
 
     @cached_property
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(source, target) of each peer's rows, the next rank's first. Made late: the first call of a variant pays for its
-        own memory."""
+        """Return (source, target) of each peer's rows, the next rank's first. They are made late, since the first call of a
+        variant pays for its own memory."""
         rank, world = self.ranks.rank, self.ranks.world_size
         parts = self.product.chunk(world)
         theirs = [parts[(rank + i) % world] for i in range(1, world)]

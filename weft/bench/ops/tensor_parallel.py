@@ -111,7 +111,7 @@ class Comparison(Variants):
 
     def error(self, name: str, output: torch.Tensor, which: int, reference: Mapping[str, torch.Tensor]) -> float:
         """Return the largest error of any result, relative to the largest element of `serial`'s; 0 for `compute`, whose results
-        mean nothing."""
+        are meaningless."""
         if name == COMPUTE:
             return 0.0
         found = self.results(name, output)
@@ -121,7 +121,7 @@ class Comparison(Variants):
         return errors[self.worst[name]]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Allow a few roundings: both round their results a few times, and add in different orders."""
+        """Allow a few roundings: both variants round their results a few times, and add in different orders."""
         return 4 * torch.finfo(self.dtype).eps + 1e-4
 
     def differs(self, name: str, how: str) -> str:
@@ -168,7 +168,7 @@ def _hidden(r: Record) -> str:
 
 class _TensorParallel(OperatorBenchmark[Block]):
     name = "tensor_parallel"
-    refuses = {**OperatorBenchmark.refuses, "scale": "has sizes of models: give another preset"}  # noqa: RUF012
+    refuses = {**OperatorBenchmark.refuses, "scale": "has the sizes of models: give another preset"}  # noqa: RUF012
     baselines = Comparison.baselines
     columns: ClassVar[Columns] = {"hidden": _hidden}
 
@@ -179,15 +179,17 @@ class _TensorParallel(OperatorBenchmark[Block]):
         if unknown := [name for name in options.variants if name not in VARIANTS]:
             raise ValueError(f"no variant {unknown[0]!r}: give some of {', '.join(VARIANTS)}")
         if ASYNCTP in options.variants and options.device != "cuda":
-            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
+            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it only on GPUs")
         if options.ranks < 2:
-            raise ValueError(f"ranks={options.ranks}: a block has nothing to communicate on fewer than 2")
+            raise ValueError(f"ranks={options.ranks}: a block communicates only on 2 or more")
         for block in self.presets(options):
             if ASYNCTP in options.variants and block.model.whole:
-                raise ValueError(f"variant {ASYNCTP!r} has no all-reduce: give {block.of} other variants")
+                raise ValueError(f"variant {ASYNCTP!r} has no all-reduce: use other variants for {block.of}")
             for what in ("length", "intermediate", "heads", "kv_heads"):
                 if (size := getattr(block.model, what)) % options.ranks:
-                    raise ValueError(f"ranks={options.ranks} do not divide {what}={size} of {block.of}: take 2 or 4")
+                    raise ValueError(
+                        f"{what}={size} of {block.of} must be divisible by ranks={options.ranks}: use 2 or 4"
+                    )
 
     def presets(self, options: BenchOptions) -> Sequence[Block]:
         suiting = [n for n, model in MODELS.items() if (n == "cpu") == (options.device == "cpu") and not model.whole]

@@ -1,8 +1,8 @@
 """A Llama's MLP (SwiGLU) and causal attention (grouped-query), tensor-parallel, in the variants of
 `weft.bench.ops.tensor_parallel`: torch's collectives, no communication at all, weft's modules, AsyncTP.
 
-Between blocks the sequence is divided over ranks. It is the first dimension, as in Megatron, so gathered and scattered tensors
-need no copy. In models that are `whole` it is the second dimension, and nothing is divided.
+Between blocks the sequence is sharded over ranks. It is the first dimension, as in Megatron, so gathered and scattered tensors
+need no copy. In `whole` models it is the second dimension, and activations are replicated.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Block:
 
 
 class Variant(NamedTuple):
-    """call: forward. module: the module whose parameters get gradients."""
+    """A variant of a block. call: forward. module: the module whose parameters get gradients."""
 
     module: nn.Module
     call: Callable[..., torch.Tensor]
@@ -136,7 +136,7 @@ def added_up(x: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """The exchanges of a plain block. anything: replaces all gathered data, so that nothing is communicated."""
+    """The exchanges of a plain block. anything: replaces all gathered data, so that there is no communication."""
 
     anything: torch.Tensor | None = None
     whole = False
@@ -230,7 +230,7 @@ def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def fused_by_torch(call: Callable[[], Any]) -> int:
-    """Return the number of AsyncTP's operators in a call: above 0 if the compiler found something to fuse."""
+    """Return the number of AsyncTP's operators in a call: above 0 if the compiler has fused any."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(e.count for e in profile.key_averages() if e.key.startswith("symm_mem::fused"))
