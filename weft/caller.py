@@ -33,7 +33,7 @@ _said: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """`warn`, of the same message once in a process."""
+    """Call `warn`, but only once per message and process."""
     if message not in _said:
         _said.add(message)
         warn(message)

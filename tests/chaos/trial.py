@@ -1,7 +1,7 @@
-"""One injection from outside: the ranks are started, signals sent when their time has come, and the end is watched.
+"""One injection, from outside the ranks: start the ranks, send signals at their time, and watch the end.
 
-A `Trial` is polled, so that several run side by side in one thread. Nobody is waited for without a limit: a rank that stands in a
-call for longer than it may is asked for its stack, and then everything is killed.
+A `Trial` is polled, so that several run concurrently in one thread. Every wait has a limit: a rank that stays in a call for too long
+dumps its stack, and then all ranks are killed.
 """
 
 from __future__ import annotations

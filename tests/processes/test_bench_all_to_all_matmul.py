@@ -65,7 +65,7 @@ def _workload(group: dist.ProcessGroup) -> DispatchVariants:
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
-    """Inputs, and what the variants make of them, beside what the tests' own reference says."""
+    """Return facts about the inputs, and the errors of the variants relative to the tests' own reference."""
     work, world = _workload(group), group.size()
     tokens, weights = ([torch.empty_like(t) for _ in range(world)] for t in (work.tokens[1], work.w))
     dist.all_gather(tokens, work.tokens[1], group=group)

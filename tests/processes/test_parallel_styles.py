@@ -21,8 +21,10 @@ def equal(found: list[float], torchs: list[float]) -> bool:
 
 
 def learns_alike(pool: Pool, world: int, how: tuple[Any, ...], wanted: dict[str, int]) -> None:
-    """Steps in fp32, by torch's styles and by weft's, which make these calls in the last one; parameters and gradients are DTensors
-    as torch's make them. how: what `train` is given."""
+    """Check that some steps in fp32 by torch's styles and by weft's have equal losses, and DTensors of equal layouts.
+
+    wanted: weft's calls in the last step. how: the arguments of `train`.
+    """
     torchs = pool.run(ranks.train, "torch", *how, ranks=world, timeout_s=100)
     ours = pool.run(ranks.train, "weft", *how, ranks=world, timeout_s=100)
     for (losses, layouts, calls), (torchs_losses, torchs_layouts, torchs_calls) in zip(ours, torchs, strict=True):

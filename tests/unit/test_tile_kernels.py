@@ -1,5 +1,5 @@
-"""A step's kernel, by which GPUs go, and its tiles, by which all others do, say the same: for every candidate, against what each
-kernel is documented to do (`weft.schedule.kernels`), with made-up sizes."""
+"""A step's kernel, which GPUs run, and its tiles, which all other executors run, do the same. This is checked for every candidate,
+with made-up sizes, against the documentation of each kernel (`weft.schedule.kernels`)."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class _Slices(Draft):
         return _formula(numbers, RANK, self._unit)
 
     def pool(self, first: Index, out: Region) -> Compute:
-        """Return the step `out` = the tile's bags of the samples from `first` on."""
+        """Return the step that pools the tile's bags, of the samples from `first` on, into `out`."""
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
         return Compute(
             "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))

@@ -239,6 +239,6 @@ def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
     if not t.numel():
         return
     if not t.untyped_storage().nbytes():
-        raise ValueError(f"{name} has no memory, because its storage was freed: pass it while it has values")
+        raise ValueError(f"{name} has no memory: its storage was freed; pass it while it has values")
     if t.is_neg():
         raise ValueError(f"{name} is a negated view (is_neg): pass {name}.resolve_neg()")

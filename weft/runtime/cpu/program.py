@@ -207,7 +207,7 @@ class _CallerTensor:
             )
         address = tensor.data_ptr()
         if not address and tensor.numel():
-            raise ValueError(f"{self.name} has no memory: its storage was freed; pass it where it has its values")
+            raise ValueError(f"{self.name} has no memory: its storage was freed; pass it while it has values")
         if tensor.is_neg():
             raise ValueError(f"{self.name} is a view whose memory holds its negative: pass {self.name}.resolve_neg()")
         (rows, cols), (row_stride, col_stride) = wanted, tensor.stride()
