@@ -1,6 +1,6 @@
 """One injection, from outside the ranks: start the ranks, send signals at their time, and watch the end.
 
-A `Trial` is polled, so that several run concurrently in one thread. Every wait has a limit: a rank that stays in a call for too long
+A `Trial` is polled, so that several run concurrently in one thread. Every wait has a limit: a rank that stays too long in a call
 dumps its stack, and then all ranks are killed.
 """
 

@@ -111,7 +111,7 @@ def test_a_difference_is_found_at_any_later_call() -> None:
         for more in ((), (4, 5)):
             text = made(1, 2, 3, 4, 5, 6).heard(3, made(*wrong, *more).news())
             assert "between call 1 and call" in text
-            assert "are here op 6, and on rank 3 op" in text
+            assert "the last ones are op 6 here, and op" in text
 
 
 def test_a_difference_is_found_behind_calls_that_agreed() -> None:

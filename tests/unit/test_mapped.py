@@ -89,6 +89,6 @@ def test_what_one_rank_may_not_do_all_ranks_are_told() -> None:
 
 def test_symmetric_memory_is_refused_where_a_rank_cannot_map_it() -> None:
     with pytest.raises(
-        RefusedError, match=r"flags: memory of ranks \[2, 3\] cannot be mapped on rank 0, and a transport"
+        RefusedError, match=r"flags: memory of ranks \[2, 3\] cannot be mapped on rank 0, and transport"
     ):
         Communicator.allocate(_comm(0, True, True, False, False), 64, what="flags")

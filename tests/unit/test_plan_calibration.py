@@ -207,7 +207,7 @@ def test_other_versions_are_refused_with_what_to_run(found: Calibration, monkeyp
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read"), ("[]", "holds a list"), ("{}", "lacks 'machine'"), ("[" * 100_000, "nested 100000 deep")],
+    [("{", "cannot be read"), ("[]", "contains a list"), ("{}", "lacks 'machine'"), ("[" * 100_000, "nested 100000 deep")],
 )
 def test_a_broken_file_is_an_error_that_names_it(text: str, message: str, found: Calibration) -> None:
     path = found.save()
@@ -229,7 +229,7 @@ def test_a_calibration_with_a_wrong_value_is_ignored_with_a_note(field: str, val
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     model, note, refused, _ = calibrated(load_machine("h200"), 2)
     assert (model, refused) == (BASE, True)
-    assert f"{field} is not what calibrations hold: run `weft plan calibrate` again" in note
+    assert f"{field} has a wrong type or size for a calibration: run `weft plan calibrate` again" in note
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_tables_that_ranks_do_not_divide_are_dealt() -> None:
     ("given", "words"),
     [
         ({}, "tables=None: embedding_all_to_all needs the number of tables of all ranks together"),
-        ({"tables": 4, "M": 0}, "M=0, N=8, K=2: there is nothing to compute"),
+        ({"tables": 4, "M": 0}, "M=0, N=8, K=2: each must be at least 1"),
         (
             {"tables": 4, "experts": 4},
             r"experts=4: embedding_all_to_all has no such option \(all_to_all_matmul and matmul_all_to_all have it\)",

@@ -79,11 +79,11 @@ def test_autotuned_times_are_shown_and_decide(monkeypatch: pytest.MonkeyPatch) -
     found = explanation()
     assert found.choice.candidate.name == "gather[by=dma]"
     assert {(row[0], row[2]) for row in found.cells() if row[2]} == {("serial", "1000.0"), ("gather[by=dma]", "500.0")}
-    assert not any("calls in a row" in line for line in found.legend())
+    assert not any("back to back" in line for line in found.legend())
     assert explanation(mode="single").choice.measured_us is None
     graph = explanation(mode="graph")  # nobody has timed graphs
     assert graph.choice.measured_us == 500.0
-    assert any("calls in a row" in line for line in graph.legend())
+    assert any("back to back" in line for line in graph.legend())
 
 
 def test_json_has_every_candidate() -> None:
@@ -130,11 +130,11 @@ def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.Monk
     [
         ({"hw": "h900"}, "no machine 'h900'"),
         ({"M": 1001}, "m=1001 must be divisible by world_size=2"),
-        ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has a rate for fp32, fp16, bf16, fp8 only"),
-        ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has a rate for fp32, fp16, bf16, fp8 only"),
+        ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has rates only for fp32, fp16, bf16, fp8"),
+        ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has rates only for fp32, fp16, bf16, fp8"),
         ({"M": 0}, "M=0, N=4096, K=8192: each must be at least 1"),
         ({"N": -8}, "n=-8"),
-        ({"mode": "eager"}, "mode='eager' is not known"),
+        ({"mode": "eager"}, "mode='eager' is unknown"),
     ],
 )
 def test_what_is_not_known_is_named(options: dict, message: str) -> None:
@@ -176,7 +176,7 @@ def test_a_choice_that_calls_on_gpus_do_not_take_is_not_said_to_be_taken(
     found = plan.explanation(op, **given)  # type: ignore[arg-type]
     assert found.choice.candidate.name != "serial"
     said = dict(found.facts())["calls"]
-    assert said.startswith("on GPUs take serial: other schedules of ")
+    assert said.startswith("GPUs take serial: other schedules of ")
     assert found.as_json()["only_asked_for"] is True
     assert {row[-1] for row in found.cells() if row[0] == found.choice.candidate.name} == {"the choice, if pinned"}
     assert said in str(found)

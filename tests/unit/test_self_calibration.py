@@ -75,7 +75,7 @@ def test_each_number_is_judged_alone() -> None:
     assert [text.partition(" stays")[0] for text in dropped] == [
         "stores by kernel",
         "a signal between streams",
-        "a step of the host",
+        "a step on the host",
     ]
     assert "there was no time to measure it" in dropped[0]
 
@@ -147,13 +147,13 @@ def test_a_calibration_that_is_not_used_is_said() -> None:
     assert found.refused
     assert found.source == "self-calibration"
     assert found.note.startswith(
-        "not calibrated with 2 ranks (only with 8: run `weft plan calibrate --ranks 2`), self-cal"
+        "not calibrated with 2 ranks (only for 8: run `weft plan calibrate --ranks 2`), self-cal"
     )
     path.rename(path.with_name(path.name.replace("-8.", "-2.")))
     found = calibrated(machine(), 2)
     assert found.refused
     assert found.source == "self-calibration"
-    assert f"is of {NAME} with 8 ranks, and not of {NAME} with 2 ranks: run `weft plan calibrate` again" in found.note
+    assert f"is of {NAME} with 8 ranks, not for {NAME} with 2 ranks: run `weft plan calibrate` again" in found.note
 
 
 def test_a_refused_calibration_is_warned_of_at_a_call(
@@ -207,16 +207,16 @@ def _without(field: str) -> Callable[[Path], object]:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (lambda path: path.write_text("{"), "cannot be read"),
     "deep": (lambda path: path.write_text("[" * 100_000), "nested 100000 deep"),
-    "a list": (lambda path: path.write_text("[]"), "holds a list"),
+    "a list": (lambda path: path.write_text("[]"), "contains a list"),
     "pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a pipe"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "it is a folder"),
     "a number is missing": (_without("put_bytes_per_us"), "lacks 'put_bytes_per_us'"),
-    "text": (_changed(copy_bytes_per_us="4"), "copy_bytes_per_us is not what self-calibrations hold"),
-    "negative": (_changed(host_step_us=-1.0), "host_step_us is not what self-calibrations hold"),
-    "huge": (_changed(get_bytes_per_us=1e300), "get_bytes_per_us is not what self-calibrations hold"),
-    "GEMMs": (_changed(gemms=[[1, 2, 3, "bf16"]]), "gemms is not what self-calibrations hold"),
-    "another machine's": (_changed(machine="NVIDIA H200"), "is of NVIDIA H200 with 2 ranks, and not of"),
-    "other ranks'": (_changed(world_size=8), "with 8 ranks, and not of"),
+    "text": (_changed(copy_bytes_per_us="4"), "copy_bytes_per_us has a wrong type or size for a self-calibration"),
+    "negative": (_changed(host_step_us=-1.0), "host_step_us has a wrong type or size for a self-calibration"),
+    "huge": (_changed(get_bytes_per_us=1e300), "get_bytes_per_us has a wrong type or size for a self-calibration"),
+    "GEMMs": (_changed(gemms=[[1, 2, 3, "bf16"]]), "gemms has a wrong type or size for a self-calibration"),
+    "another machine's": (_changed(machine="NVIDIA H200"), "is for NVIDIA H200 with 2 ranks, not for"),
+    "other ranks'": (_changed(world_size=8), "with 8 ranks, not for"),
     "other versions": (_changed(versions={**versions(), "weft": "0.0.0"}), "was made with weft 0.0.0, now"),
 }
 

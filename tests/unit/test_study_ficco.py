@@ -63,11 +63,11 @@ def test_speedups_are_over_serial_and_the_ideal_is_the_longer_half() -> None:
 
 
 def test_what_the_heuristic_loses_is_a_part_of_the_best_speedup() -> None:
-    picked = cells(made_up())["where it is not"[-11:]]
+    picked = cells(made_up())["lost if it is not"[-11:]]
     assert picked["table-1 the heuristic the paper's four"][3:7] == ("1 of 2", "50%", "20.0%", "20.0%")
     assert picked["table-1 the heuristic all eight"][3:7] == ("0 of 2", "0%", "15.0%", "20.0%")
     with_weft = [*made_up(), record("g1", "weft", 8.0), record("g2-m4", "weft", 12.0)]
-    assert cells(with_weft)["where it is not"[-11:]]["table-1 weft all that ran"][3:7] == (
+    assert cells(with_weft)["lost if it is not"[-11:]]["table-1 weft all that ran"][3:7] == (
         "0 of 2",
         "0%",
         "21.7%",
@@ -75,7 +75,7 @@ def test_what_the_heuristic_loses_is_a_part_of_the_best_speedup() -> None:
     )
     line = cells(made_up())["figure 12b)"]["g1"]
     assert line[-4:] == ("1.39", "hetero-fused-2D", "uniform-fused-2D", "10.0%")
-    assert conclusions(rows_of(made_up()))[0].startswith("Of 2 GEMMs 1 have their fastest")
+    assert conclusions(rows_of(made_up()))[0].startswith("Of 2 GEMMs, 1 have their fastest")
 
 
 def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:
@@ -86,7 +86,7 @@ def test_of_each_gemm_the_last_run_counts_and_others_do_not() -> None:
         ValueError, match="no records of FiCCO's GEMMs: run weft bench all_gather_matmul --preset table-1"
     ):
         rows_of([])
-    with pytest.raises(ValueError, match="g1: no times of serial, GEMM and communication"):
+    with pytest.raises(ValueError, match="g1 lacks the times of serial, GEMM and communication"):
         rows_of([record("g1", SHARD, 1.0)])
 
 
@@ -123,7 +123,7 @@ def test_a_page_shows_the_same_tables_of_simulated_and_measured_records() -> Non
     written = rewrite(page, {"now": made_up()})
     assert written == page.replace("now -->\n", f"now -->\n{markdown(made_up())}")
     assert rewrite(written, {"now": made_up()}) == written
-    assert "Measured on 8 x AMD Instinct MI300X, 8 ranks, bf16, queued; commit abc, 2026-01-01. M is a part" in written
+    assert "Measured on 8 x AMD Instinct MI300X, 8 ranks, bf16, queued; commit abc, 2026-01-01. 1 GEMM has a fraction" in written
     assert "Nothing was measured for this" in markdown(files.read([RESULTS / "sim-ficco.jsonl"]))
 
 

@@ -77,7 +77,7 @@ def test_views_stay_within_their_region() -> None:
     region = cuda.allocate(_Rank(), 100, "test")  # type: ignore[arg-type]
     assert region.tensor(0, (5, 4), torch.float32, 20).shape == (5, 4)
     for shape, offset in (((5, 4), 24), ((5, 4), -4), ((26,), 0), ((1,), 100)):
-        with pytest.raises(ValueError, match=f"bytes at {offset} do not fit into a region of 100 bytes"):
+        with pytest.raises(ValueError, match=f"bytes at offset {offset} do not fit into a region of 100 bytes"):
             region.tensor(0, shape, torch.float32, offset)
 
 

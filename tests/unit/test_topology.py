@@ -261,8 +261,8 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('shape = "ring"', r'wires\.toml: a topology file must start with name = "\.\.\."'),
-        ('name = "x"', r"wires\.toml: shape = None is not known; use one of switch, mesh, ring, torus, hosts"),
-        ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is not known; use one of switch, mesh"),
+        ('name = "x"', r"wires\.toml: shape = None is unknown; use one of switch, mesh, ring, torus, hosts"),
+        ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is unknown; use one of switch, mesh"),
         (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
          r"wires\.toml: shape 'ring' does not use link\.pair_usble; its numbers are link\.pair_usable, link\.pair_latency"),
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "us", source = "paper"}',
@@ -270,7 +270,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
         ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "GB/s"}',
          r"wires\.toml: link\.pair_usable has source None; use one of measured"),
         ('name = "x"\nshape = "torus"\n[torus]\ncolumns = {value = 2.5, unit = "1", source = "paper"}',
-         r"torus\.columns = 2\.5 \(paper\): it must be a whole number"),
+         r"torus\.columns = 2\.5 \(paper\) must be a whole number"),
         ('name = "x"\nshape = "ring"\nlatency = 3', r"wires\.toml: latency = 3 needs value, unit and source"),
         ("name = ", r"wires\.toml cannot be read: it is no TOML"),
     ],
@@ -291,7 +291,7 @@ def test_what_is_missing_is_told_by_name() -> None:
         KeyError, match=r"topology ring: NVIDIA H200 has no link\.pair_usable: add it to the file of the machine or"
     ):
         load_topology("ring", load_machine("h200"))
-    with pytest.raises(ValueError, match="rows of 4 ranks cannot have 6: give it a multiple of 4"):
+    with pytest.raises(ValueError, match="rows of 4 ranks cannot have 6 ranks: use a multiple of 4"):
         load_topology("torus", load_machine("mi300x")).of(6)
 
 
@@ -322,7 +322,7 @@ def test_plans_are_made_for_other_topologies_too(tmp_path: Path, monkeypatch: py
     wanted = 10 * flow / 48e3 - 7 * flow / gathered
     assert (ring_us["serial"] or 0) - (usual["serial"] or 0) == pytest.approx(wanted, rel=1e-3)
     text = plan.explain("all_gather_matmul", M=4096, N=512, K=512, ranks=8, hw="mi300x", topology="torus")
-    assert "topology torus in place of mesh" in text
+    assert "topology torus instead of mesh" in text
     with pytest.raises(ValueError, match="rows of 4 ranks cannot have 6"):
         plan.explain("all_gather_matmul", M=600, N=512, K=512, ranks=6, hw="mi300x", topology="torus")
     with pytest.raises(ValueError, match=r"has no link\.pair_usable"):

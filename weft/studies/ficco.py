@@ -308,7 +308,8 @@ def _smaller(records: Sequence[Record]) -> str:
         return ""
     turned = [name for name, r in made.items() if (gemm := _gemm_of(name)) and gemm.m > gemm.k and r["m"] <= r["k"]]
     but = f" For {', '.join(turned)}, M is no longer above K, as it is in the paper." if turned else ""
-    return f"{len(made)} GEMMs have a fraction of the paper's M; g1-m4 has a quarter.{but}"
+    have = "GEMM has" if len(made) == 1 else "GEMMs have"
+    return f"{len(made)} {have} a fraction of the paper's M; g1-m4 has a quarter.{but}"
 
 
 def markdown(records: Sequence[Record]) -> str:
