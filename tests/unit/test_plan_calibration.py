@@ -207,7 +207,12 @@ def test_other_versions_are_refused_with_what_to_run(found: Calibration, monkeyp
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read"), ("[]", "contains a list"), ("{}", "lacks 'machine'"), ("[" * 100_000, "nested 100000 deep")],
+    [
+        ("{", "cannot be read"),
+        ("[]", "contains a list"),
+        ("{}", "lacks 'machine'"),
+        ("[" * 100_000, "nested 100000 deep"),
+    ],
 )
 def test_a_broken_file_is_an_error_that_names_it(text: str, message: str, found: Calibration) -> None:
     path = found.save()

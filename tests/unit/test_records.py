@@ -45,7 +45,7 @@ def test_simulated_records_say_so(name: str) -> None:
     assert SOURCE.fullmatch(last["source"])
     said = " ".join(STUDIES[name].split())
     assert f"commit {last['commit']}, {last['date'][:10]}. Nothing was measured" in said
-    assert "{0} of the {1} numbers in the machine's file are assumed".format(*last["assumed"]) in said
+    assert "{} of the {} numbers in the machine's file are assumed".format(*last["assumed"]) in said
 
 
 @pytest.mark.parametrize("name", MEASURED)

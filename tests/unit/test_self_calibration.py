@@ -153,7 +153,7 @@ def test_a_calibration_that_is_not_used_is_said() -> None:
     found = calibrated(machine(), 2)
     assert found.refused
     assert found.source == "self-calibration"
-    assert f"is of {NAME} with 8 ranks, not for {NAME} with 2 ranks: run `weft plan calibrate` again" in found.note
+    assert f"is for {NAME} with 8 ranks, not for {NAME} with 2 ranks: run `weft plan calibrate` again" in found.note
 
 
 def test_a_refused_calibration_is_warned_of_at_a_call(

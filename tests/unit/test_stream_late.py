@@ -72,7 +72,9 @@ def test_fp64_is_refused_on_gpus() -> None:
     for candidate in candidates(p, ("serial", "direct")):
         with pytest.raises(ScheduleError, match="x is fp64, but GPUs reduce in fp32: use CPU processes"):
             require_runnable_on_gpus(candidate.build(), 0)
-    with pytest.raises(ValueError, match=r"A is torch\.float64 on meta: fp64 is only for CPU processes, to check gradients"):
+    with pytest.raises(
+        ValueError, match=r"A is torch\.float64 on meta: fp64 is only for CPU processes, to check gradients"
+    ):
         name_of_dtype("A", torch.empty(2, 2, dtype=torch.float64, device="meta"))
 
 

@@ -123,7 +123,10 @@ def test_a_page_shows_the_same_tables_of_simulated_and_measured_records() -> Non
     written = rewrite(page, {"now": made_up()})
     assert written == page.replace("now -->\n", f"now -->\n{markdown(made_up())}")
     assert rewrite(written, {"now": made_up()}) == written
-    assert "Measured on 8 x AMD Instinct MI300X, 8 ranks, bf16, queued; commit abc, 2026-01-01. 1 GEMM has a fraction" in written
+    assert (
+        "Measured on 8 x AMD Instinct MI300X, 8 ranks, bf16, queued; commit abc, 2026-01-01. 1 GEMM has a fraction"
+        in written
+    )
     assert "Nothing was measured for this" in markdown(files.read([RESULTS / "sim-ficco.jsonl"]))
 
 
