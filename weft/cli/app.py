@@ -76,7 +76,7 @@ def demo(
 ) -> None:
     """Run embedding + all-to-all on CPU processes, check it, time it, and draw how it overlaps.
 
-    The tables are MLPerf's DLRM-DCNv2, scaled to this machine. Takes under a minute and no GPU.
+    The tables are MLPerf's DLRM-DCNv2, scaled to this machine. Needs no GPU. Takes a minute or two, and shows its progress.
     """
     check_folder("--out", out)
     from weft.bench.core.options import parse_scale
