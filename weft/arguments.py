@@ -27,7 +27,7 @@ _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise `ValueError` unless `x` is a tensor in ordinary memory."""
+    """Raise `ValueError` unless `x` is a tensor in ordinary memory, which its storage holds."""
     if not _is_plain(x):
         _look_at(name, x)
 
@@ -40,8 +40,37 @@ def check_tensors(name: str, xs: Sequence[Any]) -> None:
 
 
 def _is_plain(x: Any) -> bool:
+    if type(x) not in _PLAIN or x.is_nested:
+        return False
     # torch does not allow asking for the layout of gradients that pass a compiled autograd Function.
-    return type(x) in _PLAIN and not x.is_nested and (torch.compiler.is_compiling() or x.layout is torch.strided)
+    return torch.compiler.is_compiling() or (x.layout is torch.strided and _has_memory(x))
+
+
+def check_memory(name: str, x: torch.Tensor) -> None:
+    """Raise `ValueError` if the storage of `x` does not hold its elements."""
+    if type(x) in _PLAIN and not _has_memory(x):
+        raise ValueError(
+            f"{name} has no memory: its storage holds {x.untyped_storage().nbytes()} of {_needed_bytes(x)} bytes; it was freed or "
+            "resized, as FSDP does between uses: pass it where it has its values"
+        )
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    try:
+        held = x.untyped_storage().nbytes()
+    except NotImplementedError:  # inside of a transform of torch.func, which operators refuse
+        return True
+    if held >= x.nbytes and not x.storage_offset() and x.is_contiguous():  # most tensors, for little time
+        return True
+    return not x.numel() or held >= _needed_bytes(x)
+
+
+def _needed_bytes(x: torch.Tensor) -> int:
+    """Return where the last element of `x` ends in its storage."""
+    last = x.storage_offset()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        last += (size - 1) * stride
+    return int(last + 1) * x.itemsize
 
 
 def _look_at(name: str, x: Any) -> None:
@@ -55,6 +84,7 @@ def _look_at(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a nested tensor: pass a dense one, such as its to_padded_tensor(0)")
     if x.layout is not torch.strided:
         raise ValueError(f"{name} is {x.layout}: pass a dense one (to_dense())")
+    check_memory(name, x)
     # Other classes may keep their memory elsewhere. Those that torch makes while it traces a call are allowed.
     inside = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if inside and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
@@ -102,9 +132,7 @@ def checked_dimension(
 
 def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
     """Return the sizes of all ranks' shards in `gather_dim`; None if they are equal."""
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise ValueError(f"rows={rows!r} is {kind(rows)}: pass a list with a number for each rank")
-    sizes = tuple(_whole(f"rows[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(rows))
+    sizes = checked_sizes("rows", rows)
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
     if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
         raise ValueError(
@@ -112,6 +140,13 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
             f"{rank}, be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
         )
     return None if all(size == extent for size in sizes) else sizes
+
+
+def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
+    """Return the argument `name`, a number for each rank. Raise `ValueError` for anything but whole numbers."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
+    return tuple(_whole(f"{name}[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(given))
 
 
 def check_count(name: str, count: Any) -> None:

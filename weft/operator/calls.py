@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
-from weft.arguments import checked_deadline
+from weft.arguments import check_memory, checked_deadline
 from weft.builders import Problem
 from weft.operator import select
 from weft.operator.agreement import agreement_on
@@ -35,6 +35,7 @@ from weft.operator.spec import Operator
 from weft.operator.together import agree, together
 from weft.runtime.capture import is_captured
 from weft.runtime.layouts import READER
+from weft.runtime.opaque import opaque
 from weft.runtime.unfused.turn import Turn
 from weft.symm.groups import group_of
 from weft.timeline import Timeline
@@ -85,6 +86,15 @@ def made(
             return op.compiled(*call, *options)  # type: ignore[no-any-return]
         finally:
             WANTED_OUTSIDE.reset(before)
+    return _made_now(op, group, like, form, schedule, deadline_s, timeline)
+
+
+@opaque  # a function whose trace has failed runs eagerly, and Dynamo would trace what it calls, frame by frame
+def _made_now(
+    op: Operator[Any], group: dist.ProcessGroup | str | None, like: Any,
+    form: Callable[[dist.ProcessGroup | str | None], Any], schedule: str | None, deadline_s: float | None,
+    timeline: Timeline | None,
+) -> list[torch.Tensor]:  # fmt: skip
     group = group_of(group)
     with together(op.title, group, like, deadline_s):
         call = form(group)
@@ -143,7 +153,7 @@ def _called(
         if timeline is None:
             seen(op, table, known.prepared, call, inputs, deadline_s, results)
         return results
-    _require_device(op, _device_of(op, call))
+    require_device(op, call)
     checked, wanted = op.checked(call, group), op.wanted(call)
     differentiated = True in wanted
     if differentiated:
@@ -251,9 +261,10 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
     return next(t.device for t in op.tensors(call) if isinstance(t, torch.Tensor))
 
 
-def _require_device(op: Operator[Any], device: torch.device) -> None:
+def require_device(op: Operator[Any], call: Any) -> None:
     """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do not meet
     on other devices."""
+    device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
         made = "; if a module was made on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
         raise ValueError(f"{op.name} on {device}: pass tensors on a GPU or on the CPU{made}")
@@ -323,6 +334,9 @@ def gradients_of_call(
             return gradients_of_call(op, group, device, found, saved, grads, wanted, deadline_s)
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         require_single(op.title, grads)
+        for tensor in saved:
+            if tensor is not None:
+                check_memory(f"a tensor of shape {tuple(tensor.shape)} that {op.title} saved for backward", tensor)
         prepared, beside = found()
         prepared.begin_backward()
         made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
