@@ -136,7 +136,7 @@ def test_tensors_on_devices_that_weft_does_not_know_are_refused(pool: Pool, oper
     for said in pool.run(on_meta, operator, ranks=2, timeout_s=60):
         assert said.startswith("RefusedError: ")
         assert re.search(
-            "on meta: pass tensors on a GPU, or on the CPU|on meta but|on meta and holds no values", said
+            "on meta: pass tensors on a GPU or on the CPU|on meta but|on meta and holds no values", said
         ), said
 
 

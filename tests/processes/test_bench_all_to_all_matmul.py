@@ -38,11 +38,11 @@ def _options(**given) -> BenchOptions:
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*dispatch, "),
         ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
-        ({"variants": ("dispatch[by=kernel,rest=together]",)}, "cannot do any of these shapes: the rest comes from one rank"),
+        ({"variants": ("dispatch[by=kernel,rest=together]",)}, "supports none of these shapes: the rest comes from one rank"),
         ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
         ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
         ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
-        ({"preset": "8x8x8-e2-top3"}, "a token goes to at most experts=2, not to top_k=3"),
+        ({"preset": "8x8x8-e2-top3"}, "top_k=3 must be at most experts=2"),
         ({"preset": "mixtral"}, "no preset 'mixtral': give one of mixtral-8x7b, .*, or a shape TOKENSxNxK-eEXPERTS-topK"),
     ],
 )  # fmt: skip

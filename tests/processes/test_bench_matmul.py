@@ -71,15 +71,15 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
     ("wrong", "message"),
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, .*ficco_1d, .*such as shard\["),
-        ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it for GPUs only"),
-        ({"variants": (UNCUT,)}, r"variant 'shard\[chunks=500,.*' cannot do any of these shapes: .*500"),
-        ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' cannot do any of these shapes: .*peer"),
+        ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it only on GPUs"),
+        ({"variants": (UNCUT,)}, r"variant 'shard\[chunks=500,.*' supports none of these shapes: .*500"),
+        ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' supports none of these shapes: .*peer"),
         ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu supports only"),
         ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
         ({"dtype": "fp8"}, "must be a positive multiple of 16 for fp8 GEMMs"),
         ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),
         ({"preset": "llama"}, "no preset 'llama': give one of measured, llama-3-8b.*or a shape MxNxK"),
-        ({"preset": "24x10x16-symmetric"}, "preset 24x10x16-symmetric: torch has symmetric memory on GPUs only"),
+        ({"preset": "24x10x16-symmetric"}, "preset 24x10x16-symmetric: torch has symmetric memory only on GPUs"),
     ],
 )
 def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:

@@ -40,7 +40,7 @@ def _options(**given: Any) -> BenchOptions:
     ("wrong", "message"),
     [
         ({"variants": ("fast",)}, "no variant 'fast': give some of serial, weft, weft-compiled, asynctp"),
-        ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it for GPUs only"),
+        ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it only on GPUs"),
         (
             {"variants": ("asynctp",), "device": "cuda", "preset": "llama-3-8b-whole"},
             "variant 'asynctp' has no all-reduce: use other variants for llama-3-8b-whole",
@@ -50,8 +50,8 @@ def _options(**given: Any) -> BenchOptions:
         ({"ranks": 3}, "length=512 of cpu must be divisible by ranks=3"),
         ({"ranks": 16, "preset": "llama-3-8b"}, "kv_heads=8 of llama-3-8b must be divisible by ranks=16"),
         ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),
-        ({"scale": 0.5}, r"scale=0\.5: tensor_parallel has sizes of models"),
-        ({"dtype": "fp8"}, "tensor_parallel has no scaled GEMMs"),
+        ({"scale": 0.5}, r"scale=0\.5: tensor_parallel has the sizes of models"),
+        ({"dtype": "fp8"}, "tensor_parallel, which has no scaled GEMMs"),
     ],
 )
 def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:

@@ -163,8 +163,8 @@ def test_a_shape_on_gpus_that_are_linked_in_another_way(tmp_path: Path) -> None:
     ]
     found = runner.invoke(app, [*COMMAND, *arguments])
     assert found.exit_code == 0, found.output
-    assert "topology torus in place of mesh" in found.output
-    assert "topology torus in place of mesh" in json.loads(file.read_text())["notes"]
+    assert "topology torus instead of mesh" in found.output
+    assert "topology torus instead of mesh" in json.loads(file.read_text())["notes"]
 
 
 def test_without_a_terminal_lines_say_what_takes_so_long(
@@ -228,7 +228,7 @@ def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_number(width: int, mon
         assert row[1] in words  # predicted us
         assert all(piece in shown for piece in row[0].split(","))
         assert set(row[-1].split()) <= set(words)
-    assert ("no room here for measured us" in shown) == (width < 140)
+    assert ("columns that do not fit: measured us" in shown) == (width < 140)
     assert ("comm CIL, exposed us: a wider terminal" in " ".join(words)) == (width == 80)
 
 
@@ -262,10 +262,10 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
         (["--option", "experts=9"], "experts=9 must be a positive multiple of ranks=2"),
         (
             ["--option", "experts=960", "--ranks", "96"],
-            "M=8192 tokens are not as many for each of 960 experts (M=8640 is), and more than 72 ranks that differ "
+            "M=8192 is not divisible by 960 experts (M=8640 is), and simulating more than 72 ranks that differ "
             "takes too long",
         ),
-        ([*EIGHT, "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to compute"),
+        ([*EIGHT, "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: each must be at least 1"),
         (
             [*EIGHT, "--mode", "graph"],
             "plan it with --option bounded=true (in Python bounded=True), and call it with max_rows",
@@ -334,11 +334,11 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         ),
         (
             ["--shape", "512,8,8", "--hw", "h200", "--topology", "ring"],
-            "NVIDIA H200 has no link.pair_usable: add it to that",
+            "NVIDIA H200 has no link.pair_usable: add it to the file",
         ),
         (
             ["--shape", "512,8,8", "--dtype", "bf8", "--hw", "h200"],
-            "dtype='bf8': NVIDIA H200 has a rate for fp32, fp16",
+            "dtype='bf8': NVIDIA H200 has rates only for fp32, fp16",
         ),
     ],
 )
@@ -357,4 +357,4 @@ def test_calibration_says_what_it_needs() -> None:
         [sys.executable, "-m", "weft.cli", "plan", "calibrate"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode != 0
-    assert "GPUs here and 2 are to be measured" in done.stderr + done.stdout
+    assert "GPUs, but 2 are needed to calibrate" in done.stderr + done.stdout

@@ -56,8 +56,8 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ([*GEMM, "8,8,8", "--option", "norm=true"], "has no such option (matmul_all_reduce has it)"),
         (["bench", "all_to_all_matmul", "--shape", "8,8,8"], "'8x8x8' is not a known shape: write TOKENSxNxK-eEXPERTS-topK"),
         (["plan", "matmul_all_gather", "--shape", "8,8,8", "--option", "gather_dim=x"], "gather_dim=x: give a whole number"),
-        (["plan", "all_gather_scaled_matmul", "--shape", "8,8,8", "--dtype", "bf16"], "all_gather_scaled_matmul is for fp8"),
-        (["bench", "all_gather_scaled_matmul", "--dtype", "bf16", *SMALL], "all_gather_scaled_matmul is for fp8"),
+        (["plan", "all_gather_scaled_matmul", "--shape", "8,8,8", "--dtype", "bf16"], "all_gather_scaled_matmul needs --dtype fp8"),
+        (["bench", "all_gather_scaled_matmul", "--dtype", "bf16", *SMALL], "all_gather_scaled_matmul needs --dtype fp8"),
     ],
 )  # fmt: skip
 def test_an_argument_that_cannot_be_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_record_is_a_sentence(tmp_path: Path, monkeypatch, cap
     for text, said in (
         ("{", "line 1 cannot be read"),
         ("[]", "line 1: found a list, but a record is a JSON object"),
-        ('{"op": "t4"}', "op 't4' is no"),
+        ('{"op": "t4"}', "unknown op 't4'"),
     ):
         broken.write_text(text)
         assert said in _refused(["reproduce", "t3", "--records", str(broken)], monkeypatch, capsys)

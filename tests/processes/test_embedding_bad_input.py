@@ -113,7 +113,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "outputs that are a flag": (replace("outputs", lambda _: True), ["outputs=True", "between 1 and 255"]),
     "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "between 1 and 255"]),
     "no time": (replace("deadline_s", lambda _: -1.0), ["deadline_s=-1.0", "positive"]),
-    "a timeline that is none": (lambda a: a.__setitem__("timeline", 3), ["timeline=3 is no timeline", "weft.Timeline()"]),
+    "a timeline that is none": (lambda a: a.__setitem__("timeline", 3), ["timeline=3 is not a timeline", "weft.Timeline()"]),
     "tables of two ranks": (
         replace("sharding", lambda s: EmbeddingSharding(s.tables, (0, 1, 1, 0), 2)),
         ["sharding is for 2 ranks", "group has 3", "place_tables(tables, 3)"],

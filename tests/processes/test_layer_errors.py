@@ -143,8 +143,8 @@ def test_arguments_of_attention(pool: Pool, sequence_dim: int | None) -> None:
             "residual of one row": "residual has shape (1, 1, 16): pass the result's shape, ",
             "residual of integers": "residual is torch.int64 on cpu: pass a floating-point tensor on cpu, where x is",
             "no residual": "residual is a float: pass a torch.Tensor",
-            "narrow norm": "norm is of shape (8,): pass one of the hidden dimension, (16,)",
-            "norm without a weight": "norm is of shape (2,)",
+            "narrow norm": "norm has shape (8,): pass a norm of the hidden dimension, (16,)",
+            "norm without a weight": "norm has shape (2,)",
             "norm on meta": "the weight of norm is on meta and x on cpu: use one device",
             "no norm": "norm is a float: pass a module, such as nn.RMSNorm(16)",
             "x on meta": "ParallelAttention: x is on meta: pass a tensor on a GPU, or on the CPU",
@@ -237,7 +237,7 @@ def styles_and_functions(group: dist.ProcessGroup) -> dict[str, Told]:
 def test_styles_and_functions(pool: Pool) -> None:
     expected = {
         "style": {"weight": "ColwiseLinear: its weight is on meta and x on cpu: give the layer memory by to_empty("},
-        "gathers": {"bias": "AllGatherLinear: bias has shape (3,) on cpu: pass (16,) on cpu, where x is"},
+        "gathers": {"bias": "AllGatherLinear: bias has shape (3,) on cpu: pass (16,) on cpu, the device of x"},
         "scatters": {"bias": "LinearReduceScatter: bias has shape (1,) on cpu: pass (16,) on cpu"},
     }
     ranks = pool.run(styles_and_functions, ranks=WORLD)

@@ -74,8 +74,8 @@ SAID = {
     "problem": "problem of made_up_mistake returns a NoneType: return a Problem",
     "name": "problem of made_up_mistake returns a Problem named 'made_up_otherwise': give Other and the operator the same name",
     "inputs": "inputs of made_up_mistake has nothing, but the input buffers of its schedules are x: return one tensor for each",
-    "too many": "inputs of made_up_mistake has x, z, and the input buffers of its schedules are x",
-    "outputs": "outputs of made_up_mistake has z, and the output buffers of its schedules are y",
+    "too many": "inputs of made_up_mistake has x, z, but the input buffers of its schedules are x",
+    "outputs": "outputs of made_up_mistake has z, but the output buffers of its schedules are y",
     "shape": r"inputs of made_up_mistake has x of shape \[1, 2\], but that buffer of MadeUp\(world_size=1, m=3\) is \[3, 2\]",
     "gradients": "gradients of made_up_mistake returns 0 gradients, but a call has 1 tensors: return one for each, None if",
 }
@@ -102,7 +102,7 @@ def test_a_mistake_in_a_form_is_named() -> None:
     with pytest.raises(TypeError, match="made_up_mistake: gradients_of names y; the fields of its form are x, mistake"):
         Misspelt()
     with pytest.raises(
-        TypeError, match=r"made_up_mistake: scale of its form is of type bytes \| None; .* take Tensor, "
+        TypeError, match=r"made_up_mistake: scale of its form has type bytes \| None; .* accept Tensor, "
     ):
         Unknown()
 

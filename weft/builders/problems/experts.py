@@ -105,7 +105,7 @@ class ExpertsProblem(Problem):
             return ""
         everywhere = self.world_size * self.experts
         above = -(-max(self.rows) // everywhere) * everywhere
-        return f"M={max(self.rows)} tokens are not as many for each of {everywhere} experts (M={above} is)"
+        return f"M={max(self.rows)} is not divisible by {everywhere} experts (M={above} is)"
 
     @property
     def has_work(self) -> bool:
