@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "python.hpp"
+
 namespace weft {
 
 namespace nb = nanobind;
@@ -53,12 +55,14 @@ class LayoutReader {
         for (nb::handle object : tensors) {
             if (!is_plain(object)) return nb::none();
             if (gradients && nb::cast<bool>(nb::getattr(object, requires_grad_))) return nb::none();
-            if (!add(words, object, true)) throw nb::python_error();
+            const TensorView tensor = view(object);
+            words.push_back(address(tensor));
+            add(words, tensor);
         }
         return bytes(words);
     }
-    // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these.
-    // Returns None for other types, and if gradients are enabled and a tensor requires one.
+    // Returns the key of arguments: tensors without their addresses, numbers, flags, None, and lists of these. Returns
+    // None for anything else, for a tensor whose storage was freed, and if gradients are enabled and a tensor requires one.
     nb::object signature(nb::tuple arguments, bool gradients) {
         Words words;
         words.reserve(64);
@@ -105,12 +109,11 @@ class LayoutReader {
     enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
     bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
+    static int64_t address(const TensorView &tensor) {
+        return int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset);
+    }
     // Appends the low bytes of all fields, with as many strides as sizes, so that equal bytes are equal layouts.
-    // Returns false, with Python's error set, if DLPack knows of no memory.
-    bool add(Words &words, nb::handle object, bool where) const {
-        TensorView tensor{};
-        if (api_->tensor_of(object.ptr(), &tensor)) return false;
-        if (where) words.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
+    static void add(Words &words, const TensorView &tensor) {
         words.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
         words.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
                          tensor.dtype_lanes);
@@ -118,8 +121,9 @@ class LayoutReader {
         words.insert(words.end(), tensor.shape, tensor.shape + tensor.ndim);
         if (tensor.ndim == 2 && words[shape] == words.any_rows) words[shape] = -1;
         words.insert(words.end(), tensor.strides, tensor.strides + tensor.ndim);
-        return true;
     }
+    // Returns true if the storage of a tensor holds all of its elements.
+    bool has_memory(nb::handle object, const TensorView &tensor) const;
     bool sign(Words &words, nb::handle argument, bool gradients) const {
         PyObject *const object = argument.ptr();
         if (argument.is_none()) {
@@ -138,10 +142,13 @@ class LayoutReader {
                 if (!sign(words, item, gradients)) return false;
         } else if (is_plain(argument)) {
             words.push_back(gradients && nb::cast<bool>(nb::getattr(argument, requires_grad_)));
-            if (!add(words, argument, false)) {
-                PyErr_Clear();
+            TensorView tensor{};
+            if (api_->tensor_of(object, &tensor)) {
+                PyErr_Clear();  // a tensor without memory, as on meta
                 return false;
             }
+            if (!has_memory(argument, tensor)) return false;  // the argument checks report it
+            add(words, tensor);
         } else {
             return false;
         }
@@ -180,7 +187,9 @@ class LayoutReader {
     }
 
     nb::object tensor_, parameter_;
-    nb::object requires_grad_ = nb::steal(PyUnicode_InternFromString("requires_grad"));  // made once: there are many tensors
+    // Made once: there are many tensors.
+    nb::object requires_grad_ = interned("requires_grad"), storage_offset_ = interned("storage_offset"),
+               untyped_storage_ = interned("untyped_storage"), nbytes_ = interned("nbytes");
     nb::capsule capsule_;
     ExchangeApi *api_;
 };

@@ -57,7 +57,7 @@ class LayoutReader:
     def signature(self, arguments: tuple[object, ...], gradients: bool) -> bytes | None:
         """Return a key of a call's arguments: tensors without their addresses, numbers, flags, None, and lists of these.
 
-        None if there is anything else; and, with `gradients`, if a tensor requires one.
+        None if there is anything else, if the storage of a tensor was freed, and, with `gradients`, if a tensor requires one.
         """
 
 # csrc/group_calls.cpp

@@ -27,7 +27,7 @@ _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise `ValueError` unless `x` is a tensor in ordinary memory."""
+    """Raise `ValueError` unless `x` is a tensor in ordinary memory, which its storage holds."""
     if not _is_plain(x):
         _look_at(name, x)
 
@@ -40,8 +40,32 @@ def check_tensors(name: str, xs: Sequence[Any]) -> None:
 
 
 def _is_plain(x: Any) -> bool:
+    if type(x) not in _PLAIN or x.is_nested:
+        return False
     # torch does not allow asking for the layout of gradients that pass a compiled autograd Function.
-    return type(x) in _PLAIN and not x.is_nested and (torch.compiler.is_compiling() or x.layout is torch.strided)
+    return torch.compiler.is_compiling() or (x.layout is torch.strided and _has_memory(x))
+
+
+def check_memory(name: str, x: torch.Tensor) -> None:
+    """Raise `ValueError` if the storage of `x` does not hold its elements."""
+    if type(x) in _PLAIN and not _has_memory(x):
+        raise ValueError(
+            f"{name} has no memory: its storage holds {x.untyped_storage().nbytes()} of {_needed_bytes(x)} bytes; it was freed or "
+            "resized, as FSDP does between uses: pass it where it has its values"
+        )
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    try:
+        return not x.numel() or x.untyped_storage().nbytes() >= _needed_bytes(x)
+    except NotImplementedError:  # inside of a transform of torch.func, which operators refuse
+        return True
+
+
+def _needed_bytes(x: torch.Tensor) -> int:
+    """Return where the last element of `x` ends in its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset() + last + 1) * x.itemsize
 
 
 def _look_at(name: str, x: Any) -> None:
@@ -55,6 +79,7 @@ def _look_at(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a nested tensor: pass a dense one, such as its to_padded_tensor(0)")
     if x.layout is not torch.strided:
         raise ValueError(f"{name} is {x.layout}: pass a dense one (to_dense())")
+    check_memory(name, x)
     # Other classes may keep their memory elsewhere. Those that torch makes while it traces a call are allowed.
     inside = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if inside and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():

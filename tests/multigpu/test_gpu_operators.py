@@ -86,6 +86,11 @@ def test_two_calls_in_a_graph(pair: Pool, operator: str, case: Case) -> None:
         assert "before capturing it" in refusal
 
 
+@each("layouts", "case")
+def test_operands_whose_memory_was_freed(pair: Pool, operator: str, case: Case) -> None:
+    pair.run(suite.freed, operator, case, timeout_s=60)
+
+
 @each("compiled", "name")
 def test_compiled(pair: Pool, operator: str, name: str) -> None:
     pair.run(suite.compiled, operator, ROWS[operator].results[name], timeout_s=120)

@@ -22,7 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators_called import FP8, OPERATORS, TABLES, Features, leaves
-from support.on_ranks import told
+from support.on_ranks import resized, told
+from support.slow import mostly
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -82,6 +83,9 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "sparse": (lambda x: x.to_sparse(), "is torch.sparse_coo: pass a dense one (to_dense())"),
     "nested": (nested, "is a nested tensor: pass a dense one"),
     "jagged": (partial(nested, layout=torch.jagged), "is a nested tensor: pass a dense one"),
+    "freed": (resized, "has no memory: its storage holds 0 of "),
+    "a view of freed memory": (partial(resized, before=64), "has no memory: its storage holds 0 of "),
+    "cut": (partial(resized, keep=0.5), "has no memory: its storage holds "),
 }
 NOT_OF_FP8 = {"sparse", "nested"}
 MAY_BE_NONE = {"biases[0]", "bias", "residual", "norm", "per_sample_weights", "weights", "lengths"}
@@ -134,6 +138,61 @@ def test_tensors_on_devices_that_weft_does_not_know_are_refused(pool: Pool, oper
         assert re.search(
             "on meta: pass tensors on a GPU, or on the CPU|on meta but|on meta and holds no values", said
         ), said
+
+
+# Tensors that a graph reads or views before the operator: that is torch's own error.
+READ_BY_TORCH = {("global_batch", "lengths"), ("matmul_all_reduce", "bias"), ("matmul_all_reduce", "norm")}
+
+
+def compiled(group: dist.ProcessGroup, operator: str) -> dict[tuple[str, str], str]:
+    """Return each rank's error of a compiled call for each tensor that is on meta, or whose memory was freed, on rank 1 alone; good
+    calls in between."""
+    call, found = OPERATORS[operator](group), {}
+    run = torch.compile(lambda given: call.call(**given), fullgraph=True, backend="aot_eager")
+    kinds = {"meta": lambda x: x.to("meta"), "freed": resized}
+
+    def compiled_call(change: Callable[[dict[str, Any]], None] | None = None) -> Any:
+        given = {name: list(one) if isinstance(one, list) else one for name, one in call.arguments.items()}
+        if change is not None:
+            change(given)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, recompile_limit=64):
+            return run(given)
+
+    for name, place in call.tensors.items():
+        for kind, make in kinds.items():
+            if kind == "freed" and (operator, name) in READ_BY_TORCH:
+                continue
+            change = partial(place.put, value=make(place.given(call.arguments))) if group.rank() == 1 else None
+            found[name, kind] = told(partial(compiled_call, change))
+        compiled_call()
+    return found
+
+
+@pytest.mark.parametrize("operator", mostly(OPERATORS, "matmul_all_gather", "embedding_all_to_all", "local_batch"))
+def test_compiled_calls_refuse_tensors_without_values_on_every_rank(pool: Pool, operator: str) -> None:
+    """If one tensor of a call is on meta, torch takes the kernel for traces, which makes results without values."""
+    for found in pool.run(compiled, operator, ranks=2, timeout_s=200):
+        for (name, kind), text in found.items():
+            assert text.startswith("RefusedError: "), (name, kind, text)
+            assert "rank 1: " in text, (name, kind, text)
+            words = {"meta": "on meta", "freed": "has no memory: its storage holds 0 of "}
+            assert words[kind] in text, (name, kind, text)
+
+
+def compiled_alone(group: dist.ProcessGroup) -> list[str]:
+    x, w = torch.ones(4, 8), torch.ones(8, 3)
+    run = torch.compile(lambda x, w: weft.matmul_all_reduce(x, w, group), fullgraph=True, backend="aot_eager")
+    shape_only = run(x.to("meta"), w.to("meta"))
+    assert shape_only.is_meta
+    assert shape_only.shape == (4, 3)
+    return [told(lambda: run(x, w.to("meta"))), told(lambda: run(x.to("meta"), w))]
+
+
+def test_one_rank_refuses_a_tensor_on_meta_in_a_compiled_call(pool: Pool) -> None:
+    """A call all of whose tensors are on meta returns results on meta, as operators of torch do."""
+    (found,) = pool.run(compiled_alone, ranks=1, timeout_s=60)
+    assert found[0].startswith("ValueError: w is torch.float32 on meta and x is torch.float32 on cpu: use one dtype")
+    assert found[1].startswith("ValueError: matmul_all_reduce on meta: pass tensors on a GPU, or on the CPU")
 
 
 def mapped(group: dist.ProcessGroup, operator: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.on_ranks import told
@@ -36,5 +37,30 @@ def memory_of_other_values(group: dist.ProcessGroup) -> tuple[str, str]:
 
 def test_memory_that_does_not_hold_the_values(pool: Pool) -> None:
     for freed in pool.run(memory_of_other_values, ranks=2, timeout_s=60):
-        for name, error in zip("xw", freed, strict=True):
-            assert error.startswith(f"RefusedError: ranks 0, 1: {name} has no memory: its storage was freed")
+        for name, error in zip("AB", freed, strict=True):
+            assert error.startswith(f"RefusedError: ranks 0, 1: {name} has no memory: its storage holds 0 of ")
+
+
+def freed_before_backward(group: dist.ProcessGroup, schedule: str) -> str:
+    """Free a saved tensor of rank 1 between forward and backward; good gradients follow."""
+    call = MatmulReduceScatterCall(Gemm((4 * group.size(), 6), 5, schedule=schedule), group, 1)
+    A, B = (t.clone().requires_grad_() for t in call.mine)
+    (y,) = call(group, A, B)
+    if group.rank() == 1:
+        B.untyped_storage().resize_(0)
+    found = told(y.sum().backward)
+    A, B = (t.clone().requires_grad_() for t in call.mine)
+    (y,) = call(group, A, B)
+    y.sum().backward()
+    assert A.grad is not None
+    torch.testing.assert_close(A.grad, B.detach().sum(1).expand_as(A))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["serial", "direct[chunks=1,by=dma,add=gemm]"])
+def test_memory_that_was_freed_before_backward(pool: Pool, schedule: str) -> None:
+    for error in pool.run(freed_before_backward, schedule, ranks=2, timeout_s=60):
+        assert error.startswith(
+            "RefusedError: rank 1: a tensor of shape (6, 5) that matmul_reduce_scatter saved for backward"
+        )
+        assert "has no memory: its storage holds 0 of 120 bytes" in error

@@ -120,6 +120,11 @@ def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(pool: Pool, op
     assert not second
 
 
+@each("layouts", names="case")
+def test_operands_whose_memory_was_freed(pool: Pool, operator: str, case: Case) -> None:
+    pool.run(suite.freed, operator, case, ranks=2, timeout_s=60)
+
+
 @each("compiled", names="name")
 def test_compiled(pool: Pool, operator: str, name: str) -> None:
     pool.run(suite.compiled, operator, ROWS[operator].results[name], ranks=2, timeout_s=120)

@@ -28,6 +28,15 @@ def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(device(), dtype)
 
 
+def resized(x: torch.Tensor, *, keep: float = 0, before: int = 0) -> torch.Tensor:
+    """Return a copy whose storage was resized to the fraction `keep`. before: elements of another tensor in front of it."""
+    flat = torch.empty(before + x.numel(), dtype=x.dtype, device=x.device)
+    copy = flat.as_strided(x.shape, x.stride(), before).copy_(x)
+    storage = copy.untyped_storage()
+    storage.resize_(int(keep * storage.nbytes()))
+    return copy
+
+
 def close(found: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
     """Check that the error against float64 is at most twice that of torch's own op in the same dtype."""
     if not exact.numel():

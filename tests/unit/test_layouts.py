@@ -74,6 +74,27 @@ def test_of_anything_else_there_is_none(item: Any) -> None:
     assert signature((torch.zeros(2), [item])) is None
 
 
+def test_of_tensors_whose_storage_does_not_hold_them_there_is_none() -> None:
+    whole = torch.zeros(12)
+    given = {
+        "begin": whole[:4], "middle": whole[4:8], "rows": whole.view(3, 4)[:2], "columns": whole.view(3, 4)[:, :1].t(),
+        "repeated": whole[3:4].expand(5), "empty": whole[12:],
+    }  # fmt: skip
+
+    def held() -> set[str]:
+        found = {name for name, one in given.items() if signature((1, one)) is not None}
+        assert found == {name for name, one in given.items() if signature(([one],)) is not None}
+        return found
+
+    assert held() == given.keys()
+    whole.untyped_storage().resize_(4 * 8)
+    assert held() == given.keys() - {"columns"}
+    whole.untyped_storage().resize_(4 * 8 - 1)
+    assert held() == {"begin", "repeated", "empty"}
+    whole.untyped_storage().resize_(0)
+    assert held() == {"empty"}
+
+
 def test_gradients() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     assert None is not signature((weight,)) != signature((weight.detach(),))

@@ -99,12 +99,6 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             raise ValueError(
                 f"table {table.name!r}: the weight has strides {weight.stride()}: pass weight.contiguous()"
             )
-        needed = (weight.storage_offset() + weight.numel()) * weight.itemsize
-        if (held := weight.untyped_storage().nbytes()) < needed:
-            raise ValueError(
-                f"table {table.name!r}: the weight's storage holds {held} of {needed} bytes: it was freed or resized, as FSDP does "
-                f"between uses; pass it where it has its values"
-            )
         if weight.is_neg():
             raise ValueError(
                 f"table {table.name!r}: the memory of the weight holds its negative: pass weight.resolve_neg()"
@@ -126,7 +120,8 @@ def no_tables_on(device: torch.device) -> str:
     """Return the error text for tables on a `device` that cannot pool, with the devices that can."""
     if device.type == "meta":
         return (
-            "the weight is on meta and holds no values: module.to_empty(device='cpu' or 'cuda'), then load its values"
+            f"the weight is on meta and holds no values: pass one on {' or '.join(DEVICE_TYPES)}; a module that was made on meta "
+            "gets its tables by module.to_empty(device=...) and load_full_weights or load_state_dict"
         )
     return f"the weight is on {device}: tables are pooled on {' or '.join(DEVICE_TYPES)}, move it there"
 

@@ -337,6 +337,8 @@ def check_keyed(features: Any) -> None:
         lengths = given_lengths if hasattr(features, "lengths_or_none") else features.lengths()
     if lengths is not None:
         _check_lengths(lengths, len(features.keys()), features.stride())
+    if given_offsets is not None:
+        check_tensor("offsets", given_offsets)
     if given_lengths is not None and given_offsets is not None:
         _check_bags(given_lengths, given_offsets)
 

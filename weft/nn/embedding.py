@@ -146,7 +146,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 f"local batches"
             )
         if torch.compiler.is_compiling():
-            if refusal is not None:
+            if refusal is not None and batch_sizes is not None:  # the operator refuses tables on meta, on every rank
                 raise refusal
             call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))

@@ -12,14 +12,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from weft.embedding.check import no_tables_on
 from weft.embedding.jagged import KeyedJaggedTensor
 from weft.embedding.tables import sharding_of
 from weft.nn.input_dist import input_dist_of
 from weft.operator.calls import made
 from weft.operator.derivatives import require_no_tangents
+from weft.operator.registration import implement
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, require_no_gradient
-from weft.runtime.opaque import never_left_out, opaque
+from weft.runtime.opaque import opaque
 from weft.symm.groups import group_of
 
 NAME = "ShardedEmbeddingBagCollection"
@@ -43,12 +45,14 @@ def _run(
     of_values: torch.Tensor | None, keys: Sequence[str], stride: int, is_weighted: bool, *rest: Any,
 ) -> torch.Tensor:  # fmt: skip
     *plan, name, deadline_s = rest
-    group, device = group_of(name), weights[0].device if weights else values.device
+    group, on_meta = group_of(name), next((w.device for w in weights if w.is_meta), None)
+    refusal = None if on_meta is None else ValueError(no_tables_on(on_meta))
+    device = next((t.device for t in (*weights, values) if not t.is_meta), torch.device("cpu"))
     with together(NAME, group, lambda: device, deadline_s or None):
         require_no_tangents(NAME)
         features = KeyedJaggedTensor(keys, values, of_values, lengths, offsets, stride)
         distributed = input_dist_of(sharding_of(plan[0]), group, device, is_weighted, deadline_s or None)
-        jagged, sizes = distributed(features)
+        jagged, sizes = distributed(features, refusal)
 
         def form(_: dist.ProcessGroup | str | None) -> Any:
             return form_of(cast(Form, tuple(plan)), weights, jagged, group.rank(), sizes)
@@ -72,7 +76,4 @@ _library.define(
     "SymInt outputs, str group, float deadline_s) -> Tensor",
     tags=OPERATOR.tags,
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("pooled_local_batch", _run, _key)
-torch.library.register_fake("weft::pooled_local_batch", _fake, lib=_library)
-never_left_out("pooled_local_batch")
+implement("pooled_local_batch", _run, _fake)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
-from weft.arguments import checked_deadline
+from weft.arguments import check_memory, checked_deadline
 from weft.builders import Problem
 from weft.operator import select
 from weft.operator.agreement import agreement_on
@@ -143,7 +143,7 @@ def _called(
         if timeline is None:
             seen(op, table, known.prepared, call, inputs, deadline_s, results)
         return results
-    _require_device(op, _device_of(op, call))
+    require_device(op, call)
     checked, wanted = op.checked(call, group), op.wanted(call)
     differentiated = True in wanted
     if differentiated:
@@ -251,9 +251,10 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
     return next(t.device for t in op.tensors(call) if isinstance(t, torch.Tensor))
 
 
-def _require_device(op: Operator[Any], device: torch.device) -> None:
+def require_device(op: Operator[Any], call: Any) -> None:
     """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do not meet
     on other devices."""
+    device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
         made = "; if a module was made on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
         raise ValueError(f"{op.name} on {device}: pass tensors on a GPU or on the CPU{made}")
@@ -323,6 +324,9 @@ def gradients_of_call(
             return gradients_of_call(op, group, device, found, saved, grads, wanted, deadline_s)
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         require_single(op.title, grads)
+        for tensor in saved:
+            if tensor is not None:
+                check_memory(f"a tensor of shape {tuple(tensor.shape)} that {op.title} saved for backward", tensor)
         prepared, beside = found()
         prepared.begin_backward()
         made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)

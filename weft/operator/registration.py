@@ -7,11 +7,13 @@ costs microseconds per tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.arguments import check_tensor
 from weft.operator.cache import Table
 from weft.operator.calls import (
     BACKWARDS,
@@ -21,6 +23,7 @@ from weft.operator.calls import (
     backward_of_call,
     gradients_of_call,
     prepared_for,
+    require_device,
 )
 from weft.operator.compiled_operator import CompiledOperator
 from weft.operator.derivatives import once, refuse_transforms, refused, require_no_tangents
@@ -52,6 +55,9 @@ def registered(op: O) -> O:
         call, group = op.form(*given), group_of(name)
         with together(op.title, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
             require_no_tangents(op.name)
+            require_device(op, call)
+            for name, tensor in op.named_tensors(call):  # the public function has only seen tensors of the trace
+                check_tensor(name, tensor)
             wanted = WANTED_OUTSIDE.get() or op.wanted(call)
             call = op.checked(call, group)
             prepared = prepared_for(op, call, group, schedule or None, deadline_s or None, wanted)
@@ -62,7 +68,7 @@ def registered(op: O) -> O:
         require_no_tangents(op.name)
         return op.fake(op.form(*given), group_of(name).size())
 
-    _implement(op.name, run, fake)
+    implement(op.name, run, fake)
     if op.gradients_of:
         _define_backward(op, fields, options)
     op.compiled = getattr(torch.ops.weft, op.name)
@@ -70,12 +76,32 @@ def registered(op: O) -> O:
     return op
 
 
-def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register the kernels of an operator of torch's dispatcher.
+
+    run: the call. fake: its results without values, for a call that is traced or all of whose tensors are on meta.
+    """
+
+    @functools.wraps(fake)
+    def without_values(*arguments: Any) -> Any:
+        # If a single tensor of a call is on meta, torch calls the kernel of meta. `run` refuses the call on all ranks.
+        return run(*arguments) if any(map(_has_values, _tensors(arguments))) else fake(*arguments)
+
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
     _library.impl(name, functools.partial(refuse_transforms, name), "FuncTorchDynamicLayerFrontMode")
-    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
+    torch.library.register_fake(f"weft::{name}", without_values, lib=_library)
     never_left_out(name)
+
+
+def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Return the tensors among the arguments of an operator of torch's dispatcher."""
+    for one in arguments:
+        yield from (t for t in (one if isinstance(one, list | tuple) else (one,)) if isinstance(t, torch.Tensor))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -140,6 +166,6 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         flat = [next(made) if want else None for want in wanted]
         return (*in_fields(ctx, flat, [None] * len(op.kinds)), None, None, None)
 
-    _implement(name, run, fake)
+    implement(name, run, fake)
     torch.library.register_autograd(f"weft::{op.name}", backward, setup_context=set_up, lib=_library)
     torch.library.register_autograd(f"weft::{name}", refused(op.name), lib=_library)

@@ -72,6 +72,8 @@ class Operator(ABC, Generic[C]):
     """The fields that can be differentiated, with the argument names that callers know."""
     arguments: ClassVar[Mapping[str, str]] = {}
     """The argument names that callers know, for buffers with other names, for messages."""
+    caller_names: ClassVar[Mapping[str, str]] = {}
+    """The argument names that callers know, for fields with other names, for messages."""
     hint: ClassVar[str] = ""
     """Advice in the error for ranks that describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
@@ -274,6 +276,17 @@ class Operator(ABC, Generic[C]):
     def tensors(self, call: C) -> list[torch.Tensor | None]:
         """Return the call's tensors as one list."""
         return self.flat(call)
+
+    def named_tensors(self, call: C) -> list[tuple[str, torch.Tensor]]:
+        """Return the call's tensors with the names that callers know."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for kind, field, value in zip(self.kinds, self.form._fields, call, strict=True):  # type: ignore[attr-defined]
+            name = self.caller_names.get(field, field)
+            if kind in _ONE and value is not None:
+                found.append((name, value))
+            elif kind in _SEVERAL:
+                found += [(f"{name}[{i}]", one) for i, one in enumerate(value) if one is not None]
+        return found
 
     def wanted(self, call: C) -> tuple[bool, ...]:
         """Return, for each differentiable field, True if its gradient is wanted."""

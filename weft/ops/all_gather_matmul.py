@@ -136,6 +136,7 @@ class _AllGatherMatmul(Operator[_Call]):
         "A_shard": "layout", "Bs": "layout", "gather_dim": "alike", "group": "own", "return_A": "alike", "schedule": "alike",
         "rows": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
+    caller_names: ClassVar[Mapping[str, str]] = {"x": "A_shard"}
     gradients_of: ClassVar[Mapping[str, str]] = {"x": "A_shard", "Bs": "any of Bs"}
     arguments: ClassVar[Mapping[str, str]] = {"x_shard": "A_shard", "x": "A"}
 

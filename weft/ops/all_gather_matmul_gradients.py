@@ -32,6 +32,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     """The operator that returns x's gradient, and the transposed gradients of the weights."""
 
     name, form = "all_gather_matmul_gradients", _Call
+    caller_names: ClassVar[Mapping[str, str]] = {"x": "A_shard"}
     arguments: ClassVar[Mapping[str, str]] = {"x_shard": "A_shard"}
 
     def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmulGradients:

@@ -204,6 +204,7 @@ class _AllGatherScaledMatmul(Operator[_Call]):
         "biases": "layout", "result_scales": "own", "out_dtypes": "alike", "use_fast_accum": "alike", "return_A": "alike",
         "schedule": "alike", "rows": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
+    caller_names: ClassVar[Mapping[str, str]] = {"x": "A_shard", "scale": "A_scale"}
     arguments: ClassVar[Mapping[str, str]] = {"x_shard": "A_shard", "x": "A", "x_scale": "A_scale"}
     tags = (torch.Tag.needs_fixed_stride_order,)
 

@@ -140,6 +140,7 @@ class _AllToAllMatmul(Operator[_Call]):
         "tokens": "own", "w_experts": "layout", "splits": "own", "group": "own", "max_rows": "given", "return_received": "own",
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
+    caller_names: ClassVar[Mapping[str, str]] = {"w": "w_experts"}
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
     backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of arrived rows
 

@@ -163,6 +163,7 @@ class _MatmulAllToAll(Operator[_Call]):
         "h": "own", "w_experts": "layout", "received": "own", "splits": "own", "group": "own", "rows": "given",
         "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
+    caller_names: ClassVar[Mapping[str, str]] = {"w": "w_experts"}
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
     backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host needs the number of arrived rows
 

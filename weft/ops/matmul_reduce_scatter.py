@@ -139,6 +139,7 @@ class _MatmulReduceScatter(Operator[_Call]):
         "A": "layout", "B": "layout", "reduce_op": "alike", "scatter_dim": "alike", "group": "own", "schedule": "alike",
         "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
+    caller_names: ClassVar[Mapping[str, str]] = {"x": "A"}
     gradients_of: ClassVar[Mapping[str, str]] = {"x": "A", "B": "B"}
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:

@@ -190,6 +190,7 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         "result_scale": "own", "out_dtype": "alike", "use_fast_accum": "alike", "schedule": "alike", "deadline_s": "own",
         "timeline": "own",
     }  # fmt: skip
+    caller_names: ClassVar[Mapping[str, str]] = {"x": "A", "scale": "A_scale"}
     tags = (torch.Tag.needs_fixed_stride_order,)
 
     def key(self, call: _Call) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.on_ranks import FP8, applicable, data, late, own_group, same_everywhere, told
+from support.on_ranks import FP8, applicable, data, late, own_group, resized, same_everywhere, told
 from support.operators import gemms
 from support.operators.call import Call, Case, Tensors
 from support.operators.experts import AllToAllMatmulCall, MatmulAllToAllCall
@@ -213,6 +213,21 @@ def refused(group: dist.ProcessGroup, operator: str, case: Case) -> None:
                 wrong[f"{name}, {who}"] = error
     assert not wrong, wrong
     call.check(group, call(group))
+
+
+def freed(group: dist.ProcessGroup, operator: str, case: Case) -> None:
+    """Pass operands whose memory was freed, and views of freed memory, in a call like earlier ones. A good call follows each."""
+    call = CALLS[operator](case, group, 1)
+    for _ in range(3):
+        call.check(group, call(group))
+    for name, place in zip(call.operands, call.places, strict=True):
+        for before in (0, 64):
+            inputs = list(call.mine)
+            inputs[place] = resized(inputs[place], before=before)
+            error = told(lambda inputs=inputs: call(group, *inputs))
+            assert error.startswith("RefusedError: "), error
+            assert f"{name} has no memory: its storage holds 0 of " in error
+            call.check(group, call(group))
 
 
 def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> None:
