@@ -32,6 +32,10 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     untraced: Callable[P, T] | None = None
+    why = (
+        f"weft does not let torch.compile trace {function.__name__}: call it outside of the compiled function, or compile "
+        "without fullgraph=True"
+    )
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -39,6 +43,8 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
         # In this order: Dynamo, which traces this where it was not expected, knows the first one.
         if not torch.compiler.is_compiling() and not frames_are_looked_at():
             return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=why)  # the error of fullgraph=True shows this text
         if untraced is None:
             untraced = torch.compiler.disable(function)
         return untraced(*args, **kwargs)
