@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.on_ranks import own_group, told
+from support.on_ranks import own_group, resized, told
 
 import weft
 from weft.launch import Pool
@@ -135,6 +135,18 @@ def _changed(**changed: Any) -> dict[str, Any]:
     return {name: t for name, t in given.items() if t is not None}
 
 
+class Raising(dict[str, Any]):
+    """A mapping that raises when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__(tensors_of(1))
+
+    def values(self) -> Any:
+        raise ValueError("this mapping has no values")
+
+    keys = __iter__ = __getitem__ = values
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "missing": (
         lambda: _changed(w=None, y=None),
@@ -142,11 +154,11 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "unknown": (
         lambda: _changed(z=torch.ones(1, 1)),
-        "tensors has z, which is no input or output of schedule shifted: pass x, w, y",
+        "tensors has z, which is not an input or output of schedule shifted: pass x, w, y",
     ),
     "symmetric": (
         lambda: _changed(box=torch.ones(ROWS, K)),
-        "tensors has box, which is no input or output of schedule shifted; box: the run allocates it: pass x, w, y",
+        "tensors has box, which is not an input or output of schedule shifted; box: the run allocates it: pass x, w, y",
     ),
     "no dict": (lambda: [torch.ones(2)], "tensors is a list: pass a dict with a tensor for each of x, w, y"),
     "rows": (
@@ -183,8 +195,21 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "one memory": (
         lambda: (lambda one: _changed(x=one.view(-1)[: ROWS * K].view(ROWS, K), y=one[:, :N]))(torch.ones(ROWS, 8)),
-        "x and y share memory: pass a separate output, torch.empty_like(y)",
+        "overlap in memory, and the run writes y: pass a separate output, torch.empty_like(y)",
     ),
+    "overlap in part": (
+        lambda: (lambda one: _changed(x=one[:24].view(ROWS, K), y=one[23:41].view(ROWS, N)))(torch.ones(41)),
+        "x and y overlap in memory, and the run writes y: pass a separate output, torch.empty_like(y)",
+    ),
+    "overlap in a column": (
+        lambda: (lambda one: _changed(x=one[:, :K], y=one[:, K - 1 : K - 1 + N]))(torch.ones(ROWS, 8)),
+        "x and y overlap in memory, and the run writes y: pass a separate output, torch.empty_like(y)",
+    ),
+    "freed": (
+        lambda: _changed(y=resized(torch.ones(ROWS, N))),
+        "tensors['y'] has no memory: its storage holds 0 of 72 bytes",
+    ),
+    "mapping": (lambda: Raising(), "this mapping has no values"),
     "gradient": (
         lambda: _changed(w=torch.ones(K, N, requires_grad=True)),
         "w requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass w.detach()",
@@ -225,19 +250,122 @@ def test_bad_input_is_refused_on_every_rank_and_the_group_lives_on(pool: Pool, n
             assert text in error
 
 
+def beside(group: dist.ProcessGroup) -> None:
+    """Inputs may share memory, and columns of one matrix may be an input and an output."""
+    own, rank, world = own_group(group), group.rank(), group.size()
+    one, given = torch.full((ROWS + 1, K + N + K), torch.nan), tensors_of(rank)
+    x, y, w = one[:ROWS, :K].copy_(given["x"]), one[:ROWS, K : K + N], one[:K, -N:].copy_(given["w"])
+    weft.run_schedule(shifted(world), {"x": x, "w": w, "y": y}, own)
+    close(y, exact(rank, world))
+    assert one[ROWS:].isnan().all()
+    assert one[K:, K + N :].isnan().all()
+    assert torch.equal(x, given["x"])
+    both = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(1))  # the same on all ranks
+    y = torch.full((ROWS, N), torch.nan)
+    weft.run_schedule(shifted(world), {"x": both, "w": both[:K, :N], "y": y}, own)
+    close(y, both.double() @ both[:K, :N].double())
+
+
+def test_memory_that_is_apart_may_lie_in_one_tensor(pool: Pool) -> None:
+    pool.run(beside, ranks=2)
+
+
+def saved_by_autograd(group: dist.ProcessGroup) -> list[str]:
+    """Return the errors of backward through a product that has saved y, after a run and after a refused run."""
+    own, rank, world, found = own_group(group), group.rank(), group.size(), []
+    for bad in (False, True):
+        given, factor = tensors_of(rank), torch.ones(ROWS, N, requires_grad=True)
+        product, version = given["y"] * factor, given["y"]._version
+        if bad and rank == 1:
+            given["x"] = given["x"].double()
+        said = told(lambda: weft.run_schedule(shifted(world), given, own))  # noqa: B023
+        assert said.startswith("RefusedError") == bad
+        assert (given["y"]._version > version) == (not bad)
+        found.append(told(product.sum().backward))
+    return found
+
+
+def test_autograd_finds_outputs_that_were_written_after_it_had_saved_them(pool: Pool) -> None:
+    for written, refused in pool.run(saved_by_autograd, ranks=2):
+        assert "has been modified by an inplace operation" in written
+        assert refused == "nothing"
+
+
+def made_wrongly(group: dist.ProcessGroup, name: str) -> str:
+    """Return the error if rank 1's function for y, or rank 0's number of rows, is wrong."""
+    own, rank, rows = own_group(group), group.rank(), [3, 5]
+    x = torch.full((rows[rank], K), float(rank))
+    make, _ = MADE.get(name, (torch.empty, ""))
+    given = {"x": x, "n": torch.tensor([[rows[rank]]]), "y": lambda count: torch.empty(count, K)}
+    if rank == 1 and name in MADE:
+        given["y"] = lambda count: make(count, x)
+    if rank == 0 and name == "negative":
+        given["n"] = torch.tensor([[-3]])
+    return told(lambda: weft.run_schedule(ragged(8), given, own, deadline_s=20))
+
+
+WANTED = "pass (3, 4) torch.float32 on cpu"
+MADE: dict[str, tuple[Any, str]] = {
+    "fewer": (lambda count, x: torch.empty(count - 1, K), f"y is (2, 4) torch.float32 on cpu: {WANTED}"),
+    "more": (lambda count, x: torch.empty(count + 1, K), f"y is (4, 4) torch.float32 on cpu: {WANTED}"),
+    "columns": (lambda count, x: torch.empty(count, K + 1), f"y is (3, 5) torch.float32 on cpu: {WANTED}"),
+    "dtype": (lambda count, x: torch.empty(count, K).half(), f"y is (3, 4) torch.float16 on cpu: {WANTED}"),
+    "meta": (lambda count, x: torch.empty(count, K, device="meta"), f"y is (3, 4) torch.float32 on meta: {WANTED}"),
+    "nothing": (lambda count, x: None, "its result is a NoneType: pass a torch.Tensor"),
+    "the input": (lambda count, x: x[:count], "y and x overlap in memory, and the run writes y"),
+    "gradient": (lambda count, x: torch.empty(count, K, requires_grad=True), "y requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_function_that_makes_a_wrong_output_is_named_on_every_rank(pool: Pool, name: str) -> None:
+    other, own = pool.run(made_wrongly, name, ranks=2, timeout_s=60)
+    assert own.startswith(f"ValueError: the function for y, called with 3 rows: {MADE[name][1]}"), own
+    assert other.startswith("PoisonedGroupError: "), other
+    assert f"the function for y, called with 3 rows: {MADE[name][1]}" in other
+
+
+def test_a_negative_number_of_rows_names_the_rank_that_wrote_it(pool: Pool) -> None:
+    for error in pool.run(made_wrongly, "negative", ranks=2, timeout_s=60):
+        assert re.search(r"counts\[\d, 0\] of rank [01] is -3, written by rank 0: sizes must be at least 0", error), (
+            error
+        )
+
+
+def compiled(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Return the errors in a compiled function, of one graph and of several."""
+    schedule, given = shifted(1), tensors_of(0)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return weft.run_schedule(schedule, given, group)["y"] + x
+
+    whole, parts = (torch.compile(call, fullgraph=fullgraph, backend="aot_eager") for fullgraph in (True, False))
+    zero = torch.zeros(())
+    return told(lambda: whole(zero)), told(lambda: close(parts(zero), exact(0, 1)))
+
+
+def test_a_compiled_function_breaks_its_graph(pool: Pool) -> None:
+    ((whole, parts),) = pool.run(compiled, ranks=1, timeout_s=100)
+    assert whole.startswith("Unsupported: ")
+    assert "weft does not let torch.compile trace run_schedule: call it outside of the compiled function" in whole
+    assert parts == "nothing"
+
+
 def refused_alone(group: dist.ProcessGroup) -> list[str]:
     given = tensors_of(0)
     del given["w"]
     return [
         told(lambda: weft.run_schedule(shifted(1), given, own_group(group))),
         told(lambda: weft.run_schedule(shifted(1), tensors_of(0), None)),  # type: ignore[arg-type]
+        told(lambda: weft.run_schedule(Draft("nothing", 1).schedule(), {}, own_group(group))),
     ]
 
 
 def test_one_rank_gets_a_value_error(pool: Pool) -> None:
-    ((missing, nowhere),) = pool.run(refused_alone, ranks=1)
-    assert (
-        missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+    ((missing, nowhere, empty),) = pool.run(refused_alone, ranks=1)
+    assert missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+    assert empty.startswith(
+        "ValueError: schedule nothing has no input and no output, so nothing goes in or comes out: "
     )
     assert nowhere.startswith("ValueError: group=None: pass dist.group.WORLD or your own group")
 

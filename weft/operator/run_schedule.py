@@ -5,20 +5,21 @@ Executors are made at the first call with a schedule, and cached like the execut
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import env, symm
-from weft.arguments import check_tensor
+from weft.errors import RefusedError
 from weft.operator.agreement import agreement_on
 from weft.operator.cache import Table
 from weft.operator.calls import check_options
 from weft.operator.compiled_operator import whole
+from weft.operator.schedule_tensors import checked_tensors
 from weft.operator.select import verify_once
 from weft.operator.together import agree, together
 from weft.runtime.capture import is_captured
@@ -26,8 +27,7 @@ from weft.runtime.device import synchronize
 from weft.runtime.executor import Executor
 from weft.runtime.executors import executor as executor_of
 from weft.runtime.opaque import opaque
-from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import Buffer, Schedule
+from weft.schedule import Schedule
 from weft.schedule.text import fingerprint
 from weft.symm import Communicator
 from weft.symm.groups import group_of
@@ -55,9 +55,10 @@ def run_schedule(
 
     schedule: the schedule of all ranks, made by `weft.schedule.Draft`: equal on every rank, and for the world size of `group`.
     tensors: by name, this rank's tensor for every input and output buffer: [rows, columns] and dtype of the buffer, all on one
-        device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor. Outputs are
-        overwritten. For an output with a dynamic number of rows, pass a function from that number to a tensor; on GPUs, also a
-        tensor with at least as many rows.
+        device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor. An output must
+        not overlap any other tensor in memory. It is overwritten, and autograd is notified as for torch's out= tensors. For an
+        output with a dynamic number of rows, pass a function from that number to a new tensor with so many rows; on GPUs, also
+        a tensor with at least as many rows.
     group: the process group, or its name. Every rank makes the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
     timeline: receives a span for every step of this rank; on GPUs the call then synchronises.
@@ -65,26 +66,24 @@ def run_schedule(
     Returns the outputs by name. On GPUs they are valid in stream order.
 
     The first call with a schedule is collective: ranks compare their schedules, run `weft.schedule.verify` and allocate memory.
-    Later calls with an equal schedule reuse the memory. A CUDA graph can capture a call after the first one.
+    Later calls with an equal schedule reuse the memory. A CUDA graph can capture a call after the first one. torch.compile breaks
+    its graph at this call, and so raises `Unsupported` with fullgraph=True: call it outside of the compiled function.
 
     Memory: the schedule's symmetric and scratch buffers, kept for later calls until the group is destroyed. On CPU all schedules
     of a group share the memory that the largest one needs. On GPUs each schedule has its own memory, and at most 64 schedules are
     kept: the least recently run is dropped.
 
     Raises `RefusedError` on every rank, before anything is written, if a rank's input is bad: a missing or an unknown buffer, a
-    wrong shape, dtype, device or layout, a tensor that needs a gradient, or a schedule for another number of ranks. On GPUs, in
-    later calls of a schedule, the group fails instead if a peer has begun its run. `ValueError` for bad input in a group of one
-    rank, and for a bad group. `DisagreementError` if ranks pass different schedules. `ScheduleError` if `verify` finds a fault,
-    or if the device cannot run a step. Other errors make the group fail on all ranks: `DeadlineError`, `PeerLostError`,
-    `OutOfSharedMemoryError`, or the error of a step.
+    wrong shape, dtype, device or layout, freed memory, memory of an output that overlaps another tensor, a tensor that needs a
+    gradient, or a schedule for another number of ranks. On GPUs, in later calls of a schedule, the group fails instead if a peer
+    has begun its run. `ValueError` for bad input in a group of one rank, and for a bad group. `DisagreementError` if ranks pass
+    different schedules. `ScheduleError` if `verify` finds a fault, or if the device cannot run a step. Other errors make the
+    group fail on all ranks: `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step: a function that
+    raises, or returns a wrong tensor (`ValueError` with its name and both sizes); on CPU a negative size (`ScheduleError` with
+    the rank that wrote it).
     """
     group = group_of(group)
-    like = (
-        next((t for t in tensors.values() if isinstance(t, torch.Tensor)), None)
-        if isinstance(tensors, Mapping)
-        else None
-    )
-    with together(_NAME, group, like, deadline_s):
+    with together(_NAME, group, lambda: _device_of(tensors, group), deadline_s):
         deadline_s = check_options(deadline_s, timeline)
         if not isinstance(schedule, Schedule):
             raise ValueError(
@@ -95,12 +94,35 @@ def run_schedule(
                 f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has "
                 f"{group.size()}: build it for {group.size()}, or pass a group of {schedule.world_size}"
             )
-        device = _checked(schedule, tensors, group.rank())
+        given, device = checked_tensors(schedule, tensors, group.rank())
         compiled = _compiled(schedule, group, device, deadline_s)
         if (digest := agreement_on(device).digest(group)) is not None:
             digest.note(compiled.number, compiled.what)
-        made = _run(compiled.executor, dict(tensors), deadline_s, timeline)
-        return {b.name: made.get(b.name, tensors[b.name]) for b in schedule.buffers if b.role == "output"}
+        outputs = [b.name for b in schedule.buffers if b.role == "output"]
+        try:
+            made = _run(compiled.executor, given, deadline_s, timeline)
+        except RefusedError:
+            raise
+        except BaseException:
+            _note_writes(given[name] for name in outputs)
+            raise
+        results = {name: made.get(name, given[name]) for name in outputs}
+        _note_writes(results.values())
+        return results
+
+
+def _note_writes(outputs: Iterable[Any]) -> None:
+    """Increment the version counters, by which autograd finds tensors that were written after it had saved them."""
+    torch.autograd.graph.increment_version([t for t in outputs if isinstance(t, torch.Tensor)])
+
+
+def _device_of(tensors: Any, group: dist.ProcessGroup) -> torch.device:
+    """Return the device of the tensors. If they do not determine it, return the group's, on which peers receive the refusal."""
+    with contextlib.suppress(Exception):
+        for t in tensors.values():
+            if isinstance(t, torch.Tensor) and t.device.type in ("cpu", "cuda"):
+                return t.device
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def _run(
@@ -180,65 +202,3 @@ def _fingerprint(schedule: Schedule) -> str:
         found = _fingerprints[id(schedule)] = fingerprint(schedule)
         weakref.finalize(schedule, _fingerprints.pop, id(schedule), None).atexit = False
     return found
-
-
-def _checked(schedule: Schedule, tensors: Any, rank: int) -> torch.device:
-    """Return the device of the tensors. Raise `ValueError` if they do not match the schedule."""
-    given = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False) if b.role in ("input", "output")}
-    names = ", ".join(given)
-    if not isinstance(tensors, Mapping):
-        raise ValueError(f"tensors is {kind(tensors)}: pass a dict with a tensor for each of {names}")
-    if missing := [name for name in given if name not in tensors]:
-        raise ValueError(
-            f"tensors lacks {', '.join(missing)}: pass one tensor for each of {names}, the buffers of schedule "
-            f"{schedule.name}"
-        )
-    if unknown := [str(name) for name in tensors if name not in given]:
-        own = [b.name for b in schedule.buffers if b.name in unknown]
-        why = f"; {', '.join(own)}: the run allocates it" if own else ""
-        raise ValueError(
-            f"tensors has {', '.join(unknown)}, which is not an input or output of schedule {schedule.name}{why}: "
-            f"pass {names}"
-        )
-    plain = {name: t for name, t in tensors.items() if not _is_function(given[name], t)}
-    for name, t in plain.items():
-        check_tensor(f"tensors[{name!r}]", t)
-    device = next((t.device for t in plain.values()), None)
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"tensors are on {device}: pass at least one tensor on a GPU or on the CPU")
-    begins: dict[int, str] = {}
-    for name, t in plain.items():
-        _check(given[name], t, device)
-        if t.numel():
-            other = begins.setdefault(t.data_ptr(), name)
-            if other != name and "output" in (given[name].role, given[other].role):
-                raise ValueError(f"{other} and {name} share memory: pass a separate output, torch.empty_like({name})")
-    return device
-
-
-def _is_function(buffer: Buffer, t: Any) -> bool:
-    return (
-        buffer.role == "output" and not isinstance(buffer.rows, int) and callable(t) and not isinstance(t, torch.Tensor)
-    )
-
-
-def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
-    name, dtype = buffer.name, TORCH_DTYPE[buffer.dtype]
-    # Dynamic numbers of rows are checked in the run.
-    rows = buffer.rows if isinstance(buffer.rows, int) else t.shape[0] if t.dim() else 0
-    if tuple(t.shape) != (rows, buffer.cols) or t.dtype != dtype or t.device != device:
-        wanted = f"({buffer.rows}, {buffer.cols}) {dtype} on {device}"
-        raise ValueError(f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}: pass {wanted}")
-    if t.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass "
-            f"{name}.detach()"
-        )
-    if isinstance(t, FakeTensor):
-        raise ValueError(f"{name} is a FakeTensor, which has no memory: pass a tensor with values")
-    if not t.numel():
-        return
-    if not t.untyped_storage().nbytes():
-        raise ValueError(f"{name} has no memory: its storage was freed; pass it while it has values")
-    if t.is_neg():
-        raise ValueError(f"{name} is a negated view (is_neg): pass {name}.resolve_neg()")

@@ -20,6 +20,7 @@ from weft.runtime.cpu.checked import Checked
 from weft.runtime.cpu.memory import Mapped
 from weft.runtime.cpu.places import Place, Places, at_address, size
 from weft.runtime.cpu.run import Run, Tensors
+from weft.runtime.cpu.sizes import require_sizes
 from weft.runtime.cpu.steps import bind, run_numbered, run_tiles
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import MATMULS, Buffer, Collective, Compute, Copy, Read, Schedule, Step, Tiles, value
@@ -48,7 +49,7 @@ class Program:
     """The lanes of this rank, ready to run once they are mapped and bound."""
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
-        self.run, self._rank = run, run.comm.rank
+        self.run, self._rank, self._schedule = run, run.comm.rank, schedule
         self.places = Places(schedule, run, checked.buffers, checked.setters, checked.shared)
         self.sets = self.places.sets()
         self._version = 0  # of the memory to which steps are bound
@@ -137,7 +138,9 @@ class Program:
         """Run a step with the sizes of this run."""
         step = bound.step
         if isinstance(step, Read):
-            known[step.region.buffer] = Held(self.places.view(step.region).flatten().tolist())
+            read = self.places.view(step.region).flatten().tolist()
+            require_sizes(self._schedule, self._rank, step.region.buffer, read)
+            known[step.region.buffer] = Held(read)
             self._make_outputs(known)
             return
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from weft.schedule import Compute, Copy, Expr, Index, Region, Set, Step, Tiles
+from weft.errors import ScheduleError
+from weft.schedule import Compute, Copy, Expr, Index, Region, Schedule, Set, Step, Tiles, value
 from weft.schedule.expr import Values
-from weft.schedule.steps import substitute
+from weft.schedule.regions import box_of
+from weft.schedule.steps import substitute, variables_of
+from weft.words import and_list
 
 Place = tuple[str, int]
 """(buffer, rank)"""
@@ -46,6 +49,34 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
                 yield Copy(parts[0], parts[1], inner.by, inner.accumulate)
             else:
                 yield Compute(inner.op, parts[-1], tuple(parts[:-1]), inner.accumulate)
+
+
+def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:
+    """Raise `ScheduleError` for a negative number among the sizes that `rank` has read from its `buffer`. Name the ranks that write
+    it."""
+    if min(read, default=0) >= 0:
+        return
+    place = next(i for i, number in enumerate(read) if number < 0)
+    row, col = divmod(place, schedule.buffer(buffer).cols)
+    writers = [r for r in range(schedule.world_size) if _writes(schedule, r, buffer, rank, row, col)]
+    by = f", written by rank {and_list(map(str, writers))}" if writers else ""
+    raise ScheduleError(
+        f"schedule {schedule.name}: {buffer}[{row}, {col}] of rank {rank} is {read[place]}{by}: sizes must be at least 0"
+    )
+
+
+def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, col: int) -> bool:
+    """True if a step of `writer` writes the element [row, col] of `rank`'s buffer. Regions whose place only a run knows count as
+    not."""
+    for lane in schedule.of_rank(writer, expected=False):
+        for step in lane.steps:
+            for access in () if variables_of(step) else step.accesses():
+                region = access.region
+                if access.writes and (region.buffer, value(region.at)) == (buffer, rank):
+                    first_row, end_row, first_col, end_col = box_of(region)
+                    if first_row <= row < end_row and first_col <= col < end_col:
+                        return True
+    return False
 
 
 def _extent(step: Step, values: Values) -> int:
