@@ -296,5 +296,11 @@ def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_name_that_moved_to_builders_says_where(name: str) -> None:
     with pytest.raises(ImportError, match=rf"weft\.schedule\.{name} moved: use weft\.builders"):
         exec(f"from weft.schedule import {name}")
+    with pytest.raises(
+        (AttributeError, ImportError), match=rf"weft\.schedule\.{name} moved: use weft\.builders"
+    ) as found:
+        getattr(weft.schedule, name)
+    assert found.type is AttributeError  # else `hasattr`, by which tools probe modules, would raise
+    assert not hasattr(weft.schedule, name)
     with pytest.raises(AttributeError, match=r"module 'weft.schedule' has no attribute 'Nowhere'; it has .*Draft"):
         weft.schedule.Nowhere  # noqa: B018

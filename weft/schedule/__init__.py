@@ -3,6 +3,7 @@
 This is the language; `weft.builders` has the operators' problems and the schedules for them.
 """
 
+import sys
 from typing import Any
 
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
@@ -58,5 +59,9 @@ _MOVED = {
 
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
-        raise ImportError(f"weft.schedule.{name} moved: use {_MOVED[name]}", name=f"weft.schedule.{name}")
+        text = f"weft.schedule.{name} moved: use {_MOVED[name]}"
+        # `from weft.schedule import name` asks by hasattr, and would lose the text of an AttributeError.
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            raise ImportError(text, name=f"weft.schedule.{name}")
+        raise AttributeError(text, name=name)
     raise AttributeError(f"module 'weft.schedule' has no attribute {name!r}; it has {', '.join(__all__)}")
