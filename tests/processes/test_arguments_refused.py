@@ -195,6 +195,47 @@ def test_one_rank_refuses_a_tensor_on_meta_in_a_compiled_call(pool: Pool) -> Non
     assert found[1].startswith("ValueError: matmul_all_reduce on meta: pass tensors on a GPU, or on the CPU")
 
 
+# Bad arguments that `form` refuses, so in a trace, and that the spec refuses, so in a run.
+IN_A_TRACE = {"gather_dim": "0"}, "gather_dim='0' is a str: pass the number of a dimension, an int"
+IN_A_RUN = {"w": torch.ones(5, 3)}, "w has shape (5, 3): it must be [K=8, N] to follow x [..., 8]"
+
+
+def refused_compiled(
+    group: dist.ProcessGroup, bad: list[dict[str, Any]], fullgraph: bool, deadline_s: float
+) -> list[str]:
+    """Return each rank's error of compiled calls whose arguments are bad on rank 1, in a group of its own."""
+    own, found = dist.new_group([0, 1]), []
+    good = {"x": torch.ones(4, 8), "w": torch.ones(8, 3), "gather_dim": 0, "group": own, "deadline_s": deadline_s}
+    weft.matmul_all_gather(**good)
+    torch._dynamo.reset()
+    for change in bad:
+        given = good | (change if group.rank() == 1 else {})
+        run = torch.compile(lambda: weft.matmul_all_gather(**given), fullgraph=fullgraph, backend="aot_eager")  # noqa: B023
+        found.append(told(run))
+    return found
+
+
+def test_what_one_rank_refuses_in_a_trace_is_not_told_to_peers(pool: Pool) -> None:
+    """docs/failures.md says so. torch may trace a call several times, and may run it after a failed trace."""
+    (peer,), (own,) = pool.run(refused_compiled, [IN_A_TRACE[0]], True, 2.0, ranks=2, timeout_s=100)
+    assert own.startswith("Unsupported: ")
+    assert IN_A_TRACE[1] in own
+    assert peer.startswith("DeadlineError: rank 0 waited 2 s for "), peer
+    assert "matmul_all_gather" in peer
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_one_rank_refuses_in_a_compiled_run_is_told_to_peers(pool: Pool, fullgraph: bool) -> None:
+    """Without fullgraph=True, a call whose trace fails runs eagerly."""
+    refused = [IN_A_RUN] if fullgraph else [IN_A_TRACE, IN_A_RUN, IN_A_TRACE]
+    bad = [*(change for change, _ in refused), {}]
+    for *errors, good in pool.run(refused_compiled, bad, fullgraph, 60.0, ranks=2, timeout_s=150):
+        for error, (_, text) in zip(errors, refused, strict=True):
+            assert error.startswith("RefusedError: rank 1: "), error
+            assert text in error
+        assert good == "nothing"
+
+
 def mapped(group: dist.ProcessGroup, operator: str) -> str:
     """Return each rank's error for a call that rank 1 makes inside vmap; the group lives on."""
     call = OPERATORS[operator](group)

@@ -35,6 +35,7 @@ from weft.operator.spec import Operator
 from weft.operator.together import agree, together
 from weft.runtime.capture import is_captured
 from weft.runtime.layouts import READER
+from weft.runtime.opaque import opaque
 from weft.runtime.unfused.turn import Turn
 from weft.symm.groups import group_of
 from weft.timeline import Timeline
@@ -85,6 +86,15 @@ def made(
             return op.compiled(*call, *options)  # type: ignore[no-any-return]
         finally:
             WANTED_OUTSIDE.reset(before)
+    return _made_now(op, group, like, form, schedule, deadline_s, timeline)
+
+
+@opaque  # a function whose trace has failed runs eagerly, and Dynamo would trace what it calls, frame by frame
+def _made_now(
+    op: Operator[Any], group: dist.ProcessGroup | str | None, like: Any,
+    form: Callable[[dist.ProcessGroup | str | None], Any], schedule: str | None, deadline_s: float | None,
+    timeline: Timeline | None,
+) -> list[torch.Tensor]:  # fmt: skip
     group = group_of(group)
     with together(op.title, group, like, deadline_s):
         call = form(group)
