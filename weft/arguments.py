@@ -127,9 +127,7 @@ def checked_dimension(
 
 def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
     """Return the sizes of all ranks' shards in `gather_dim`; None if they are equal."""
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise ValueError(f"rows={rows!r} is {kind(rows)}: pass a list with a number for each rank")
-    sizes = tuple(_whole(f"rows[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(rows))
+    sizes = checked_sizes("rows", rows)
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
     if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
         raise ValueError(
@@ -137,6 +135,13 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
             f"{rank}, be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
         )
     return None if all(size == extent for size in sizes) else sizes
+
+
+def checked_sizes(name: str, given: Any) -> tuple[int, ...]:
+    """Return the argument `name`, a number for each rank. Raise `ValueError` for anything but whole numbers."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{name}={given!r} is {kind(given)}: pass a list with a number for each rank")
+    return tuple(_whole(f"{name}[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(given))
 
 
 def check_count(name: str, count: Any) -> None:

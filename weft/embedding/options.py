@@ -34,9 +34,9 @@ class EmbeddingOptions:
                 raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")
         if not isinstance(self.hash, bool):
             raise ValueError(f"hash={self.hash!r} must be True or False")
-        if self.slice_size is not None and not (isinstance(self.slice_size, Integral) and 1 <= self.slice_size < 2**31):
+        if self.slice_size is not None and not (_is_whole(self.slice_size) and 1 <= self.slice_size < 2**31):
             raise ValueError(f"slice_size={self.slice_size!r} must be at least 1 pooled vector, and less than 2**31")
-        if not isinstance(self.outputs, Integral) or not 1 <= self.outputs <= 255:
+        if not _is_whole(self.outputs) or not 1 <= self.outputs <= 255:
             raise ValueError(
                 f"outputs={self.outputs!r} must be between 1 and 255: how many result buffers each rank keeps"
             )
@@ -45,3 +45,7 @@ class EmbeddingOptions:
     def refuses_bad_ids(self) -> bool:
         """True if all ids are checked before anything is written. With hashing no id is bad."""
         return self.bounds_check == "fatal" and not self.hash
+
+
+def _is_whole(given: object) -> bool:
+    return isinstance(given, Integral) and not isinstance(given, bool)

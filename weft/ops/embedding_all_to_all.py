@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import env, plan, symm
+from weft.arguments import checked_sizes
 from weft.builders import Candidate, EmbeddingAllToAll, named
 from weft.embedding import EmbeddingSharding, as_jagged
 from weft.embedding.check import CheckedInput, check_jagged
@@ -177,7 +178,8 @@ def form_of(
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
     if torch.compiler.is_compiling():  # a compiled call sees wanted gradients only here
         require_no_gradient(weights)
-    return _Call(weights, values, offsets, of_values, batch_sizes, keys, stride, whole, rank, *plan)  # type: ignore[arg-type]
+    sizes = None if batch_sizes is None else checked_sizes("batch_sizes", batch_sizes)
+    return _Call(weights, values, offsets, of_values, sizes, keys, stride, whole, rank, *plan)  # type: ignore[arg-type]
 
 
 def require_no_gradient(weights: Sequence[torch.Tensor]) -> None:
