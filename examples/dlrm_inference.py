@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from itertools import pairwise
 
@@ -81,6 +82,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--check", action="store_true", help="compare with the unsharded model")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error(f"start one process per rank: torchrun --nproc-per-node 2 {' '.join(sys.argv)}")
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

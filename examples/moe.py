@@ -1,7 +1,7 @@
 """A mixture-of-experts layer whose tokens are multiplied while others still travel, there and back: weft.all_to_all_matmul and
 weft.matmul_all_to_all in a model that trains.
 
-    python examples/moe.py                                        # 2 CPU processes, Mixtral's layer, an eighth as wide
+    python examples/moe.py                                        # 2 CPU processes, Mixtral's layer, an eighth as wide: 2 minutes
     python examples/moe.py --preset deepseek --ranks 4
     python examples/moe.py --schedule "dispatch[by=kernel,rest=each]" --back "combine[chunks=1,by=store]"
     torchrun --nproc-per-node 2 examples/moe.py --device cuda     # the full layer, bf16
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -259,6 +260,12 @@ def compare_losses(losses: dict[str, list[float]], same: float, rank: int) -> No
         raise RuntimeError(f"losses differ by {max(off):.1e} from unfused calls', and may by {same:.0e}: {losses}")
 
 
+def tell(rank: int, text: str) -> None:
+    """Print progress on the first rank: the whole takes minutes on CPU."""
+    if rank == 0:
+        print(f"... {text}", file=sys.stderr, flush=True)
+
+
 def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
     device = torch.device(arguments.device)
     like = torch.empty(0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -268,9 +275,11 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
     ours = Ways(arguments.schedule, arguments.back)
     ways = {"serial": SERIAL, "weft": ours}
     x, grad = inputs(layer, rank, like)
-    step(moe, x, grad, ours)  # the first call is set-up
+    tell(rank, "selecting schedules: forward and backward for the first time")
+    step(moe, x, grad, ours)
     timeline = weft.Timeline()
     results = {"serial": step(moe, x, grad, SERIAL), "weft": step(moe, x, grad, ours, timeline)}
+    tell(rank, f"computing all {layer.experts} experts in float64, to compare with")
     errors = compare(moe, results)
     worst = {name: {way: errors[way].worst(name) for way in ways} for name in RESULTS}
     if rank == 0:
@@ -282,8 +291,10 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
         if not of["weft"] <= 2 * of["serial"]:
             raise RuntimeError(f"{name} is wrong: error {of['weft']:.2e}, unfused calls' {of['serial']:.2e}")
     del results
+    tell(rank, f"training for {arguments.steps} steps, each way")
     losses = {way: train(layer, group, like, of, arguments.steps) for way, of in ways.items()}
     compare_losses(losses, SAME_LOSS[like.dtype], rank)
+    tell(rank, f"timing {arguments.repetitions} calls, each way")
     ms = milliseconds(moe, ways, arguments.repetitions)
     if rank == 0:
         same = ran_in_turn(timeline, rank)

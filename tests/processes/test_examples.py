@@ -49,6 +49,14 @@ def test_dlrm_agrees_with_the_unsharded_model() -> None:
     assert "samples/s on 2 ranks" in printed
 
 
+def test_dlrm_without_torchrun_says_how_to_start_it() -> None:
+    command = [sys.executable, EXAMPLES / "dlrm_inference.py", "--check"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 2
+    assert "start one process per rank: torchrun --nproc-per-node 2 " in found.stderr
+    assert found.stderr.endswith("dlrm_inference.py --check\n")
+
+
 # -- a mixture-of-experts layer
 
 
