@@ -125,15 +125,18 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._length_per_key = [slot.dim for slot in self.sharding.slots]
 
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
-        """Pool `features` (a KeyedJaggedTensor, ours or TorchRec's): a KeyedTensor of [local batch, sum(D)] values.
+        """Pool the features of all tables, and return the vectors of this rank's samples. Collective.
 
-        The output has the tables' dtype; keys are feature names, "feature@table" if several tables use a feature, and columns are
-        in table order. A table's feature that is missing from the input is a `ValueError`; unused keys are ignored, as in
-        TorchRec (the same features may feed several modules).
+        features: a KeyedJaggedTensor, ours or TorchRec's. Keys without a table are ignored, as in TorchRec: several modules may
+            share one input.
+        batch_sizes: with input="global_batch", how many samples each rank gets, in rank order. Default: the global batch divided
+            evenly; the first ranks get the odd samples. With input="local_batch" ranks exchange their batch sizes, and the
+            argument is refused.
 
-        `batch_sizes` (for input="global_batch"): the number of samples of the global batch for each rank, in rank order; default
-        even, the first ranks get the odd ones. With input="local_batch" the ranks exchange these sizes, and the argument is
-        refused.
+        Returns a KeyedTensor of [local batch, sum(D)] values in the tables' dtype, with columns in table order. A key is the
+        feature's name, or "feature@table" if several tables use the feature.
+
+        Raises `ValueError` for a bad input: on every rank a `RefusedError`, such as for a table whose feature is missing.
         """
         if self.input == "global_batch":
             return self._pooled(features, batch_sizes)

@@ -340,7 +340,8 @@ def _fastest(
     usual, others = best(list(times)), [name for name in times if name != "serial"]
     if usual == "serial" and others and comm.rank == 0:  # times are the same on all ranks
         other, us = min(others, key=lambda name: times[name]), times["serial"]
-        least = f"by {_CLEARLY[device]:.0%}" + (f" and {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else "")
-        text = f"serial {us:.0f} us measured, the next best, {other}, {times[other]:.0f} us: not faster"
-        warn_once(p, None if device == "cpu" else "single", text + (f" {least}" if times[other] < us else ""))
+        least = f" or less than {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else ""
+        saved = f"faster, but by less than {_CLEARLY[device]:.0%}{least}" if times[other] < us else "not faster"
+        text = f"serial {us:.0f} us measured, the next best, {other}, {times[other]:.0f} us: {saved}"
+        warn_once(p, None if device == "cpu" else "single", text)
     return usual, best(capturable or list(times))

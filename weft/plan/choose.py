@@ -190,7 +190,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     if serial.us - fastest.us < needed_us:
         return serial, (
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
-            f"{fastest.us:.1f} us does not gain {CLEARLY:.0%} and {CLEARLY_US:g} us"
+            f"{fastest.us:.1f} us saves less than {CLEARLY:.0%} or less than {CLEARLY_US:g} us"
         )
     clear = [row for row in timed if row.us is not None and serial.us - row.us >= needed_us]
     best, among = _simplest(clear, fastest, measured)

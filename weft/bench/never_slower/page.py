@@ -196,15 +196,16 @@ def sentence(rows: Sequence[Record]) -> str:
     seeds = dict.fromkeys(row["seed"] for row in judged)
     shapes = len({(row["seed"], row["op"], row["config"]) for row in judged})
     by_mode = {"queued": "queued calls", "graph": "CUDA graphs"}
-    modes = " and ".join(text for mode, text in by_mode.items() if any(row["mode"] == mode for row in judged))
+    modes = [text for mode, text in by_mode.items() if any(row["mode"] == mode for row in judged)]
     slowest = min(judged, key=speed)
     below = len({(row["seed"], row["op"], row["config"]) for row in verdict.below})
     baseline = "NCCL and cuBLAS" if rows[-1]["device"] == "cuda" else "gloo and torch.mm"
     operators = counted(len({row["op"] for row in judged}), "operator")
     found = "No shape" if not below else f"{below} of the {shapes} shapes ({below / shapes:.1%})"
+    found = f"{found} ran below {NEVER_BELOW}x of the baseline's speed, as {' or as '.join(modes)}"
     return (
         f"On {rows[-1]['machine']}, {counted(len(seeds), 'seed')} drew {counted(shapes, 'shape')} of {operators}. The baseline is "
-        f"{baseline}, called one after the other; both sides run as {modes}. {found} ran below {NEVER_BELOW}x of the baseline's "
-        f"speed in at least one mode. The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst "
+        f"{baseline}, called one after the other; both sides run as {' and '.join(modes)}. {found}. "
+        f"The geometric mean is {times(geomean([*map(speed, judged)]))}, the worst "
         f"{times(speed(slowest))}."
     )
