@@ -55,6 +55,29 @@ def _list(x: torch.Tensor) -> Any:
     return x.detach().cpu().float().tolist()
 
 
+def _freed(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def _view_of_freed(x: torch.Tensor) -> torch.Tensor:
+    """A view, which has an offset that is not null."""
+    view = x.detach().new_empty(64 + x.numel())[64:].view(x.shape)
+    view.untyped_storage().resize_(0)
+    return view
+
+
+def _cut(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().clone()
+    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
+    return x
+
+
+def _on_meta(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().to("meta")
+
+
 def dtensor(x: torch.Tensor) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -79,7 +102,7 @@ def mesh() -> Any:
     return _mesh
 
 
-FORMED = ("sparse", "DTensor", "numpy", "dtype", "value", "size")
+FORMED = ("sparse", "DTensor", "numpy", "memory", "dtype", "value", "size")
 DEADLINES = [put("deadline_s", -1.0), put("deadline_s", "soon")]
 
 
@@ -94,6 +117,7 @@ def forms(kind: str, of: type[Work], options: Given) -> list[tuple[str, Form]]:
         "sparse": [("sparse", _sparse), ("nested", _nested)],
         "numpy": [("numpy", _numpy), ("list", _list)],
         "DTensor": [("DTensor", dtensor)],
+        "memory": [("freed", _freed), ("view of freed", _view_of_freed), ("cut", _cut), ("meta", _on_meta)],
     }[kind]
     given = [argument for argument in of.arguments if options.get(argument, True)]
     return [(f"{name} {argument}", each(argument, change)) for name, change in changes for argument in given]

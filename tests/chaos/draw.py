@@ -78,6 +78,7 @@ KINDS: dict[str, Kind] = {
     "sparse": Kind("bad input", CALLED, lives=True),
     "DTensor": Kind("bad input", CALLED, lives=True),
     "numpy": Kind("bad input", CALLED, lives=True),
+    "memory": Kind("bad input", CALLED, lives=True),
     "dtype": Kind("bad input", CALLED, lives=True),
     "value": Kind("bad input", CALLED, lives=True, times=2),
     "size": Kind("bad input", CALLED, lives=True),
