@@ -57,15 +57,20 @@ def check_memory(name: str, x: torch.Tensor) -> None:
 
 def _has_memory(x: torch.Tensor) -> bool:
     try:
-        return not x.numel() or x.untyped_storage().nbytes() >= _needed_bytes(x)
+        held = x.untyped_storage().nbytes()
     except NotImplementedError:  # inside of a transform of torch.func, which operators refuse
         return True
+    if held >= x.nbytes and not x.storage_offset() and x.is_contiguous():  # most tensors, for little time
+        return True
+    return not x.numel() or held >= _needed_bytes(x)
 
 
 def _needed_bytes(x: torch.Tensor) -> int:
     """Return where the last element of `x` ends in its storage."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return int(x.storage_offset() + last + 1) * x.itemsize
+    last = x.storage_offset()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        last += (size - 1) * stride
+    return int(last + 1) * x.itemsize
 
 
 def _look_at(name: str, x: Any) -> None:
