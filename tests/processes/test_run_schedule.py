@@ -195,15 +195,15 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "one memory": (
         lambda: (lambda one: _changed(x=one.view(-1)[: ROWS * K].view(ROWS, K), y=one[:, :N]))(torch.ones(ROWS, 8)),
-        "overlap in memory, and the run writes y: pass an output of its own, torch.empty_like(y)",
+        "overlap in memory, and the run writes y: pass a separate output, torch.empty_like(y)",
     ),
     "overlap in part": (
         lambda: (lambda one: _changed(x=one[:24].view(ROWS, K), y=one[23:41].view(ROWS, N)))(torch.ones(41)),
-        "x and y overlap in memory, and the run writes y: pass an output of its own, torch.empty_like(y)",
+        "x and y overlap in memory, and the run writes y: pass a separate output, torch.empty_like(y)",
     ),
     "overlap in a column": (
         lambda: (lambda one: _changed(x=one[:, :K], y=one[:, K - 1 : K - 1 + N]))(torch.ones(ROWS, 8)),
-        "x and y overlap in memory, and the run writes y: pass an output of its own, torch.empty_like(y)",
+        "x and y overlap in memory, and the run writes y: pass a separate output, torch.empty_like(y)",
     ),
     "freed": (
         lambda: _changed(y=resized(torch.ones(ROWS, N))),
@@ -213,6 +213,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "gradient": (
         lambda: _changed(w=torch.ones(K, N, requires_grad=True)),
         "w needs a gradient, and a run computes none: call under torch.no_grad(), or pass w.detach()",
+    ),
+    "gradient of an output": (
+        lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
+        "y needs a gradient, and a run computes none: call under torch.no_grad(), or pass y.detach()",
     ),
     "gradient of an output": (
         lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
@@ -317,7 +321,7 @@ MADE: dict[str, tuple[Any, str]] = {
     "meta": (lambda count, x: torch.empty(count, K, device="meta"), f"y is (3, 4) torch.float32 on meta: {WANTED}"),
     "nothing": (lambda count, x: None, "its result is a NoneType: pass a torch.Tensor"),
     "the input": (lambda count, x: x[:count], "y and x overlap in memory, and the run writes y"),
-    "gradient": (lambda count, x: torch.empty(count, K, requires_grad=True), "y needs a gradient"),
+    "gradient": (lambda count, x: torch.empty(count, K, requires_grad=True), "y requires a gradient"),
 }
 
 
@@ -367,7 +371,7 @@ def refused_alone(group: dist.ProcessGroup) -> list[str]:
 
 def test_one_rank_gets_a_value_error(pool: Pool) -> None:
     ((missing, nowhere, empty),) = pool.run(refused_alone, ranks=1)
-    assert missing == "ValueError: tensors has none for w: pass one for each of x, w, y, of schedule shifted"
+    assert missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
     assert empty.startswith(
         "ValueError: schedule nothing has no input and no output, so nothing goes in or comes out: "
     )

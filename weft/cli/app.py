@@ -79,7 +79,8 @@ def demo(
 ) -> None:
     """Run embedding + all-to-all on CPU processes, check it, time it, and draw how it overlaps.
 
-    The tables are those of MLPerf's DLRM-DCNv2, scaled to this machine. It takes a minute or two and needs no GPU.
+    The tables are those of MLPerf's DLRM-DCNv2, scaled to this machine. It takes a minute or two, shows its progress, and needs
+    no GPU.
     """
     check_folder("--out", out)
     from weft.bench.core.options import parse_scale

@@ -57,8 +57,8 @@ def run_schedule(
     tensors: by name, this rank's tensor for every input and output buffer: [rows, columns] and dtype of the buffer, all on one
         device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor. An output must
         not overlap any other tensor in memory. It is overwritten, and autograd is notified as for torch's out= tensors. For an
-        output with a dynamic number of rows, pass a function from that number to a new tensor of so many rows; on GPUs, also a
-        tensor with at least as many rows.
+        output with a dynamic number of rows, pass a function from that number to a new tensor with so many rows; on GPUs, also
+        a tensor with at least as many rows.
     group: the process group, or its name. Every rank makes the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
     timeline: receives a span for every step of this rank; on GPUs the call then synchronises.
@@ -77,10 +77,10 @@ def run_schedule(
     wrong shape, dtype, device or layout, freed memory, memory of an output that overlaps another tensor, a tensor that needs a
     gradient, or a schedule for another number of ranks. On GPUs, in later calls of a schedule, the group fails instead if a peer
     has begun its run. `ValueError` for bad input in a group of one rank, and for a bad group. `DisagreementError` if ranks pass
-    different schedules. `ScheduleError` if `verify` finds a fault, or if the device cannot run a step. Other errors make the group
-    fail on all ranks: `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step: a function that raises,
-    or returns a wrong tensor (`ValueError` with its name and both sizes); on CPU a negative size (`ScheduleError` with the rank
-    that wrote it).
+    different schedules. `ScheduleError` if `verify` finds a fault, or if the device cannot run a step. Other errors make the
+    group fail on all ranks: `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step: a function that
+    raises, or returns a wrong tensor (`ValueError` with its name and both sizes); on CPU a negative size (`ScheduleError` with
+    the rank that wrote it).
     """
     group = group_of(group)
     with together(_NAME, group, lambda: _device_of(tensors, group), deadline_s):

@@ -31,20 +31,20 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
     given = dict(tensors)
     if missing := [name for name in buffers if name not in given]:
         raise ValueError(
-            f"tensors has none for {', '.join(missing)}: pass one for each of {names}, of schedule {schedule.name}"
+            f"tensors lacks {', '.join(missing)}: pass one tensor for each of {names}, the buffers of schedule {schedule.name}"
         )
     if unknown := [str(name) for name in given if name not in buffers]:
         own = [b.name for b in schedule.buffers if b.name in unknown]
         why = f"; {', '.join(own)}: the run allocates it" if own else ""
         raise ValueError(
-            f"tensors has {', '.join(unknown)}, which is no input or output of schedule {schedule.name}{why}: pass {names}"
+            f"tensors has {', '.join(unknown)}, which is not an input or output of schedule {schedule.name}{why}: pass {names}"
         )
     plain = {name: t for name, t in given.items() if not _is_function(buffers[name], t)}
     for name, t in plain.items():
         check_tensor(f"tensors[{name!r}]", t)
     device = next((t.device for t in plain.values()), None)
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"tensors are on {device}: pass at least one tensor, on a GPU or on the CPU")
+        raise ValueError(f"tensors are on {device}: pass at least one tensor on a GPU or on the CPU")
     for name, t in plain.items():
         _check(buffers[name], t, device)
     memory = {name: _memory_of(buffers[name], t) for name, t in plain.items() if t.numel()}
@@ -92,19 +92,19 @@ def _is_function(buffer: Buffer, t: Any) -> bool:
 
 def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
     name, dtype = buffer.name, TORCH_DTYPE[buffer.dtype]
-    # Rows that only the run knows are checked in the run.
+    # Dynamic numbers of rows are checked in the run.
     rows = buffer.rows if isinstance(buffer.rows, int) else t.shape[0] if t.dim() else 0
     if tuple(t.shape) != (rows, buffer.cols) or t.dtype != dtype or t.device != device:
         wanted = f"({buffer.rows}, {buffer.cols}) {dtype} on {device}"
         raise ValueError(f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}: pass {wanted}")
     if t.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} needs a gradient, and a run computes none: call under torch.no_grad(), or pass {name}.detach()"
+            f"{name} requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass {name}.detach()"
         )
     if isinstance(t, FakeTensor):
         raise ValueError(f"{name} is a FakeTensor, which has no memory: pass a tensor with values")
     if t.is_neg():
-        raise ValueError(f"{name} is a view whose memory holds its negative: pass {name}.resolve_neg()")
+        raise ValueError(f"{name} is a negated view (is_neg): pass {name}.resolve_neg()")
 
 
 class _Memory(NamedTuple):
@@ -138,7 +138,7 @@ def _check_apart(memory: Iterable[_Memory]) -> None:
             if (one.written or other.written) and _overlap(other, one):
                 output = one.name if one.written else other.name
                 raise ValueError(
-                    f"{other.name} and {one.name} overlap in memory, and the run writes {output}: pass an output of its own, "
+                    f"{other.name} and {one.name} overlap in memory, and the run writes {output}: pass a separate output, "
                     f"torch.empty_like({output})"
                 )
         before.append(one)
