@@ -15,7 +15,7 @@
 #include <queue>
 #include <unordered_map>
 
-#include "fair.hpp"
+#include "max_min.hpp"
 
 namespace nb = nanobind;
 
@@ -154,7 +154,7 @@ class Fluid {
         for (Working &one : working) one.speed = speed_of_[one.load];
     }
 
-    weft::FairShares shares_;
+    weft::MaxMinShares shares_;
     std::vector<size_t> part_of_;  // of each lane
     const int pulses_;
     const size_t most_known_;
@@ -167,18 +167,18 @@ class Fluid {
     int64_t planned_ = 0;
 };
 
-std::vector<double> fair_speeds(const std::vector<weft::Load> &loads, const std::vector<int> &counts) {
+std::vector<double> max_min_speeds(const std::vector<weft::Load> &loads, const std::vector<int> &counts) {
     if (loads.size() != counts.size()) throw nb::value_error("there must be a count for each load");
     std::vector<int> keys(loads.size());
     std::iota(keys.begin(), keys.end(), 0);
-    return weft::FairShares(loads).speeds(keys, counts);
+    return weft::MaxMinShares(loads).speeds(keys, counts);
 }
 
 }  // namespace
 
 void register_fluid(nb::module_ &m) {
-    m.attr("FAIR_LEAST") = weft::fair_least;
-    m.def("fair_speeds", &fair_speeds, nb::arg("loads"), nb::arg("counts"));
+    m.attr("MAX_MIN_LEAST") = weft::max_min_least;
+    m.def("max_min_speeds", &max_min_speeds, nb::arg("loads"), nb::arg("counts"));
     nb::class_<Fluid>(m, "Fluid", "Work that flows through shared resources.")
         .def(nb::init<const std::vector<weft::Load> &, std::vector<size_t>, int, size_t>(), nb::arg("loads"), nb::arg("parts"),
              nb::arg("pulses"), nb::arg("most_known"))

@@ -368,19 +368,19 @@ class StreamProgram:
         """
 
 # csrc/fluid.cpp
-FAIR_LEAST: float
+MAX_MIN_LEAST: float
 
-def fair_speeds(
+def max_min_speeds(
     loads: Sequence[tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]], Sequence[tuple[int, float]]]],
     counts: Sequence[int],
 ) -> list[float]:
-    """`weft.sim.fair.speeds` of `counts[i]` steps with the load `loads[i]`, for each i."""
+    """`weft.sim.max_min.speeds` of `counts[i]` steps with the load `loads[i]`, for each i."""
 
 class Fluid:
     """The work of lanes on shared resources, at speeds that depend on the concurrent work.
 
     Args:
-        loads: `weft.sim.fair.Load`s; each step has one load.
+        loads: `weft.sim.max_min.Load`s; each step has one load.
         parts: [lanes] the part of each lane. Lanes of different parts must not slow each other down.
         pulses: the number of equal parts of work after which a step reports progress.
         most_known: the approximate number of cached speeds.

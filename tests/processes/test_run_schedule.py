@@ -150,7 +150,7 @@ class Raising(dict[str, Any]):
 BAD: dict[str, tuple[Any, str]] = {
     "missing": (
         lambda: _changed(w=None, y=None),
-        "tensors has none for w, y: pass one for each of x, w, y, of schedule shifted",
+        "tensors lacks w, y: pass one tensor for each of x, w, y, the buffers of schedule shifted",
     ),
     "unknown": (
         lambda: _changed(z=torch.ones(1, 1)),
@@ -179,7 +179,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "meta alone": (
         lambda: {name: t.to("meta") for name, t in tensors_of(1).items()},
-        "tensors are on meta: pass at least one tensor, on a GPU or on the CPU",
+        "tensors are on meta: pass at least one tensor on a GPU or on the CPU",
     ),
     "function": (
         lambda: _changed(y=lambda rows: torch.empty(rows, N)),
@@ -212,20 +212,16 @@ BAD: dict[str, tuple[Any, str]] = {
     "mapping": (lambda: Raising(), "this mapping has no values"),
     "gradient": (
         lambda: _changed(w=torch.ones(K, N, requires_grad=True)),
-        "w needs a gradient, and a run computes none: call under torch.no_grad(), or pass w.detach()",
-    ),
-    "gradient of an output": (
-        lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
-        "y needs a gradient, and a run computes none: call under torch.no_grad(), or pass y.detach()",
+        "w requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass w.detach()",
     ),
     "gradient of an output": (
         lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
         "y needs a gradient, and a run computes none: call under torch.no_grad(), or pass y.detach()",
     ),
     "deadline": (None, "deadline_s=-1 must be positive, and at most"),
-    "timeline": (None, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    "timeline": (None, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
     "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
-    "ranks": (None, "schedule shifted is for 4 ranks, but the group has 2: build it for 2, or pass a group of 4"),
+    "ranks": (None, "schedule shifted is for 4 ranks, and the group has 2: build it for 2, or pass a group of 4"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": -1}, "timeline": {"timeline": 3}}
 SCHEDULES: dict[str, Any] = {"schedule": "shifted", "ranks": shifted(4)}

@@ -10,8 +10,8 @@ from sim_toys import gpu
 from weft.builders import AllGatherMatmul, AllToAllMatmul, Problem, named
 from weft.schedule import Schedule
 from weft.sim import engine, simulate
-from weft.sim.fair import Load, speeds
 from weft.sim.lower import lower
+from weft.sim.max_min import Load, speeds
 from weft.sim.result import Simulated
 from weft.sim.scarce import parts_of, scarce_only
 

@@ -22,7 +22,7 @@ from weft.sim import Model, Simulated, simulate
 from weft.sim.engine import _Engine
 from weft.sim.issue import issue_times
 from weft.sim.lower import lower
-from weft.sim.numbers import Numbers, at_rank, regions_of
+from weft.sim.vectorised import Numbers, at_rank
 
 Mode = Literal["queued", "graph", "single"]
 SAME = 1e-7
@@ -208,22 +208,24 @@ def test_numbers_are_those_of_each_rank(even: bool) -> None:
     made = {f"{p.name} {name}": s for p in uneven for name, s in all_schedules(p).items()}  # type: ignore[arg-type]
     for name, schedule in (_schedules(4) if even else made).items():
         numbers = Numbers(schedule)
-        items = [numbers.items(lane.steps) for lane in schedule.lanes]
+        items = [numbers.items(lane) for lane in schedule.lanes]
         for rank in range(4):
             for lane, of_lane in zip(schedule.of_rank(rank), items, strict=True):
                 there = [item for item in of_lane if at_rank(item.present, rank)]
                 assert len(there) == len(lane.steps), name
                 for item, step in zip(there, lane.steps, strict=True):
                     found = tuple(at_rank(n, rank) for n in item.numbers)
+                    place, distance, awaited = (
+                        n if n is None else at_rank(n, rank) for n in (item.place, item.distance, item.awaited)
+                    )
                     if isinstance(step, Set):
-                        assert found == ((step.at - rank) % 4, step.index), name
+                        assert (distance, place) == ((step.at - rank) % 4, step.index), name
                     elif isinstance(step, Wait):
-                        assert found == (step.index, step.count), name
+                        assert (place, awaited) == (step.index, step.count), name
                     elif isinstance(step, Tiles):
                         assert Counter(dict(_in_tiles(step, rank))) == _parts(item.tiled[rank]), name
                     else:
-                        regions = regions_of(step)
-                        wanted = [n for r in regions for n in (r.rows, r.cols, (r.at - rank) % 4)]
+                        wanted = [n for r in step.regions for n in (r.rows, r.cols, (r.at - rank) % 4)]
                         assert found[: len(wanted)] == tuple(wanted), name
 
 
@@ -234,7 +236,7 @@ def _in_tiles(step: Tiles, rank: int) -> Counter:
             if isinstance(inner, Set):
                 counts["set", inner.signal, (inner.at - rank) % 4, inner.index] += 1  # type: ignore[operator]
             else:
-                counts[place, tuple(n for r in regions_of(inner) for n in (r.rows, r.cols, (r.at - rank) % 4))] += 1  # type: ignore[operator]
+                counts[place, tuple(n for r in inner.regions for n in (r.rows, r.cols, (r.at - rank) % 4))] += 1  # type: ignore[operator]
     return counts
 
 

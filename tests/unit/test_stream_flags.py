@@ -24,9 +24,9 @@ from weft.builders import (
 )
 from weft.errors import ScheduleError
 from weft.runtime.cuda.flags import FLAG, flags_of, missing
-from weft.runtime.cuda.groups import Grouping
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.schedule import RANK, Collective, Draft
+from weft.schedule.launches import Launch, crosses, launches, launches_of_rank
 from weft.schedule.verify.issue_order import issue_order
 
 PROBLEMS = {
@@ -137,13 +137,6 @@ def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
     assert {flag.setter for _, flag in found} == {0, 1}
 
 
-class Cut(Grouping):
-    """A grouping without the rule: a launch's sets may go behind other lanes' waits."""
-
-    def _may_put_off(self, *_: object) -> bool:
-        return True
-
-
 def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
     """In one hardware queue they would never come: each rank's copy lane waits for the set of the other's launch."""
     d = Draft("two lanes", 2)
@@ -154,11 +147,15 @@ def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
     d.lane("compute").copy(x.part(), y.part(), "kernel").wait(first, peer).set(tail, RANK, at=peer)
     d.lane("side", "copy").copy(x.part(), box.part(), "kernel").set(first, RANK, at=peer).wait(tail, peer)
     schedule = d.schedule()
-    arguments = 0, ["compute", "side"], issue_order(schedule)[0], flags_of(schedule)[0], lambda _: 32
+    buffers = {buffer.name: buffer for buffer in schedule.buffers}
+    order, awaited = issue_order(schedule)[0], {flag.key for flag in flags_of(schedule)[0].values()}
+    _, side = schedule.of_rank(0)
 
-    def launched(grouping: Grouping) -> int:
-        """Steps of the launch on the side."""
-        return next(len(group.steps) for group in grouping.groups() if group.lane == 1 and group.moves)
+    def launched(found: list[Launch]) -> int:
+        """Return the number of steps of the launch on the side."""
+        return next(len(one.steps) for one in found if one.lane == 1 and one.copies)
 
-    assert launched(Grouping(*arguments)) == 2, "the copy and its set"
-    assert launched(Cut(*arguments)) == 3, "with the wait, until whose place in the order the set is put off"
+    found = launches_of_rank(schedule, 0, ["compute", "side"], order, awaited, buffers)
+    assert launched(found) == 2, "the copy and its set"
+    found = launches(side.steps, [crosses(step, 0, awaited) for step in side.steps], buffers, lane=1)
+    assert launched(found) == 3, "with the wait, until whose place in the order the set is put off"

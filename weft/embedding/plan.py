@@ -25,7 +25,7 @@ from weft.builders.embedding_all_to_all import Unit, units_of, usual_slice_size
 from weft.embedding.options import EmbeddingOptions, Transport
 from weft.embedding.tables import DTYPE_NAMES, EmbeddingSharding
 from weft.errors import ScheduleError
-from weft.schedule import Schedule, Tiles
+from weft.schedule import Schedule
 from weft.schedule.kernels import PooledSlices, SliceTransport
 
 
@@ -154,7 +154,7 @@ def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embed
 
 def kernel_of(schedule: Schedule) -> PooledSlices:
     """Return the one kernel of all tiles. Raise `ScheduleError` unless there is exactly one, and it is `PooledSlices`."""
-    kernels = dict.fromkeys(step.kernel for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles))
+    kernels = dict.fromkeys(kernel for step in schedule.walk() if (kernel := step.tile_kernel))
     match [*kernels]:
         case [PooledSlices() as kernel]:
             return kernel

@@ -17,31 +17,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias, get_args
+from typing import TypeAlias, cast, get_args
 
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
-from weft.schedule import (
-    ITEM_BYTES,
-    MATMULS,
-    Collective,
-    Compute,
-    Copy,
-    Read,
-    Region,
-    Schedule,
-    Set,
-    Step,
-    Tiles,
-    Wait,
-)
+from weft.schedule import ITEM_BYTES, Compute, Region, Schedule, Step, Tiles
 from weft.schedule.expr import Values
 from weft.schedule.steps import iterations, substitute
 from weft.sim import Inefficiencies, Model, inefficiencies
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
 from weft.sim.model import MatmulShape
-from weft.sim.numbers import key_of, regions_of, values_of_ranks
 from weft.sim.run_time import Mode, dynamic_steps, run_us
+from weft.sim.vectorised import key_of, values_of_ranks
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -242,42 +229,35 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
     counts = _Counts(schedule)
     lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
     each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
-    matmuls = [(operands, times) for _, step, operands, times in each if _multiplies(step)]
+    matmuls = [(operands, times) for _, step, operands, times in each if step.multiplies]
     row = Row(
         candidate,
         gemms=sum(times for _, times in matmuls) + counts.grouped,
         steps=counts.steps,
         lanes=len(lanes),
-        collectives=sum(times for _, step, _, times in each if isinstance(step, Collective)),
-        copies_by_kernel=sum(
-            times for on, step, _, times in each if on == "copy" and isinstance(step, Copy) and step.by == "kernel"
-        ),
+        collectives=sum(times for _, step, _, times in each if step.meets),
+        copies_by_kernel=sum(times for on, step, _, times in each if on == "copy" and step.copies_by == "kernel"),
         reads_on_host=schedule.reads_on_host,
         dynamic=dynamic_steps(schedule),
         stops_host=schedule.stops_host,
         rough=any(
             isinstance(inner, Compute)
             and (inner.accumulate or inner.op == "addmm")
-            and ITEM_BYTES[schedule.buffer(inner.out.buffer).dtype] <= 2
+            and ITEM_BYTES[schedule.buffer(inner.regions[-1].buffer).dtype] <= 2
             for step in schedule.walk()
             for inner in (step, *step.inner)
         ),
         stages=any(map(_stages, schedule.walk()))
-        or any(_multiplies(step) and ops[-1].at != 0 for _, step, ops, _ in each),
+        or any(step.multiplies and ops[-1].at != 0 for _, step, ops, _ in each),
         matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
     return _Built(row, schedule, tuple(lane for _, lane in lanes))
 
 
 def _stages(step: Step) -> bool:
-    if not isinstance(step, Tiles):
-        return False
-    kinds = set(map(type, step.body))
-    return {Compute, Copy} <= kinds or (Set in kinds and any(map(_multiplies, step.body)))
-
-
-def _multiplies(step: Step) -> bool:
-    return isinstance(step, Compute) and step.op in MATMULS
+    """True if tiles compute and copy, or set signals while others multiply."""
+    kinds = {inner.kind for inner in step.inner if step.tile_kernel}
+    return {"compute", "copy"} <= kinds or ("set" in kinds and any(inner.multiplies for inner in step.inner))
 
 
 class _Counts:
@@ -298,15 +278,15 @@ class _Counts:
     def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
         times: Counter[int] = Counter()  # by identity: hashing a step visits all its fields
         for step, values in iterations(steps, self._values):
-            # Copies and GEMMs, most steps, always have accesses: do not compute them.
-            if isinstance(step, (Copy, Compute)) or (not isinstance(step, (Read, Set, Wait)) and step.accesses()):
+            if step.tile_kernel:
+                if not substitute(cast(Tiles, step).extent, values):
+                    continue
+                self.grouped += any(inner.multiplies for inner in step.inner)
+            # Copies and GEMMs, most steps, always write: `decisive` is slower.
+            elif step.copies_by or step.multiplies or step.decisive:
                 if (priced := self._priced(step, values)) is None:
                     continue
                 times[id(priced)] += 1
-            elif isinstance(step, Tiles):
-                if not substitute(step.extent, values):
-                    continue
-                self.grouped += any(map(_multiplies, step.body))
             self.steps += 1
         return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
 
@@ -320,13 +300,11 @@ class _Counts:
         return self._known[key]
 
     def _in_numbers(self, step: Step, values: Values) -> _Priced | None:
-        operands = tuple(self._operand(region, values) for region in regions_of(step))
-        if isinstance(step, Collective):
-            sent = enumerate(substitute(step.sent, values))
-            operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
-        else:
-            if any(0 in (operands[number].rows, operands[number].cols) for number in step.decisive):
-                return None
+        operands = tuple(self._operand(region, values) for region in step.regions)
+        if not step.meets and any(0 in (operands[number].rows, operands[number].cols) for number in step.decisive):
+            return None
+        sent = enumerate(substitute(step.sizes, values))
+        operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
         kind = (type(step), step.settings, operands)
         return self._first.setdefault(kind, _Priced(step, operands))
 
@@ -392,7 +370,6 @@ def _lanes_us(built: _Built, model: Model) -> float:
         us = 0.0
         for priced, times in lane.items():
             found = cost(model, built.schedule.world_size, priced.step, priced.operands)
-            one_kernel = isinstance(priced.step, Copy) and priced.step.by == "kernel"
-            us += times * (found.work_us + (0.0 if one_kernel else found.latency_us))
+            us += times * (found.work_us + (0.0 if priced.step.copies_by == "kernel" else found.latency_us))
         longest = max(longest, us)
     return longest

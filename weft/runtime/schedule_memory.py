@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -79,8 +80,8 @@ def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
 def _touched(step: Step) -> set[int]:
     """Return the ranks whose memory a step of fixed sizes reads, writes or sets signals in. Collectives reach peers by
     themselves."""
-    parts = step.inner if isinstance(step, Tiles) else () if step.meets else (step,)
-    places = [access.region.at for part in parts for access in part.accesses()]
-    if isinstance(step, Tiles):
-        places = [at for place in places for (at,), _ in counted(step, place)]
+    parts = step.inner if step.tile_kernel else () if step.meets else (step,)
+    places = [region.at for part in parts for region in part.regions]
+    if step.tile_kernel:
+        places = [at for place in places for (at,), _ in counted(cast(Tiles, step), place)]
     return {value(at) for at in (*places, *(at for at, _, _ in step.sets()))}

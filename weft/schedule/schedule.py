@@ -51,6 +51,7 @@ from weft.schedule.steps import (
     Tiles,
     Wait,
     map_steps,
+    of_kind,
     substitute,
     unrolled,
     walk,
@@ -89,11 +90,11 @@ class Schedule:
 
     @cached_property
     def _reads(self) -> set[str]:
-        return {step.by for step in self.walk() if isinstance(step, Read)}
+        return {step.by for step in of_kind(self.walk(), Read)}
 
     @cached_property
     def has_tiles(self) -> bool:
-        return any(isinstance(step, Tiles) for step in self.walk())
+        return any(step.tile_kernel for step in self.walk())
 
     def walk(self) -> Iterator[Step]:
         """Yield each step of each lane once, loops before the steps inside of them. Tiles are one step."""

@@ -14,7 +14,7 @@ from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.hw.topology import Link, Topology
-from weft.schedule import ITEM_BYTES, MATMULS, OPS, PLAIN_MATMULS, Agree, Collective, Compute, Copy, Read, Step
+from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
 from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
 from weft.sim.model import Model
 
@@ -95,30 +95,53 @@ def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], ra
     """Return the cost of a step of `rank`. Ranks that see the same topology have the same cost.
 
     operands: source and destination of a copy or a collective. An exchange adds the part for the rank at each distance, from 0.
-    For any other step: what it accesses. A kind of step that has no case here is priced as a memory-bound kernel of weft.
+    For any other step: what it accesses. Register a function with `price.register` to price a kind of step.
     """
-    links = Links(model.wiring.of(world), rank)
-    if isinstance(step, Read):
-        return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
-    if isinstance(step, Agree):  # compares a few counts; no valid run poisons outputs
-        return _cost("compute", model.launch_us, 0.0, [])
-    if isinstance(step, Copy):
-        source, target = operands
-        if source.at == target.at == 0:
-            return _local_copy(model, source.bytes, step.by, step.accumulate)
-        return _peer_copy(model, links, source, target, step.by, step.accumulate)
-    if isinstance(step, Collective) and world == 1:
+    return price(step, model, Links(model.wiring.of(world), rank), operands)
+
+
+@singledispatch
+def price(step: Step, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
+    """Return the cost of a step: of a memory-bound kernel of weft, unless a function is registered for its kind."""
+    return _through_memory(model, links, step, operands, len(operands) - 1)
+
+
+@price.register
+def _read(step: Read, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
+    return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
+
+
+@price.register
+def _agree(step: Agree, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
+    """Return the cost of comparing a few counts. No valid run poisons outputs."""
+    return _cost("compute", model.launch_us, 0.0, [])
+
+
+@price.register
+def _copy(step: Copy, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
+    source, target = operands
+    if source.at == target.at == 0:
+        return _local_copy(model, source.bytes, step.by, step.accumulate)
+    return _peer_copy(model, links, source, target, step.by, step.accumulate)
+
+
+@price.register
+def _collective_step(step: Collective, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
+    if links.topology.ranks == 1:
         return _local_copy(model, operands[0].bytes, "kernel")
-    if isinstance(step, Collective):
-        return _COLLECTIVES[step.op](model, links, *operands)
-    if isinstance(step, Compute) and step.op in MATMULS:
-        if step.op != "addmm":
-            return _matmul(model, links, step.accumulate, *operands)
+    return _COLLECTIVES[step.op](model, links, *operands)
+
+
+@price.register
+def _compute(step: Compute, model: Model, links: Links, operands: tuple[Operand, ...]) -> Cost:
+    if step.op == "addmm":
         *factors, added, out = operands
         return _copied_first(model, links, added, out, _matmul(model, links, True, *factors, out))
-    if isinstance(step, Compute) and step.op == "embedding_bag":
+    if step.multiplies:
+        return _matmul(model, links, step.accumulate, *operands)
+    if step.op == "embedding_bag":
         return _embedding_bag(model, links, *operands)
-    return _through_memory(model, links, step, operands)
+    return _through_memory(model, links, step, operands, OPS[step.op].flops_per_element)
 
 
 _HBM, _COMPUTE = ("hbm", 0), ("compute", 0)
@@ -179,9 +202,9 @@ def cost_of_tiles(
     taken: dict[ResourcePlace, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
     sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
     parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
-    units = sum(times for step, _, times in parts if _is_matmul(step))
+    units = sum(times for step, _, times in parts if step.multiplies)
     for step, operands, times in parts:
-        if _is_matmul(step):
+        if step.multiplies:
             found = _tile(model, links, units, *operands) if of_kernel.whole else _segment(model, links, *operands)
             what = "matmul"
         else:
@@ -339,10 +362,6 @@ def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 
-def _is_matmul(step: Step) -> bool:
-    return isinstance(step, Compute) and step.op in PLAIN_MATMULS
-
-
 def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
     """Return the cost of one of `tiles` tiles. One unit does it, or several if there are more units than tiles.
 
@@ -372,12 +391,14 @@ def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
     return _kernel(model, links, "matmul", inputs, out, alone_us, busy_us, found.hbm_bytes)
 
 
-def _through_memory(model: Model, links: Links, step: Step, operands: tuple[Operand, ...]) -> Cost:
+def _through_memory(
+    model: Model, links: Links, step: Step, operands: tuple[Operand, ...], flops_per_element: float
+) -> Cost:
     """Return the cost of a memory-bound kernel: it reads and writes each operand once, with a few operations per element."""
     accesses = step.accesses()
     traffic = sum((a.reads + a.writes) * o.bytes for a, o in zip(accesses, operands, strict=True))
     elements = sum(o.rows * o.cols for a, o in zip(accesses, operands, strict=True) if a.writes)
-    flops = elements * (OPS[step.op].flops_per_element if isinstance(step, Compute) else len(operands) - 1)
+    flops = elements * flops_per_element
     us = max(traffic / model.hbm_bytes_per_us, flops / model.vector_flops_per_us)
     *inputs, out = [o for _, o in sorted(zip(accesses, operands, strict=True), key=lambda pair: pair[0].writes)]
     busy_us, far = us, [o for o in inputs if o.at and o.bytes]

@@ -1,7 +1,7 @@
 """A fluid simulation of a schedule: work flows through shared resources, lane by lane.
 
 Each lane does its steps in order. A step waits for its latency, which uses no resource. Then it works, at a speed that depends
-on what else runs (`weft.sim.fair`). Speeds change only when a step begins or ends, and only in lanes that can slow each other
+on what else runs (`weft.sim.max_min`). Speeds change only when a step begins or ends, and only in lanes that can slow each other
 down (`weft.sim.scarce`). So the engine advances from one such event to the next, and to the arrivals of signals in between.
 C++ (`csrc/fluid.cpp`) tracks the progress of work and the next completion.
 

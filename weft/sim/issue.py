@@ -7,7 +7,6 @@ later. All ranks reach a collective in the same round.
 
 from __future__ import annotations
 
-from weft.schedule import For, Read
 from weft.schedule.verify.issue_order import issue_order
 from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Work
 from weft.sim.model import Model
@@ -40,7 +39,7 @@ def _is_whole(program: LoweredSchedule) -> bool:
         return False
     lanes = [(program.schedule.lanes[lane.number].steps, lane.tasks) for lane in program.lanes]
     return not program.schedule.contents or not any(
-        len(tasks) < len(steps) or any(isinstance(step, For) for step in steps) for steps, tasks in lanes
+        len(tasks) < len(steps) or any(step.inner and not step.tile_kernel for step in steps) for steps, tasks in lanes
     )
 
 
@@ -83,8 +82,7 @@ class _Turns:
                 if task.joins and (lane.number, number) not in self._come:
                     self._coming.add((lane.number, number))
                     break
-                step = lane.origins[number].step
-                worked = not (isinstance(step, Read) and step.by != "host")
+                worked = lane.origins[number].step.occupies
             elif isinstance(task, Raise):
                 if task.remote:
                     self._sent.append(task.counter)

@@ -18,13 +18,13 @@ from functools import lru_cache
 
 from weft.builders import Problem, candidates
 from weft.builders.operands import peer
-from weft.schedule import RANK, Collective, Copy, Draft, Schedule, Set, Step, Tiles, Wait, lookup
-from weft.schedule.steps import substitute
+from weft.schedule import RANK, Collective, Draft, Schedule, lookup
+from weft.schedule.steps import of_kind, substitute
 from weft.sim.engine import simulate
 from weft.sim.lower import LoweredSchedule, Work, lower
 from weft.sim.model import Model
-from weft.sim.numbers import values_of_ranks
 from weft.sim.result import Simulated
+from weft.sim.vectorised import values_of_ranks
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def communication_us(problem: Problem, model: Model) -> float:
         return 0.0
     serial = _serial(problem)
     ways = [_only_communication(serial)]
-    collectives = [step for lane in serial.lanes for step in lane.steps if isinstance(step, Collective)]
+    collectives = [step for lane in serial.lanes for step in of_kind(lane.steps, Collective)]
     if all(one.op in ("all_gather", "exchange") for one in collectives):
         ways.append(_by_engines(serial, collectives))
     return min(simulate(way, model).end_us for way in ways)
@@ -138,10 +138,10 @@ def _total(result: Simulated) -> float:
 
 
 def _only_communication(schedule: Schedule) -> Schedule:
-    def communicating(step: Step) -> Step | None:
-        if isinstance(step, Tiles):
-            return step.only_sets()
-        remote = isinstance(step, Copy) and step.src.at != step.dst.at
-        return step if remote or isinstance(step, Set | Wait | Collective) else None
-
-    return schedule.map_steps(communicating)
+    return schedule.map_steps(
+        lambda step: (
+            step
+            if step.awaits or step.meets or (step.copies_by and step.regions[0].at != step.regions[1].at)
+            else step.only_sets()
+        )
+    )

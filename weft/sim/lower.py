@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, cast
 
-from weft.schedule import Compute, Copy, For, Schedule, Set, Step, Tiles, Wait
+from weft.schedule import Schedule, Step, Tiles
 from weft.schedule.spans import span_name
-from weft.schedule.steps import LATE_COPY_UNITS, variables_of, walk
+from weft.schedule.steps import COPY_UNITS
 from weft.sim.costs import Cost, How, Links, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
-from weft.sim.fair import Load
+from weft.sim.max_min import Load
 from weft.sim.model import Model
-from weft.sim.numbers import NumberedStep, Numbers, Origin, SetBy, at_rank, regions_of
 from weft.sim.symmetry import turns_around
+from weft.sim.vectorised import NumberedStep, Numbers, Origin, SetBy, at_rank
 
 
 class Raising(NamedTuple):
@@ -113,36 +113,6 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 """The sets of one task: (counter, how the rank sets it)."""
 
 
-def _awaited_by_streams(schedule: Schedule) -> set[str]:
-    """Return the signals of this run that compute lanes both set and wait for, unless a copying kernel does the wait."""
-    found, sets, waits = set[str](), set[str](), list[Wait]()
-    for lane in schedule.lanes:
-        for step in lane.steps if lane.resource == "compute" else ():
-            if isinstance(step, Set):
-                sets.add(step.signal)
-            elif isinstance(step, Wait):
-                waits.append(step)
-            elif waits:
-                if not (isinstance(step, Copy) and step.by == "kernel"):
-                    found |= {one.signal for one in waits if not one.previous}
-                waits.clear()
-    return found & sets
-
-
-def _dynamic_copies(schedule: Schedule) -> tuple[set[int], int]:
-    """Return the ids of copies by kernel beside GEMMs whose sizes only the run knows, and on how many lanes they are."""
-    held = {contents.buffer for contents in schedule.contents}
-    found, lanes = set[int](), 0
-    for lane in schedule.lanes if held else ():
-        if lane.resource != "copy":
-            continue
-        kernels = (step for step in walk(lane.steps) if isinstance(step, Copy) and step.by == "kernel")
-        late = {id(step) for step in kernels if variables_of(step) & held}
-        found |= late
-        lanes += bool(late)
-    return found, lanes
-
-
 class _Lowering:
     def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
@@ -153,21 +123,23 @@ class _Lowering:
         self._load_ids: dict[Load, int] = {}
         self._places: dict[ResourcePlace, int] = {}
         self._counters: dict[tuple, int] = {}
-        self._by_streams = _awaited_by_streams(schedule)
-        self._dynamic_copies, dynamic_lanes = _dynamic_copies(schedule)
-        units = min(model.kernel_copy_units, max(1, LATE_COPY_UNITS // max(1, dynamic_lanes)))
-        self._model_of_dynamic_copies = replace(model, kernel_copy_units=units) if dynamic_lanes else model
+        self._models = {model.kernel_copy_units: model}  # by the units of copying kernels
         self._for_engines = {  # signals
-            step.signal
+            wait.signal
             for lane in schedule.lanes
-            if any(isinstance(step, Copy) and step.by == "dma" for step in lane.steps)
+            if any(step.copies_by == "dma" for step in lane.steps)
             for step in lane.steps
-            if isinstance(step, Wait)
+            if (wait := step.awaits)
         }
 
     def program(self, alike: bool) -> LoweredSchedule:
         numbers = Numbers(self.schedule)
-        items = [numbers.items(lane.steps) for lane in self.schedule.lanes]
+        items = [numbers.items(lane) for lane in self.schedule.lanes]
+        on_compute = [item for lane, of_lane in zip(self.schedule.lanes, items, strict=True)
+                      if lane.resource == "compute" for item in of_lane]  # fmt: skip
+        waits = {item.signal for item in on_compute if item.awaited is not None and not (item.previous or item.units)}
+        # Signals of this run that streams of compute lanes both set and wait for.
+        self._by_streams = waits & {item.signal for item in on_compute if item.distance is not None}
         if alike and self._topology.period < self.world and turns_around(list(itertools.chain(*items)), self.world):
             self._period = self._topology.period
         ranks = tuple(range(self._period))
@@ -195,13 +167,11 @@ class _Lowering:
 
     def _raised(self, item: NumberedStep, rank: int) -> Raised:
         """Return the sets of an item at `rank`."""
-        step = item.origin.step
-        if isinstance(step, Set):
-            distance, place = item.numbers
-            to = at_rank(distance, rank)
+        if item.distance is not None:
+            to = at_rank(item.distance, rank)
             owner, setter = self._owner_and_setter(rank, to)
-            counter = self._counter(owner, item.signal, at_rank(place, setter))
-            return ((counter, SetBy(item.signal, to, at_rank(place, setter), 1)),)
+            place = at_rank(item.place, setter)
+            return ((self._counter(owner, item.signal, place), SetBy(item.signal, to, place, 1)),)
         raised = []
         for i, one in enumerate(item.tiled[rank].sets if item.tiled else ()):
             owner, setter = self._owner_and_setter(rank, one.distance)
@@ -217,23 +187,20 @@ class _Lowering:
         return self._counters.setdefault((rank, signal, place), len(self._counters))
 
     def _task(self, item: NumberedStep, rank: int, sets: Mapping[int, int], raised: Raised) -> Task:
-        step = item.origin.step
-        if isinstance(step, Set):
+        if item.distance is not None:
             ((counter, one),) = raised
             return Raise(counter, self._delay_us(item, rank, one.distance), one.distance != 0)
-        if isinstance(step, Wait):
-            number = self._counter(rank, step.signal, at_rank(item.numbers[0], rank))
-            return Await(number, at_rank(item.numbers[1], rank), sets.get(number, 0), step.previous)
-        if isinstance(step, Tiles):
-            raises = (
-                Raising(
-                    counter, one.times, self._delay_us(item, rank, one.distance), *self._stored(item, step, rank, one)
-                )
-                for counter, one in raised
-            )
-            return self._tiles(item, step, rank)._replace(raises=tuple(raises))
-        assert not isinstance(step, For)  # they are written out
-        return self._work(step, tuple([at_rank(n, rank) for n in item.numbers]), item.carried, rank)
+        if item.awaited is not None:
+            number = self._counter(rank, item.signal, at_rank(item.place, rank))
+            return Await(number, at_rank(item.awaited, rank), sets.get(number, 0), item.previous)
+        if not item.tiled:
+            return self._work(item, rank)
+        step = cast(Tiles, item.origin.step)
+        raises = (
+            Raising(counter, one.times, self._delay_us(item, rank, one.distance), *self._stored(item, step, rank, one))
+            for counter, one in raised
+        )
+        return self._tiles(item, step, rank)._replace(raises=tuple(raises))
 
     def _delay_us(self, item: NumberedStep, rank: int, distance: int) -> float:
         if not distance:
@@ -255,10 +222,11 @@ class _Lowering:
         return math.floor(first + 1e-9) / waves, math.ceil(last - 1e-9) / waves
 
     def _tiles(self, item: NumberedStep, step: Tiles, rank: int) -> Work:
-        parts = [
-            (cast(Copy | Compute, step.body[place]), numbers, times) for place, numbers, times in item.tiled[rank].parts
+        work = step.work
+        priced = [
+            (work[place], self._operands(work[place], numbers), times)
+            for place, numbers, times in item.tiled[rank].parts
         ]
-        priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
         of_kernel = rates(step.kernel, self.model)
         seen_from = self._seen_from(rank)
         all_tiles = cost_of_tiles(self.model, self.world, priced, item.tiled[rank].read_bytes, of_kernel, seen_from)
@@ -266,18 +234,16 @@ class _Lowering:
         latency_us = 0.0 if item.carried else all_tiles.latency_us
         return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
 
-    def _work(
-        self,
-        step: Step,
-        numbers: tuple[int, ...],
-        carried: bool,
-        rank: int,
-    ) -> Work:
-        operands = self._operands(step, numbers)
-        model = self._model_of_dynamic_copies if id(step) in self._dynamic_copies else self.model
-        key = (type(step), step.settings, operands, seen_from := self._seen_from(rank), model is self.model)
+    def _work(self, item: NumberedStep, rank: int) -> Work:
+        step, carried = item.origin.step, item.carried
+        operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
+        few = item.units if 0 < item.units < COPY_UNITS else 0
+        key = (type(step), step.settings, operands, seen_from := self._seen_from(rank), few)
         if key not in self._costs:
-            self._costs[key] = cost(model, self.world, step, operands, seen_from), {}
+            units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
+            if units not in self._models:
+                self._models[units] = replace(self.model, kernel_copy_units=units)
+            self._costs[key] = cost(self._models[units], self.world, step, operands, seen_from), {}
         found, loads = self._costs[key]
         if rank not in loads:
             loads[rank] = self._load(found, rank)
@@ -296,7 +262,7 @@ class _Lowering:
 
     def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
         operands = []
-        regions = regions_of(step)
+        regions = step.regions
         for i in range(len(numbers) // 3):
             rows, cols, at = numbers[3 * i : 3 * i + 3]
             buffer = self._buffers[

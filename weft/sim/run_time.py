@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from weft.schedule import Collective, Copy, Schedule, Set, Tiles
-from weft.schedule.steps import substitute, variables_of
+from weft.schedule import Schedule, Tiles
+from weft.schedule.steps import of_kind, substitute, variables_of
 from weft.sim.engine import simulate
 from weft.sim.model import Model
-from weft.sim.numbers import values_of_ranks
+from weft.sim.vectorised import values_of_ranks
 
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 
@@ -38,8 +38,9 @@ def dynamic_steps(schedule: Schedule) -> int:
     held = {contents.buffer for contents in schedule.contents}
     if not held:
         return 0
-    steps = schedule.walk()
-    return sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
+    return sum(
+        bool(variables_of(step) & held) for step in schedule.walk() if step.copies_by or step.meets or step.tile_kernel
+    )
 
 
 def _reading_host_us(schedule: Schedule, model: Model) -> float:
@@ -52,8 +53,8 @@ def _reading_host_us(schedule: Schedule, model: Model) -> float:
 
 def _signals_of_tiles(schedule: Schedule) -> int:
     """Return the number of signals that tiles set, on the rank whose tiles set the most."""
-    tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
-    sets = [(step.extent, count) for step in tiles if (count := sum(isinstance(one, Set) for one in step.body))]
+    tiles = [step for lane in schedule.lanes for step in of_kind(lane.steps, Tiles)]
+    sets = [(step.extent, len(step.inner_sets)) for step in tiles if step.inner_sets]
     if not sets:
         return 0
     return max(sum(substitute(extent, v) * count for extent, count in sets) for v in values_of_ranks(schedule))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.sim.fair import Load
+from weft.sim.max_min import Load
 
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:

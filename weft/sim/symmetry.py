@@ -16,8 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from weft.schedule import Set, Wait
-from weft.sim.numbers import ByRank, NumberedStep
+from weft.sim.vectorised import ByRank, NumberedStep
 
 
 def turns_around(items: Sequence[NumberedStep], world: int) -> bool:
@@ -28,18 +27,16 @@ def turns_around(items: Sequence[NumberedStep], world: int) -> bool:
     sets: dict[str, dict[tuple[int, int], tuple[int, ByRank]]] = {}
     waits: dict[str, dict[int, ByRank]] = {}
     for item in different:
-        if isinstance(item.origin.step, Wait):
-            place = item.numbers[0]
-            waits.setdefault(item.signal, {})[_identity(place)] = place
+        if item.awaited is not None:
+            waits.setdefault(item.signal, {})[_identity(item.place)] = item.place
         for signal, distance, place in _sets(item):
             sets.setdefault(signal, {})[distance, _identity(place)] = (distance, place)
     return all(_turn(sets.get(s, {}).values(), waits.get(s, {}).values(), world) for s in {**sets, **waits})
 
 
 def _is_alike(item: NumberedStep) -> bool:
-    step = item.origin.step
-    numbers = item.numbers[:1] if isinstance(step, Set) else item.numbers[isinstance(step, Wait) :]
-    if not isinstance(item.present, int) or not all(isinstance(number, int) for number in numbers):
+    numbers = (item.present, *item.numbers, item.distance, item.awaited)
+    if not all(number is None or isinstance(number, int) for number in numbers):
         return False
     different = {id(one): one for one in item.tiled}.values()
     return len({(one.parts, one.read_bytes, tuple(s._replace(place=0) for s in one.sets)) for one in different}) <= 1
@@ -47,10 +44,9 @@ def _is_alike(item: NumberedStep) -> bool:
 
 def _sets(item: NumberedStep) -> Iterator[tuple[str, int, ByRank]]:
     """Yield (signal, distance, place) of the sets in a step that all ranks have."""
-    if isinstance(item.origin.step, Set):
-        distance, place = item.numbers
-        assert isinstance(distance, int)  # it is alike
-        yield item.signal, distance, place
+    if item.distance is not None:
+        assert isinstance(item.distance, int)  # it is alike
+        yield item.signal, item.distance, item.place
     for of_ranks in zip(*(one.sets for one in item.tiled), strict=True):
         yield of_ranks[0].signal, of_ranks[0].distance, np.array([one.place for one in of_ranks])
 

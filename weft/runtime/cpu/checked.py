@@ -10,8 +10,8 @@ from collections import Counter
 
 from weft.errors import ScheduleError
 from weft.runtime.cpu.steps import bind, has_own_kernel, is_bound
-from weft.schedule import Collective, Compute, Lane, Read, Schedule, Set, Step, Tiles, value
-from weft.schedule.steps import variables_of
+from weft.schedule import Collective, Compute, Lane, Read, Schedule, Tiles, value
+from weft.schedule.steps import of_kind, variables_of
 from weft.schedule.text import describe
 from weft.schedule.verify.issue_order import sets_per_run
 from weft.schedule.verify.well_formed import declared, unread, wrong_collectives, wrong_declarations, wrong_step
@@ -46,7 +46,7 @@ class Checked:
         first = next((lane for lane in lanes if lane.resource == "compute"), Lane("compute", "compute"))
         self.lanes = [first, *(lane for lane in lanes if lane.steps and lane is not first)]
         self.shared = self._updated_by_several()
-        collectives = [[s for lane in of_rank for s in lane.steps if isinstance(s, Collective)] for of_rank in ranks]
+        collectives = [[s for lane in of_rank for s in of_kind(lane.steps, Collective)] for of_rank in ranks]
         self.rows = [
             tuple(value((step.dst if step.op == "reduce_scatter" else step.src).rows) for step in same)
             if same[0].op in ("all_gather", "reduce_scatter")
@@ -72,12 +72,7 @@ class Checked:
 def _meetings(schedule: Schedule) -> Schedule:
     """Return `schedule` with only its sets and collectives, which peers need. Evaluating all steps of all ranks is slow."""
 
-    def kept(step: Step) -> Step | None:
-        if isinstance(step, Tiles):
-            return step.only_sets()
-        return step if isinstance(step, Set | Collective) else None
-
-    return schedule.map_steps(kept)
+    return schedule.map_steps(lambda step: step if step.meets else step.only_sets())
 
 
 def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -> None:
@@ -85,32 +80,38 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
     expected = [_meetings(schedule).of_rank(r) for r in range(schedule.world_size)] if schedule.contents else ranks
     faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, expected))]
     faults += unread(schedule, rank)
-    if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
+    if sum(any(step.meets for step in lane.steps) for lane in ranks[rank]) > 1:
         faults.append("collectives are on several lanes, and gloo takes them from one thread: put them on one lane")
     sets, where = sets_per_run(ranks), declared(schedule, buffers)[rank]
     open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
     for lane in ranks[rank]:
         for step in lane.steps:
-            fixed = not isinstance(step, Tiles) and not (open_ and variables_of(step))
+            fixed = not step.tile_kernel and not (open_ and variables_of(step))
             wrong = list(wrong_step(where, step)) if fixed else []
             if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
                 wrong.append(f"{wait.count} sets are waited for, and a run makes {n}")
-            if not isinstance(step, Tiles | Read) and not is_bound(step):
+            if not (step.tile_kernel or isinstance(step, Read) or is_bound(step)):
                 wrong.append(
                     f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {bind.__module__}.bind"
                 )
             if isinstance(step, Collective) and step.op == "all_to_all":
                 wrong.append("the CPU executor knows no all_to_all: exchange says how many rows go to each rank")
             for inner in () if has_own_kernel(step) else step.inner or (step,):
-                if isinstance(inner, Compute) and inner.op == "embedding_bag":
-                    wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
-                in_fp8 = isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8"
-                if isinstance(inner, Compute) and in_fp8 and not inner.op.startswith("scaled_matmul"):
-                    wrong.append("there is no fp8 arithmetic on CPU but of scaled GEMMs: use bf16")
-                if isinstance(inner, Set) and isinstance(step, Tiles) and variables_of(step.extent):
+                if isinstance(inner, Compute):
+                    wrong += _wrong_operation(inner, "" if wrong else buffers[rank][inner.out.buffer].dtype)
+                if inner.is_signal and isinstance(step, Tiles) and variables_of(step.extent):
                     wrong.append(
                         "tiles whose number only a run knows set no signals: what waits would not know for how many"
                     )
             faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
     if faults:
         raise ScheduleError(f"schedule {schedule.name} on rank {rank}: {faults[0]}")
+
+
+def _wrong_operation(step: Compute, dtype: str) -> list[str]:
+    """Return the faults of an operation with an output of `dtype`."""
+    if step.op == "embedding_bag":
+        return ["the CPU executor pools nothing: weft.embedding_all_to_all does"]
+    if dtype == "fp8" and not step.op.startswith("scaled_matmul"):
+        return ["there is no fp8 arithmetic on CPU but of scaled GEMMs: use bf16"]
+    return []

@@ -23,7 +23,7 @@ from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.cpu.sizes import require_sizes
 from weft.runtime.cpu.steps import bind, run_numbered, run_tiles
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import MATMULS, Buffer, Collective, Compute, Copy, Read, Schedule, Step, Tiles, value
+from weft.schedule import Buffer, Collective, Compute, Read, Schedule, Step, Tiles, value
 from weft.schedule.expr import Held
 from weft.schedule.spans import span_name
 from weft.schedule.steps import substitute, variables_of
@@ -173,13 +173,11 @@ class Program:
 
     def _sent_bytes(self, step: Step) -> int:
         """Return the bytes that this step moves between ranks: sent by this rank, or fetched from a peer."""
-        regions = [access.region for access in step.accesses()]
+        regions = step.regions
         if step.meets:
             crossing = regions[:1] * (self.run.comm.world_size - 1)
-        elif isinstance(step, Copy):
-            crossing = [] if {step.src.at, step.dst.at} == {self._rank} else [step.src]
         else:
-            crossing = [region for region in regions if region.at != self._rank]
+            crossing = tuple(region for region in regions if region.at != self._rank)[: 1 if step.copies_by else None]
         return sum(math.prod(size(region)) * self._dtypes[region.buffer].itemsize for region in crossing)
 
 
@@ -193,7 +191,7 @@ class _CallerTensor:
         users = [s for b in steps for s in b.step.inner or (b.step,) if s.accesses()]
         read_only = buffer.role == "input"
         self.transposable = all(
-            isinstance(s, Compute) and (s.op in MATMULS if read_only else s.op == "matmul" and not s.accumulate)
+            isinstance(s, Compute) and (s.multiplies if read_only else s.op == "matmul" and not s.accumulate)
             for s in users
         )
         self.key: tuple[int, int, int, int] | None = None  # of the tensor to which all steps are bound

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,29 +26,23 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
     if not isinstance(step, Tiles | Copy | Compute):
         yield substitute(step, values)
         return
-    tiles = np.arange(_extent(step, values))
-    within: Mapping[str, Any] = {**values, step.index: tiles} if isinstance(step, Tiles) else values
-    columns: list[tuple[Copy | Compute | Set, list[list[Any]]]] = []
-    for inner in step.inner or (step,):
-        if isinstance(inner, Set):
-            columns.append((inner, [_numbers(len(tiles), within, inner.index, inner.at).tolist()]))
-            continue
-        assert isinstance(inner, Copy | Compute)
-        regions = (inner.src, inner.dst) if isinstance(inner, Copy) else (*inner.inputs, inner.out)
-        tables = [_table(region, within, len(tiles), size_of) for region in regions]
-        columns.append((inner, tables))
-    for i in range(len(tiles)):
+    count, within = 1, cast(Mapping[str, Any], values)
+    if isinstance(step, Tiles):
+        count = substitute(step.extent, values)
+        within = {**values, step.index: np.arange(count)}
+    columns: list[tuple[Any, list[list[Any]]]] = [
+        (inner, [_numbers(count, within, cast(Set, inner).index, cast(Set, inner).at).tolist()])
+        if inner.is_signal
+        else (inner, [_table(region, within, count, size_of) for region in inner.regions])
+        for inner in step.inner or (step,)
+    ]
+    for i in range(count):
         for inner, tables in columns:
-            parts: list[Any] = [table[i] for table in tables]
-            if isinstance(inner, Set):
+            parts = [table[i] for table in tables]
+            if inner.is_signal:
                 yield Set(inner.signal, *parts[0])
-                continue
-            if 0 in (parts[-1].rows, parts[-1].cols):
-                continue
-            if isinstance(inner, Copy):
-                yield Copy(parts[0], parts[1], inner.by, inner.accumulate)
-            else:
-                yield Compute(inner.op, parts[-1], tuple(parts[:-1]), inner.accumulate)
+            elif 0 not in (parts[-1].rows, parts[-1].cols):
+                yield inner.on(parts)
 
 
 def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int]) -> None:
@@ -77,12 +71,6 @@ def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, c
                     if first_row <= row < end_row and first_col <= col < end_col:
                         return True
     return False
-
-
-def _extent(step: Step, values: Values) -> int:
-    if not isinstance(step, Tiles):
-        return 1
-    return step.extent.evaluate(values) if isinstance(step.extent, Expr) else step.extent
 
 
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:

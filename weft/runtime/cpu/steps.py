@@ -74,7 +74,8 @@ def is_bound(step: Step) -> bool:
 
 
 def has_own_kernel(step: Step) -> bool:
-    return isinstance(step, Tiles) and run_tiles.dispatch(type(step.kernel)) is not run_tiles.dispatch(object)
+    kernel = step.tile_kernel
+    return kernel is not None and run_tiles.dispatch(type(kernel)) is not run_tiles.dispatch(object)
 
 
 @bind.register

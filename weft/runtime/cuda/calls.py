@@ -18,6 +18,7 @@ from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions, RegionView
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
+from weft.schedule.steps import of_kind
 
 ALIGNMENT = 256  # bytes: more than the alignments by which cuBLAS chooses kernels
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -104,7 +105,7 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Ope
 
 def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
     """Return the collectives of a rank in the order of its lanes. This order is the same on all ranks."""
-    return [s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Collective)]
+    return [s for lane in schedule.of_rank(rank) for s in of_kind(lane.steps, Collective)]
 
 
 def void(_: Any) -> None:

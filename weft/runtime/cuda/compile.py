@@ -28,22 +28,21 @@ from weft.runtime.cuda.agree import Agreeing
 from weft.runtime.cuda.calls import collective_call, compute_call
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.flags import AWAITED, FLAG, Flag, Key, words_for
-from weft.runtime.cuda.groups import Group, Grouping
 from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
-from weft.runtime.cuda.move import MAX_PROGRAMS, CopyLaunch, CopyShape
+from weft.runtime.cuda.move import CopyLaunch, CopyShape
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
 from weft.runtime.cuda.tile_kernels import Gemms, Tracked
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
+from weft.schedule.launches import Launch, crosses, launches_of_rank
 from weft.schedule.spans import span_name
-from weft.schedule.steps import LATE_COPY_UNITS
+from weft.schedule.steps import LATE_COPY_UNITS, of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
-LATE_PROGRAMS = LATE_COPY_UNITS
 _MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows only the run knows
 
 
@@ -70,21 +69,21 @@ class Compiler:
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
         self._computes = [resources[name] == "compute" for name in context.lanes]
-        self._dynamic_lanes = len({lane for lane, step in context.order
-                                if resources[lane] == "copy" and isinstance(step, Copy) and is_dynamic(step)})  # fmt: skip
         self._tokens = context.flags[context.rank]
         self._words_of = [words_for(flags) for flags in context.flags]
-        grouping = Grouping(context.rank, context.lanes, context.order, self._tokens, regions.fixed_pitch)
-        self.crosses, self._groups = grouping.crosses, grouping.groups()
+        self._awaited = {flag.key for flag in self._tokens.values()}
+        self._launches = launches_of_rank(
+            context.schedule, context.rank, context.lanes, context.order, self._awaited, context.buffers
+        )
         # By lane: the places of steps whose signals the lane's stream writes, and the flags that it waits for. Launches clear
         # their flags themselves. Compute lanes clear theirs right after the wait: their sets run on the monitor, too late for the
         # lane's own next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
         self._of_stream: dict[str, list[Flag]] = {name: [] for name in context.lanes}
-        for group in self._groups:
-            if not (group.moves or self._computes[group.lane]):
-                self._carriers[context.lanes[group.lane]] |= set(range(group.first, group.last + 1))
-                self._of_stream[context.lanes[group.lane]] += self._tokens_in(group)
+        for launch in self._launches:
+            if not (launch.copies or self._computes[launch.lane]):
+                self._carriers[context.lanes[launch.lane]] |= set(range(launch.first, launch.last + 1))
+                self._of_stream[context.lanes[launch.lane]] += self._tokens_in(launch)
         self._has_aside = False
         self.program = _core.StreamProgram(len(regions.bases), lanes + 1, 2 * lanes + len(context.order) + 4)
         self.items = StreamItems(context, self.program, regions, timed)
@@ -93,22 +92,22 @@ class Compiler:
     def compile(self) -> StreamItems:
         program, lanes = self.program, len(self.context.lanes)
         joints = [self._event() for _ in range(lanes)]
-        last = {group.lane: group for group in self._groups}
-        waiting = [group for group in self._groups if self._tokens_in(group)]
+        last = {launch.lane: launch for launch in self._launches}
+        waiting = [launch for launch in self._launches if self._tokens_in(launch)]
         # Choose the writer of the watchdog's words. If only launches of one stream wait: the first and the last launch.
         # Otherwise the first step of a lane, if its flag is soon cleared and so stays 0 during a run. Otherwise the
         # monitor.
-        self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(g.moves for g in waiting) else None
-        self._telling = next((group for group in waiting if self._tells(group)), None)
+        self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(w.copies for w in waiting) else None
+        self._telling = next((launch for launch in waiting if self._tells(launch)), None)
         monitored = bool(waiting) and not self._noting and not self._telling
         if lanes > 1 or monitored:
             self._fork([*range(1, lanes), *([self._monitor] if monitored else [])])
         if monitored:
             program.signal(self._monitor, [self._note(self.context.standing_word, 1), (False, self._begun, 0, 1)])
-        for group in self._groups:
-            self._emit(group)
-            if group.lane and group is last[group.lane]:
-                program.record(group.lane, joints[group.lane])
+        for launch in self._launches:
+            self._emit(launch)
+            if launch.lane and launch is last[launch.lane]:
+                program.record(launch.lane, joints[launch.lane])
         for lane in range(1, lanes):
             if lane in last:
                 program.wait_event(0, joints[lane])
@@ -130,40 +129,44 @@ class Compiler:
         self._events += 1
         return self._events - 1
 
-    def _tells(self, group: Group) -> bool:
-        """True if the group is a copy lane's first and waits for a flag of the previous run, and only copies can delay the
+    def _tells(self, launch: Launch) -> bool:
+        """True if the launch is a copy lane's first and waits for a flag of the previous run, and only copies can delay the
         clearing of the flag."""
-        if self._computes[group.lane] or group.moves or group.first:
+        if self._computes[launch.lane] or launch.copies or launch.first:
             return False
-        name = self.context.lanes[group.lane]
+        name = self.context.lanes[launch.lane]
         steps = [step for lane, step in self.context.order if lane == name]
 
         def soon(flag: Flag) -> bool:
-            behind = steps[group.last + 1 : flag.carrier] if flag.carrier in self._carriers[name] else []
-            return flag.previous and all(isinstance(step, Copy) for step in behind)
+            behind = steps[launch.last + 1 : flag.carrier] if flag.carrier in self._carriers[name] else []
+            return flag.previous and all(step.copies_by for step in behind)
 
-        # All waits of a group come before its clears: a wait for this run would leave the flag in place.
-        mine = self._tokens_in(group)
+        # All waits of a stream's operation come before its clears: a wait for this run would leave the flag in place.
+        mine = self._tokens_in(launch)
         return all(flag.previous for flag in mine) and any(soon(flag) for flag in mine)
 
     # --- emitting ---
 
-    def _emit(self, group: Group) -> None:
+    def _emit(self, launch: Launch) -> None:
         stamps, first = self.items.stamps, len(self.items.spans)
         if stamps is not None:
-            self.items.stamp(group.lane, 2 * first)
-        copies = [step for step in group.steps if isinstance(step, Copy)]
-        if group.moves:
-            self._launch(group, copies)
+            self.items.stamp(launch.lane, 2 * first)
+        copies = of_kind(launch.body, Copy)
+        if launch.copies:
+            self._launch(launch, copies)
         else:
-            emit(group.steps[0], self, group)
+            emit(launch.steps[0], self, launch)
         if stamps is not None:
             rank = self.context.rank
             crossing = [c for c in copies if {c.src.at, c.dst.at} != {rank} and not is_dynamic(c)]
             sent = sum(int(c.dst.rows) * self.regions.row_bytes(c.dst) for c in crossing)
-            text = "; ".join(span_name(s, rank) for s in group.steps)
-            self.items.spans.append((self.context.lanes[group.lane], text, sent))
-            self.items.stamp(group.lane, 2 * first + 1)
+            text = "; ".join(span_name(s, rank) for s in launch.steps)
+            self.items.spans.append((self.context.lanes[launch.lane], text, sent))
+            self.items.stamp(launch.lane, 2 * first + 1)
+
+    def crosses(self, step: Step) -> bool:
+        """True if the step is a signal between ranks."""
+        return crosses(step, self.context.rank, self._awaited)
 
     def signal(self, lane: int, step: Set | Wait) -> None:
         """Record or wait for an event: a signal within the rank."""
@@ -174,29 +177,32 @@ class Compiler:
         elif not step.previous:
             self.program.wait_event(lane, self._event_of[key])
 
-    def signals(self, group: Group) -> None:
+    def signals(self, launch: Launch) -> None:
         """Issue a stream's waits or sets, together with the flags to clear at this place."""
-        name, parts = self.context.lanes[group.lane], list[SignalPart]()
-        mine = self._tokens_in(group)
-        if group is self._telling:
+        name, parts = self.context.lanes[launch.lane], list[SignalPart]()
+        mine = self._tokens_in(launch)
+        if launch is self._telling:
             parts.append((False, self._begun, 0, 1))
         if mine:
             taken = [flag for flag in mine if flag.carrier not in self._carriers[name]]
             parts += [(True, self._words + self.context.rank, 8 * flag.word, AWAITED) for flag in mine]
         else:
-            places = range(group.first, group.last + 1)
+            places = range(launch.first, launch.last + 1)
             taken = [t for t in self._of_stream[name] if t.carrier in places]
         parts += [self._note(flag.word, 0) for flag in taken]
-        for step in group.steps:
-            if isinstance(step, Set):
-                parts += [(False, self._words + int(step.at), 8 * word, FLAG) for word in self._words_set_by(step)]
+        parts += [
+            (False, self._words + int(at), 8 * word, FLAG)
+            for step in launch.sets
+            for at, signal, index in step.sets()
+            for word in self._words_of[int(at)].get((signal, int(index)), [])
+        ]
         if not parts:
             return  # nobody waits for this signal
-        if self._computes[group.lane] and not mine:
+        if self._computes[launch.lane] and not mine:
             # A write to a peer takes microseconds, and kernels need not wait for it: the monitor writes.
-            self._signal_aside(group.lane, parts)
+            self._signal_aside(launch.lane, parts)
         else:
-            self.program.signal(group.lane, parts)
+            self.program.signal(launch.lane, parts)
 
     def _signal_aside(self, lane: int, parts: list[SignalPart]) -> None:
         event = self._event()
@@ -209,47 +215,46 @@ class Compiler:
         """Return the part of a signal that writes a number into a word of this rank."""
         return (False, self._words + self.context.rank, 8 * word, number)
 
-    def _words_set_by(self, step: Set) -> list[int]:
-        return self._words_of[int(step.at)].get((step.signal, int(step.index)), [])
-
     def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
         """Return the addresses of the words whose flags a set of this counter raises."""
         return [self.context.words.address(at) + 8 * word for word in self._words_of[at].get((signal, index), [])]
 
-    def _tokens_in(self, group: Group) -> list[Flag]:
-        name = self.context.lanes[group.lane]
-        found = [self._tokens.get((name, at)) for at in range(group.first, group.last + 1)]
+    def _tokens_in(self, launch: Launch) -> list[Flag]:
+        name = self.context.lanes[launch.lane]
+        found = [self._tokens.get((name, at)) for at in range(launch.first, launch.last + 1)]
         return [flag for flag in found if flag is not None]
 
-    def _launch(self, group: Group, copies: list[Copy]) -> None:
-        """Issue a group as one kernel: signals, waits, copies, signals, waits."""
+    def _launch(self, launch: Launch, copies: list[Copy]) -> None:
+        """Issue a launch that copies as one kernel: signals, waits, copies, signals, waits."""
         context, words = self.context, self.context.words
-        begun = next(i for i, step in enumerate(group.steps) if isinstance(step, Copy))
 
         def own(word: int) -> int:
             return words.address(context.rank) + 8 * word
 
-        mine = self._tokens_in(group)
-        before = [self._tokens[context.lanes[group.lane], at] for at in range(group.first, group.first + begun)
-                  if (context.lanes[group.lane], at) in self._tokens]  # fmt: skip
-        after = mine[len(before) :]
+        mine = self._tokens_in(launch)
+        before, after = mine[: len(launch.waits)], mine[len(launch.waits) :]
         opens, sets = (
-            [a for s in steps if isinstance(s, Set) for a in self.addresses_set(int(s.at), s.signal, int(s.index))]
-            for steps in (group.steps[:begun], group.steps[begun:])
+            [
+                a
+                for s in steps
+                for at, signal, index in s.sets()
+                for a in self.addresses_set(int(at), signal, int(index))
+            ]
+            for steps in (launch.opens, launch.sets)
         )
         standing = own(context.standing_word)
         begins, passes, ends = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
         if self._noting:
-            begins = [(standing, 1), (context.begun_word.data_ptr(), 1)] if group is self._noting[0] else []
+            begins = [(standing, 1), (context.begun_word.data_ptr(), 1)] if launch is self._noting[0] else []
             passes = [(standing, 1 + before[-1].passed)] if before else []
-            ends = [(standing, 0)] if group is self._noting[1] else []
+            ends = [(standing, 0)] if launch is self._noting[1] else []
         signals: dict[str, Any] = {
             "opens": opens, "waits": [own(t.word) for t in before], "sets": sets, "answers": [own(t.word) for t in after],
             "begins": begins, "passes": passes, "ends": ends, "early": context.buffers[copies[0].src.buffer].role == "input",
             "adds": context.buffers[copies[0].dst.buffer].dtype if copies[0].accumulate else "",
         }  # fmt: skip
         if is_dynamic(copies[0]):
-            self._launch_dynamic(group.lane, copies[0], signals)
+            self._launch_dynamic(launch, copies[0], signals)
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = self.regions.row_bytes(copies[0].src)
@@ -260,15 +265,15 @@ class Compiler:
         targets = [self.regions.bases[base] + offset for base, offset, _ in places]
         move = CopyLaunch(context.device, shape=shape, targets=targets, **signals)
         self.items.kept.append(move)
-        if move.record(self.program, group.lane, Base(*source[:2]), Base(*target[:2])):
+        if move.record(self.program, launch.lane, Base(*source[:2]), Base(*target[:2])):
             return
 
-        def launch(bases: list[int], stream: int) -> None:
+        def issue(bases: list[int], stream: int) -> None:
             move.launch(bases[source[0]] + source[1], bases[target[0]] + target[1], stream=stream)
 
-        self.items.launch(group.lane, launch)
+        self.items.launch(launch.lane, issue)
 
-    def _launch_dynamic(self, lane: int, copy: Copy, signals: dict[str, Any]) -> None:
+    def _launch_dynamic(self, launch: Launch, copy: Copy, signals: dict[str, Any]) -> None:
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
         of_src, of_dst = (self.context.buffers[region.buffer] for region in (copy.src, copy.dst))
         most = of_dst.rows if isinstance(of_dst.rows, int) else _MANY
@@ -276,16 +281,15 @@ class Compiler:
             self.context.device,
             shape=CopyShape(most, self.regions.row_bytes(copy.src), pitch, to_pitch),
             sizes=self.sizes[id(copy)],
-            # Few programs beside GEMMs. On a compute lane no GEMM runs at the same time: as many as help.
-            programs=MAX_PROGRAMS if self._computes[lane] else max(1, LATE_PROGRAMS // self._dynamic_lanes),
+            programs=launch.units,
             **signals,
         )
 
-        def launch(tensors: Tensors, bases: list[int]) -> None:
+        def issue(tensors: Tensors, bases: list[int]) -> None:
             rows = [b.rows if isinstance(b.rows, int) else tensors[b.name].shape[0] for b in (of_src, of_dst)]
             move.launch(bases[src] + at, bases[dst] + to, *rows)
 
-        self.items.dynamic(lane, launch)
+        self.items.dynamic(launch.lane, issue)
 
 
 def _whole(region: Region) -> Region:
@@ -294,11 +298,11 @@ def _whole(region: Region) -> Region:
 
 
 @singledispatch
-def emit(step: Step, compiler: Compiler, group: Group) -> None:
-    """Have `compiler` issue a step of fixed sizes, the first of `group`.
+def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
+    """Have `compiler` issue a step of fixed sizes, the first of `launch`.
 
     Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals beside them, are
-    launches instead (`Compiler._launch`).
+    kernels instead (`Compiler._launch`).
     """
     raise AssertionError(f"{step} was not refused")
 
@@ -310,8 +314,8 @@ def emit_tiles(kernel: TileKernel, step: Tiles, compiler: Compiler, lane: int) -
 
 
 @emit.register
-def _copy(step: Copy, compiler: Compiler, group: Group) -> None:
-    place, lane = compiler.regions.place, group.lane
+def _copy(step: Copy, compiler: Compiler, launch: Launch) -> None:
+    place, lane = compiler.regions.place, launch.lane
     if is_dynamic(step):
         compiler.items.dynamic(
             lane, DynamicCopy(compiler.context, step, place(_whole(step.src)), place(_whole(step.dst)))
@@ -323,12 +327,12 @@ def _copy(step: Copy, compiler: Compiler, group: Group) -> None:
 
 
 @emit.register
-def _compute(step: Compute, compiler: Compiler, group: Group) -> None:
-    compiler.items.call(group.lane, compute_call(step, compiler.regions))
+def _compute(step: Compute, compiler: Compiler, launch: Launch) -> None:
+    compiler.items.call(launch.lane, compute_call(step, compiler.regions))
 
 
 @emit.register
-def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
+def _reduce(step: Reduce, compiler: Compiler, launch: Launch) -> None:
     """Issue the reduction. Parts of one row are added to all rows."""
     regions, context = compiler.regions, compiler.context
 
@@ -341,17 +345,17 @@ def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
     norm = None if step.norm is None else SumNorm(place(step.norm.out), place(step.norm.weight), step.norm.eps)
     add_up = AddUp(context.device, dtype, size, place(step.out), parts, fixed=regions.bases, norm=norm)
     compiler.items.kept.append(add_up)
-    if not add_up.record(compiler.program, group.lane):
-        compiler.items.launch(group.lane, add_up.launch)
+    if not add_up.record(compiler.program, launch.lane):
+        compiler.items.launch(launch.lane, add_up.launch)
 
 
 @emit.register
-def _collective(step: Collective, compiler: Compiler, group: Group) -> None:
-    compiler.items.call(group.lane, collective_call(step, compiler.regions, compiler.context))
+def _collective(step: Collective, compiler: Compiler, launch: Launch) -> None:
+    compiler.items.call(launch.lane, collective_call(step, compiler.regions, compiler.context))
 
 
 @emit.register
-def _agree(step: Agree, compiler: Compiler, group: Group) -> None:
+def _agree(step: Agree, compiler: Compiler, launch: Launch) -> None:
     regions, buffer = compiler.regions, compiler.context.buffers[step.out.buffer]
     expected, sent = (regions.own_part(region) for region in (step.expected, step.sent))
     call = Agreeing(
@@ -359,29 +363,29 @@ def _agree(step: Agree, compiler: Compiler, group: Group) -> None:
     )
     base, offset, _ = regions.place(_whole(step.out))
 
-    def launch(tensors: Tensors, bases: list[int]) -> None:
+    def issue(tensors: Tensors, bases: list[int]) -> None:
         call.launch(bases[base] + offset, tensors[buffer.name].shape[0])
 
     compiler.items.kept.append(call)
-    compiler.items.dynamic(group.lane, launch)
+    compiler.items.dynamic(launch.lane, issue)
 
 
 @emit.register(Set)
 @emit.register(Wait)
-def _signal(step: Set | Wait, compiler: Compiler, group: Group) -> None:
+def _signal(step: Set | Wait, compiler: Compiler, launch: Launch) -> None:
     if compiler.crosses(step):
-        compiler.signals(group)
+        compiler.signals(launch)
     else:
-        compiler.signal(group.lane, step)
+        compiler.signal(launch.lane, step)
 
 
 @emit.register
-def _read(step: Read, compiler: Compiler, group: Group) -> None:
+def _read(step: Read, compiler: Compiler, launch: Launch) -> None:
     """Issue the read of dynamic sizes. With by="host" or "meanwhile", the host reads too.
 
     The device computes the numbers of the lane's copies by kernel.
     """
-    context, lane, buffer = compiler.context, group.lane, step.region.buffer
+    context, lane, buffer = compiler.context, launch.lane, step.region.buffer
     if buffer not in context.own:
         raise ScheduleError(f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first")
     if step.by == "host":
@@ -390,7 +394,7 @@ def _read(step: Read, compiler: Compiler, group: Group) -> None:
         compiler.ahead[lane] = ReadAhead(context, buffer)
         compiler.items.dynamic(lane, compiler.ahead[lane].begin)
     name = context.lanes[lane]
-    copies = [s for lane_of, s in context.order if lane_of == name and isinstance(s, Copy) and s.by == "kernel"]
+    copies = of_kind((step for lane_of, step in context.order if lane_of == name and step.copies_by == "kernel"), Copy)
     copies = [copy for copy in copies if is_dynamic(copy) and id(copy) not in compiler.sizes]
     if not copies:
         return
@@ -402,8 +406,8 @@ def _read(step: Read, compiler: Compiler, group: Group) -> None:
 
 
 @emit.register
-def _tiles(step: Tiles, compiler: Compiler, group: Group) -> None:
-    emit_tiles(step.kernel, step, compiler, group.lane)
+def _tiles(step: Tiles, compiler: Compiler, launch: Launch) -> None:
+    emit_tiles(step.kernel, step, compiler, launch.lane)
 
 
 @emit_tiles.register(GroupedMatmul)
@@ -414,10 +418,10 @@ def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compil
     # Copies by kernel on other lanes run beside every GEMM, except the last of those that wait for the copied rows. All others
     # leave multiprocessors free for them.
     name = context.lanes[lane]
-    sending = any(isinstance(s, Copy) and s.by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
-    last = [s for at, s in context.order if at == name and isinstance(s, Tiles)][-1]
+    sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
+    last = [s for at, s in context.order if at == name and s.tile_kernel][-1]
     beside = sending and (step is not last or isinstance(kernel, ReturningMatmul))
-    spare = LATE_PROGRAMS // 2 if beside else 0
+    spare = LATE_COPY_UNITS // 2 if beside else 0
     call = Gemms(context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare)
     compiler.items.prepares.append(call.prepare)
     compiler.items.dynamic(lane, call)

@@ -15,7 +15,7 @@ import torch
 from weft.errors import DeadlineError, DisagreementError, ScheduleError
 from weft.runtime.cuda.flags import Flag, StepPlace, flags_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
-from weft.schedule import Buffer, Schedule, Set, Step, Wait, value
+from weft.schedule import Buffer, Schedule, Step, value
 from weft.schedule.verify.issue_order import issue_order
 from weft.symm import Communicator, Region
 from weft.symm.lasting import lasting
@@ -77,7 +77,7 @@ def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) ->
         if at.get(lane, 0) >= len(left.get(lane, ())):
             return None
         step = left[lane][at[lane]]
-        if type(step) is not type(other) or (isinstance(step, Set | Wait) and step != other):
+        if type(step) is not type(other) or (step.is_signal and step != other):
             return None
         found.append((lane, step))
         at[lane] += 1

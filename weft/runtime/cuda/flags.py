@@ -33,11 +33,12 @@ from typing import TypeAlias
 
 from weft.errors import ScheduleError
 from weft.kernels.signals import FLAG, POISONED
-from weft.schedule import Schedule, Set, Wait
+from weft.schedule import Schedule, Set
+from weft.schedule.launches import Key, setters
+from weft.schedule.steps import Awaited
 from weft.schedule.verify.happens_before import HappensBefore
 from weft.schedule.verify.issue_order import Lanes
 
-Key: TypeAlias = tuple[str, int]
 StepPlace: TypeAlias = tuple[str, int]
 """A lane's name, and a step's place in the lane."""
 AWAITED = FLAG | POISONED
@@ -67,45 +68,38 @@ def flags_of(schedule: Schedule) -> tuple[dict[StepPlace, Flag], ...]:
     Raise `ScheduleError` if a counter is set twice in a run, or if a flag could be raised while it is still raised.
     """
     ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
-    crossing = _setters(schedule, ranks)
+    _require_set_once(schedule, ranks)
+    crossing = setters(ranks)
     found: list[dict[StepPlace, Flag]] = []
     for rank, lanes in enumerate(ranks):
         mine: dict[StepPlace, Flag] = {}
         for lane in lanes:
             passed = 0
             for at, step in enumerate(lane.steps):
-                if not isinstance(step, Wait) or (key := (step.signal, int(step.index))) not in crossing[rank]:
+                if not (wait := step.awaits) or (key := (wait.signal, int(wait.index))) not in crossing[rank]:
                     continue
                 passed += 1
                 setter = crossing[rank][key]
-                _require_all(schedule, rank, step, ranks[setter])
+                _require_all(schedule, rank, wait, ranks[setter])
                 carrier = _carrier(ranks, rank, lane.steps, at, setter)
-                mine[lane.name, at] = Flag(len(mine), key, setter, step.previous, carrier, passed)
+                mine[lane.name, at] = Flag(len(mine), key, setter, wait.previous, carrier, passed)
         found.append(mine)
     _check(schedule, ranks, found)
     return tuple(found)
 
 
-def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
-    """Return, for each rank, the counters that another rank or tiles of its own set, with the rank that sets them."""
-    sets = Counter[tuple[int, str, int]]()
-    crossing: list[dict[Key, int]] = [{} for _ in ranks]
-    for setter, lanes in enumerate(ranks):
-        for step in (step for lane in lanes for step in lane.steps):
-            for at, signal, index in step.sets():
-                sets[int(at), signal, int(index)] += 1
-                if at != setter or step.inner:
-                    crossing[int(at)][signal, int(index)] = setter
+def _require_set_once(schedule: Schedule, ranks: list[Lanes]) -> None:
+    """Raise `ScheduleError` if two steps of a run set one counter."""
+    sets = Counter(counter for lanes in ranks for lane in lanes for step in lane.steps for counter in step.sets())
     for (at, signal, index), count in sets.items():
         if count > 1:
             raise ScheduleError(
                 f"schedule {schedule.name}: signal {signal}[{index}] of rank {at} is set {count} times in a run, but on GPUs a "
                 f"signal is a flag, not a counter: give every setter an index of its own"
             )
-    return crossing
 
 
-def _require_all(schedule: Schedule, rank: int, wait: Wait, lanes: Lanes) -> None:
+def _require_all(schedule: Schedule, rank: int, wait: Awaited, lanes: Lanes) -> None:
     """Raise `ScheduleError` unless a wait waits for all tiles: tiles that set a counter many times raise one flag at the end."""
     for step in (step for lane in lanes for step in lane.steps if step.inner):
         times = step.sets().get((rank, wait.signal, wait.index), 0)
@@ -153,8 +147,8 @@ def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) 
         for lane in ranks[setter]:
             waited = False
             for other in lane.steps:
-                if isinstance(other, Wait) and (other.signal, other.index) == (step.signal, step.index):
-                    waited = waited or other.previous != wait.previous
+                if (heard := other.awaits) and (heard.signal, heard.index) == (step.signal, step.index):
+                    waited = waited or heard.previous != wait.previous
                 if (rank, wait.signal, wait.index) in other.sets():
                     return place if waited else None
         return None
@@ -170,7 +164,7 @@ def _check(schedule: Schedule, ranks: list[Lanes], flags: list[dict[StepPlace, F
     for number, event in enumerate(happened.events):
         step = happened.step(event)
         lane = ranks[event.rank][event.lane].name
-        if isinstance(step, Wait):
+        if step.awaits:
             numbers[event.run, event.rank, lane, event.step] = number
         for at, signal, index in step.sets():
             sets[event.run, int(at), signal, int(index)] = number

@@ -74,11 +74,6 @@ class Regions:
         """True if peers may read or write the region."""
         return self._context.buffers[region.buffer].role == "symmetric"
 
-    def fixed_pitch(self, region: Region) -> int | None:
-        """Return the row pitch in bytes of a region in the schedule's own memory; None for the caller's tensors."""
-        known = region.buffer in self._context.own
-        return self._context.buffers[region.buffer].cols * self.item_bytes(region) if known else None
-
     def row_bytes(self, region: Region) -> int:
         return int(region.cols) * self.item_bytes(region)
 

@@ -8,7 +8,7 @@ from typing import Any
 from weft.errors import ScheduleError
 from weft.runtime.cuda.calls import COLLECTIVES
 from weft.runtime.cuda.compile import emit, emit_tiles
-from weft.schedule import Collective, Copy, Region, Schedule, Step, Tiles
+from weft.schedule import Collective, Region, Schedule, Step
 from weft.schedule.expr import value
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
@@ -38,22 +38,17 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
         yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {_entries(emit.registry)}"
     elif isinstance(step, Collective) and step.op not in COLLECTIVES:
         yield f"the GPU executor knows no {step.op}: it knows {', '.join(COLLECTIVES)}"
-    elif isinstance(step, Tiles) and emit_tiles.dispatch(type(step.kernel)) is emit_tiles.dispatch(object):
-        yield f"the GPU executor has no kernel {step.kernel.name}: it has {_entries(emit_tiles.registry)}"
+    elif (kernel := step.tile_kernel) and emit_tiles.dispatch(type(kernel)) is emit_tiles.dispatch(object):
+        yield f"the GPU executor has no kernel {kernel.name}: it has {_entries(emit_tiles.registry)}"
     for inner in step.inner or (step,):
         for access in inner.accesses():
-            if access.updates and not _is_atomic(inner) and _owner(access.region) not in (None, rank):
+            if access.updates and not inner.copies_by and _owner(access.region) not in (None, rank):
                 yield (
                     f"it adds to {describe(access.region, rank)}, a peer's memory, where only a copy by kernel may add: compute "
                     "here, then copy with accumulate=True by kernel"
                 )
-        if isinstance(inner, Copy) and inner.accumulate and inner.by != "kernel":
+        if inner.copies_by == "dma" and any(access.updates for access in inner.accesses()):
             yield "copy engines do not add: copy by kernel, or copy and then compute with accumulate=True"
-
-
-def _is_atomic(step: Step) -> bool:
-    """True if the step adds each item atomically, so that other steps may add to the same place."""
-    return isinstance(step, Copy)
 
 
 def _owner(region: Region) -> int | None:
@@ -74,7 +69,8 @@ def _require_nothing_lost(schedule: Schedule) -> None:
                 for access in step.accesses():
                     if access.updates:
                         of_buffer = updated.setdefault((_owner(access.region), access.region.buffer), {})
-                        of_buffer[rank, lane.name] = of_buffer.get((rank, lane.name), True) and _is_atomic(step)
+                        # Copies add each item atomically.
+                        of_buffer[rank, lane.name] = of_buffer.get((rank, lane.name), True) and bool(step.copies_by)
     for (owner, buffer), lanes in updated.items():
         if len(lanes) > 1 and not all(lanes.values()):
             names = " and ".join(f"lane {lane} of rank {rank}" for rank, lane in lanes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -78,13 +78,13 @@ class Tracked:
     ) -> None:
         from weft.runtime.cuda import tracked_matmul  # imported here: see `Gemms`
 
-        matmul, *sets = step.body
+        matmul, sets = step.body[0], step.inner_sets
         if (
             variables_of(step)
             or not isinstance(matmul, Compute)
             or matmul.op not in PLAIN_MATMULS
             or matmul.accumulate
-            or not all(isinstance(one, Set) for one in sets)
+            or step.body[1:] != sets
         ):
             raise ScheduleError(
                 f"{step}: a tracked matmul needs one matmul or addmm per tile, without accumulate, followed by sets only, and a "
@@ -114,7 +114,7 @@ class Tracked:
         self._base, place, pitch = regions.places(
             matmul.out.buffer, over(matmul.out.at), over(matmul.out.row), over(matmul.out.col)
         )
-        counters, counter_of = self._counters([one for one in sets if isinstance(one, Set)], over, words_set)
+        counters, counter_of = self._counters(sets, over, words_set)
         columns = [over(a.row), rows, over(w.col), cols, place, np.full_like(place, pitch), *counter_of]
         for c in added:
             base, place, pitch = regions.places(c.buffer, over(c.at), over(c.row), over(c.col))
@@ -131,7 +131,7 @@ class Tracked:
 
     @staticmethod
     def _counters(
-        sets: list[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
+        sets: Sequence[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
     ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
         """Return (number of tiles, words that are then set) for each counter, and for each set the counter of every tile."""
         named: dict[tuple[str, int, int], int] = {}

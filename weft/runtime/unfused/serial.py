@@ -35,6 +35,7 @@ from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.runtime.unfused.unpack import side_by_side
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
+from weft.schedule.steps import of_kind
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = Callable[[Tensors, Turn, dist.ProcessGroup], None]
@@ -59,7 +60,7 @@ class Unfused:
         (lane,) = schedule.of_rank(rank)
         self._calls = [bind(step, self) for step in lane.steps]
         made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
-        made |= {_columns(step, self)[1] for step in lane.steps if isinstance(step, Tiles)}
+        made |= {_columns(step, self)[1] for step in of_kind(lane.steps, Tiles)}
         self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
         self._plain = [_plain(step, self) for step in lane.steps]
         self.plain: _core.PlainSteps | None = None
@@ -121,7 +122,7 @@ class Unfused:
     def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
         """Return, for each rank, the rows of the region that `of` takes from this collective."""
         world = range(self.schedule.world_size)
-        of_ranks = [[s for s in self.schedule.of_rank(r)[0].steps if isinstance(s, Collective)] for r in world]
+        of_ranks = [of_kind(self.schedule.of_rank(r)[0].steps, Collective) for r in world]
         number = of_ranks[self.rank].index(step)
         return [int(of(steps[number]).rows) for steps in of_ranks]
 
@@ -250,7 +251,7 @@ def _columns(step: Tiles, here: Unfused) -> tuple[str, str]:
     """Return the buffers (src, dst) of a kernel that puts the rows of all ranks side by side. Raise `ScheduleError` for
     other kernels."""
     bodies, world = [step.tile(number) for number in range(int(step.extent))], here.schedule.world_size
-    copies = [one for body in bodies for one in body if isinstance(one, Copy) and not one.accumulate]
+    copies = [one for body in bodies for one in of_kind(body, Copy) if not one.accumulate]
     if len(copies) == len(bodies) == world:
         src, dst = here.buffers[copies[0].src.buffer], here.buffers[copies[0].dst.buffer]
         m, n = dst.rows, src.cols

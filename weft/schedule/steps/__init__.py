@@ -11,7 +11,7 @@ from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, 
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
 from weft.schedule.steps.copies import COPY_UNITS, LATE_COPY_UNITS, Copy, CopyBy
-from weft.schedule.steps.loops import For, Tiles, iterations, map_steps, unrolled, walk
+from weft.schedule.steps.loops import For, Tiles, flattened, iterations, map_steps, of_kind, unrolled, walk
 from weft.schedule.steps.reads import Read, ReadBy
 from weft.schedule.steps.signals import Set, Wait
 
@@ -31,5 +31,5 @@ __all__ = [
     "COPY_UNITS", "ITEM_BYTES", "KINDS", "LATE_COPY_UNITS", "MATMULS", "OPS", "PLAIN_MATMULS", "SCALED_MATMULS", "Agree", "Awaited",
     "Buffer", "Collective", "CollectiveOp", "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm",
     "Op", "Read", "ReadBy", "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text",
-    "iterations", "map_steps", "substitute", "totals_of", "unrolled", "variables_of", "walk",
+    "flattened", "iterations", "map_steps", "of_kind", "substitute", "totals_of", "unrolled", "variables_of", "walk",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ A new kind is a frozen dataclass that derives from `Step`, in a file of its own.
 numbers or expressions. To run it, add an entry to each executor (`weft.runtime.cpu.steps.bind`,
 `weft.runtime.cuda.compile.emit`). A step of serial schedules also needs an entry in `weft.runtime.unfused.serial.bind`, which
 calls NCCL and cuBLAS directly. An executor without an entry refuses the step by name. The simulator prices the memory that a step
-moves, unless `weft.sim.costs` has an entry for it.
+moves; to change that, register a cost with `weft.sim.costs.price`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Step:
 
     __slots__ = ()
     kind: ClassVar[str]
+    is_signal: ClassVar[bool] = False
+    """True if the step only sets a signal or waits for one."""
 
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__dict__:
@@ -53,9 +55,18 @@ class Step:
         """Return the regions that the step reads, writes or updates, its operands in order."""
         return ()
 
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions of the accesses, in order."""
+        return tuple([access.region for access in self.accesses()])
+
     def sets(self) -> Mapping[CounterId, int]:
         """Return how often a step in numbers increments which counters."""
         return _NOTHING_SET
+
+    def only_sets(self) -> Step | None:
+        """Return the step with nothing but its sets; None if it has none."""
+        return self if self.sets() else None
 
     @property
     def awaits(self) -> Awaited | None:
@@ -78,6 +89,21 @@ class Step:
         return False
 
     @property
+    def copies_by(self) -> str:
+        """The engine of a copy: "dma" or "kernel"; empty for other steps."""
+        return ""
+
+    @property
+    def multiplies(self) -> bool:
+        """True if the step is a GEMM."""
+        return False
+
+    @property
+    def tile_kernel(self) -> TileKernel | None:
+        """The kernel that does all tiles of the step; None if the step has no tiles."""
+        return None
+
+    @property
     def in_place(self) -> bool:
         """True if the step may write exactly the region that it reads."""
         return False
@@ -92,6 +118,11 @@ class Step:
         """True if a step in numbers has nothing to do."""
         accesses = self.accesses()
         return any(is_empty(accesses[number].region) for number in self.decisive)
+
+    @property
+    def sizes(self) -> tuple[Index, ...]:
+        """The rows that go to each rank, if they differ from rank to rank."""
+        return ()
 
     @property
     def inner(self) -> tuple[Step, ...]:

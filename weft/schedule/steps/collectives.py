@@ -42,6 +42,10 @@ class Collective(Step):
         return True
 
     @property
+    def sizes(self) -> tuple[Index, ...]:
+        return self.sent
+
+    @property
     def needs_unit(self) -> bool:
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,13 +59,22 @@ class Compute(Step):
     def accesses(self) -> tuple[Access, ...]:
         return *map(read, self.inputs), written(self.out, self.accumulate)
 
+    def on(self, regions: Sequence[Region]) -> Compute:
+        """Return the operation with other operands."""
+        *inputs, out = regions
+        return Compute(self.op, out, tuple(inputs), self.accumulate)
+
     @property
     def needs_unit(self) -> bool:
         return True
 
     @property
+    def multiplies(self) -> bool:
+        return self.op in MATMULS
+
+    @property
     def in_place(self) -> bool:
-        return self.op not in MATMULS
+        return not self.multiplies
 
     def faults(self, where: Declared) -> Iterator[str]:
         dtypes = [where.dtype(region) for region in (*self.inputs, self.out)]

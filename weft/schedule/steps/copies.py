@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -35,9 +35,18 @@ class Copy(Step):
     def accesses(self) -> tuple[Access, ...]:
         return read(self.src), written(self.dst, self.accumulate)
 
+    def on(self, regions: Sequence[Region]) -> Copy:
+        """Return the copy with other operands."""
+        src, dst = regions
+        return Copy(src, dst, self.by, self.accumulate)
+
     @property
     def decisive(self) -> tuple[int, ...]:
         return (0,)
+
+    @property
+    def copies_by(self) -> CopyBy:
+        return self.by
 
     @property
     def needs_unit(self) -> bool:

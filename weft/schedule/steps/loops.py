@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from weft.schedule.steps.base import CounterId, Counters, Step, substitute
 from weft.schedule.steps.computing import Compute
 from weft.schedule.steps.copies import Copy
 from weft.schedule.steps.signals import Set
+
+State = TypeVar("State")
+Kind = TypeVar("Kind", bound=Step)
 
 
 class _Repeated(Step):
@@ -77,18 +80,29 @@ class Tiles(_Repeated):
             if not isinstance(step, Copy | Compute | Set):
                 raise ValueError(f"kernel {self.kernel.name}: tiles may only copy, compute and set, not {str(step)!r}")
 
+    @property
+    def tile_kernel(self) -> TileKernel:
+        return self.kernel
+
+    @property
+    def inner_sets(self) -> tuple[Set, ...]:
+        """The sets of one tile."""
+        return tuple(step for step in self.body if isinstance(step, Set))
+
+    @property
+    def work(self) -> tuple[Copy | Compute, ...]:
+        """The copies and computations of one tile."""
+        return tuple(step for step in self.body if not isinstance(step, Set))  # type: ignore[misc]
+
     def sets(self) -> Mapping[CounterId, int]:
         found: Counters = Counter()
-        for inner in self.body:
-            if isinstance(inner, Set):
-                for (at, index), times in counted(self, inner.at, inner.index):
-                    found[at, inner.signal, index] += times
+        for inner in self.inner_sets:
+            for (at, index), times in counted(self, inner.at, inner.index):
+                found[at, inner.signal, index] += times
         return found
 
     def only_sets(self) -> Tiles | None:
-        """Return the tiles with nothing but their sets; None if they have none."""
-        sets = tuple(inner for inner in self.body if isinstance(inner, Set))
-        return replace(self, body=sets) if sets else None
+        return replace(self, body=self.inner_sets) if self.inner_sets else None
 
     @property
     def is_empty(self) -> bool:
@@ -146,6 +160,11 @@ def walk(steps: Iterable[Step]) -> Iterator[Step]:
             yield from walk(step.body)
 
 
+def of_kind(steps: Iterable[Step], kind: type[Kind]) -> list[Kind]:
+    """Return the steps of a kind."""
+    return [step for step in steps if isinstance(step, kind)]
+
+
 def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> tuple[Step, ...]:
     """Return `change(step)` for each step, also inside of loops; None removes a step. Loops stay, and tiles are one step."""
     changed = (
@@ -154,14 +173,27 @@ def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> t
     return tuple(step for step in changed if step is not None)
 
 
-def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Values]]:
-    """Yield each execution of each step, and the values of its variables: `values` itself outside of loops. Tiles are one step."""
+def flattened(
+    steps: Iterable[Step], state: State, turns: Callable[[For, State], Iterable[State]]
+) -> Iterator[tuple[Step, State]]:
+    """Yield each execution of each step with its state: `state` outside of loops, and else one of `turns(loop, state around)`.
+
+    Tiles are one step."""
     for step in steps:
         if isinstance(step, For):
-            for i in range(substitute(step.extent, values)):
-                yield from iterations(step.body, {**values, step.index: i})
+            for inside in turns(step, state):
+                yield from flattened(step.body, inside, turns)
         else:
-            yield step, values
+            yield step, state
+
+
+def iterations(steps: Iterable[Step], values: Values) -> Iterator[tuple[Step, Values]]:
+    """Yield each execution of each step, and the values of its variables: `values` itself outside of loops. Tiles are one step."""
+
+    def turns(loop: For, around: Values) -> Iterator[Values]:
+        return ({**around, loop.index: i} for i in range(substitute(loop.extent, around)))
+
+    return flattened(steps, values, turns)
 
 
 def unrolled(steps: Iterable[Step], values: Values, *, partially_evaluated: bool = False) -> tuple[Step, ...]:

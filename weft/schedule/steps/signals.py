@@ -18,6 +18,7 @@ class Set(Step):
     signal: the name, or the `Signals` value."""
 
     kind: ClassVar[str] = "set"
+    is_signal: ClassVar[bool] = True
     signal: str
     index: Index = 0
     at: Index = RANK
@@ -53,6 +54,7 @@ class Wait(Step):
     """
 
     kind: ClassVar[str] = "wait"
+    is_signal: ClassVar[bool] = True
     signal: str
     index: Index = 0
     count: Index = 1

@@ -77,7 +77,7 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
     if stuck:
         raise ScheduleError("\n  ".join([f"schedule {schedule.name} hangs:", *explain(ranks, stuck)[:SHOWN]]))
     happened = HappensBefore(ranks, RUNS, moves)
-    _check_polling(faults, happened, compute_units)
+    _check_polling(faults, happened, buffers, compute_units)
     _check_memory(faults, happened, buffers, sampled)
     faults.raise_any()
 
@@ -155,8 +155,8 @@ class _AccessArrays(NamedTuple):
     updates: np.ndarray
 
 
-def _check_polling(faults: _Faults, happened: HappensBefore, compute_units: int) -> None:
-    for number, lanes in occupancy_deadlock(happened, compute_units).items():
+def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, compute_units: int) -> None:
+    for number, lanes in occupancy_deadlock(happened, buffers, compute_units).items():
         event = happened.events[number]
         names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
         text = f"it may never get a compute unit: lanes that poll ({names}) for steps that need one may hold all {compute_units}"

@@ -93,8 +93,8 @@ def _sample(extent: int, most: int) -> list[int]:
 
 def _without(steps: tuple[Step, ...], rank: int, dropped: Counter[tuple[Index, str, Index]]) -> Iterator[Step]:
     for step in steps:
-        if isinstance(step, Wait) and (fewer := dropped[rank, step.signal, step.index]):
-            if (count := cast(int, step.count) - fewer) > 0:
-                yield replace(step, count=count)
+        if (wait := step.awaits) and (fewer := dropped[rank, wait.signal, wait.index]):
+            if (count := cast(int, wait.count) - fewer) > 0:
+                yield replace(cast(Wait, step), count=count)
         else:
             yield step

@@ -1,10 +1,10 @@
 """Occupancy deadlocks: lanes that poll may hold all compute units of a rank while the step that they wait for needs one.
 
-On GPUs most waits are stream waits, and hold no unit. But a copy by kernel runs the adjacent waits for other ranks in its own
-launch (`weft.runtime.cuda.groups`). For the waits before it all its programs poll, on up to COPY_UNITS compute units. For the
-waits behind it and behind its sets the last program polls. NCCL's collectives poll until all ranks have reached them. Such a
-launch is open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by kernel,
-or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
+On GPUs most waits are stream waits, and hold no unit. But a copy by kernel polls for the waits between ranks around it in its own
+launch (`weft.schedule.launches`): all its programs for the waits before it, on up to COPY_UNITS compute units, and the last
+program for the waits behind its sets. NCCL's collectives poll until all ranks have reached them. Such a launch is open from the
+end of the step before it on its lane until its waits have ended. A step that computes, copies by kernel, or is a collective needs
+a unit, and gets it if the launches that are open on its rank leave one.
 
 Steps Y can never be scheduled if each y of them finds all units held by launches that may be open when y is to begin, and that
 all wait for some of Y:
@@ -23,15 +23,17 @@ on down to the first run, which waits for nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from weft.schedule.steps import COPY_UNITS, Copy, Set, Step
+from weft.schedule.launches import Key, crosses, launches, setters
+from weft.schedule.regions import Buffer
+from weft.schedule.steps import Lane
 from weft.schedule.verify.happens_before import HappensBefore
-from weft.schedule.verify.issue_order import Event, Lanes
+from weft.schedule.verify.issue_order import Event
 
 
-class _Launch(NamedTuple):
+class _Polling(NamedTuple):
     """A launch that polls. begun: bit set of events before it begins; wanted: bit set of events it waits for. last: number of its
     last event."""
 
@@ -42,10 +44,12 @@ class _Launch(NamedTuple):
     last: int
 
 
-def occupancy_deadlock(happened: HappensBefore, compute_units: int) -> dict[int, list[int]]:
+def occupancy_deadlock(
+    happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
+) -> dict[int, list[int]]:
     """Return, by number of event, the steps that may never get a compute unit, and the lanes of their rank that then hold all
-    units."""
-    polling = _launches(happened, compute_units)
+    units. buffers: by name, for each rank."""
+    polling = _polling(happened, buffers, compute_units)
     if not polling:
         return {}
     standing = {n: list[int]() for n, event in enumerate(happened.events) if happened.step(event).needs_unit}
@@ -65,12 +69,15 @@ def occupancy_deadlock(happened: HappensBefore, compute_units: int) -> dict[int,
         standing = left
 
 
-def _launches(happened: HappensBefore, compute_units: int) -> dict[tuple[int, int], list[_Launch]]:
+def _polling(
+    happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
+) -> dict[tuple[int, int], list[_Polling]]:
     """Return the polling launches by run and rank, for ranks whose lanes together can hold `compute_units` units."""
-    found: dict[tuple[int, int], list[_Launch]] = defaultdict(list)
-    crossing = _crossing(happened.ranks)
+    found: dict[tuple[int, int], list[_Polling]] = defaultdict(list)
+    awaited = setters(happened.ranks)
     polled = [
-        [list(_polled(lane.steps, crossing[rank])) for lane in lanes] for rank, lanes in enumerate(happened.ranks)
+        [_polled(lane, rank, awaited[rank], buffers[rank]) for lane in lanes]
+        for rank, lanes in enumerate(happened.ranks)
     ]
     most = [sum(max([units for units, _, _ in of_lane], default=0) for of_lane in lanes) for lanes in polled]
     if max(most) < compute_units:
@@ -83,43 +90,24 @@ def _launches(happened: HappensBefore, compute_units: int) -> dict[tuple[int, in
                     begun = happened.ancestors(numbers[Event(run, rank, i, first - 1)]) if first else 0
                     end = numbers[Event(run, rank, i, last)]
                     found[run, rank].append(
-                        _Launch(i, units, begun, happened.ancestors(end) & ~(begun | 1 << end), end)
+                        _Polling(i, units, begun, happened.ancestors(end) & ~(begun | 1 << end), end)
                     )
     return found
 
 
-def _crossing(ranks: Sequence[Lanes]) -> list[set[tuple]]:
-    """Return for each rank its signals that another rank sets."""
-    found: list[set[tuple]] = [set() for _ in ranks]
-    for rank, lanes in enumerate(ranks):
-        for step in (step for lane in lanes for step in lane.steps):
-            for at, signal, index in step.sets():
-                if at != rank:
-                    found[int(at)].add((signal, index))
+def _polled(
+    lane: Lane, rank: int, awaited: Collection[Key], buffers: Mapping[str, Buffer]
+) -> set[tuple[int, int, int]]:
+    """Return (units, first step, last polling step) of each polling launch of a lane.
+
+    Waits between two launches belong to either, depending on the order of issue. Both cases count.
+    """
+    found = set()
+    crossing = [crosses(step, rank, awaited) for step in lane.steps]
+    for may_answer in (lambda first, end: False, lambda first, end: True):
+        for one in launches(lane.steps, crossing, buffers, may_answer=may_answer):
+            if one.units and (one.waits or one.body[0].meets):
+                found.add((one.units, one.first_wait, one.begin))
+            if one.answers:
+                found.add((1, one.first_answer, one.last))
     return found
-
-
-def _polled(steps: Sequence[Step], crossing: set[tuple]) -> Iterator[tuple[int, int, int]]:
-    """Yield (units, first step, last polling step) of each polling launch of a lane."""
-
-    def polls(at: int) -> bool:
-        return at < len(steps) and bool((wait := steps[at].awaits) and (wait.signal, wait.index) in crossing)
-
-    for at, step in enumerate(steps):
-        if step.meets:
-            yield COPY_UNITS, at, at
-        if not (isinstance(step, Copy) and step.by == "kernel"):
-            continue
-        first = at
-        while first and polls(first - 1):
-            first -= 1
-        if first < at:
-            yield COPY_UNITS, first, at
-        behind = at + 1
-        while behind < len(steps) and isinstance(steps[behind], Set):
-            behind += 1
-        last = behind
-        while polls(last):
-            last += 1
-        if last > behind:
-            yield 1, behind, last - 1

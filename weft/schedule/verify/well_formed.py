@@ -9,7 +9,7 @@ from typing import cast
 from weft.schedule.printing import describe
 from weft.schedule.regions import Access, Buffer, Declared, box_of, overlap
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Collective, Copy, Read, Step, Tiles, totals_of, variables_of
+from weft.schedule.steps import Collective, Read, Step, totals_of, variables_of
 from weft.schedule.steps.collectives import disagreement
 from weft.schedule.verify.issue_order import Event, Lanes
 
@@ -40,7 +40,7 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
         for step in lane.steps:
             if isinstance(step, Read):
                 known[step.region.buffer] = step.by
-            for part in [] if isinstance(step, Tiles) else totals_of(step):
+            for part in [] if step.tile_kernel else totals_of(step):
                 buffer = schedule.buffer(part.buffer) if part.buffer in held else None
                 size = buffer.rows * buffer.cols if buffer and isinstance(buffer.rows, int) else part.end
                 if not 0 <= part.first <= part.end <= size:
@@ -52,7 +52,7 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
                     yield f"{where}: there is no value for {name}: say what that buffer holds (Draft.holds)"
                 elif name not in known:
                     yield f"{where}: the lane has not read {name} before"
-                elif isinstance(step, Copy) and step.by == "dma" and known[name] != "host":
+                elif step.copies_by == "dma" and known[name] != "host":
                     yield f"{where}: a copy engine's size comes from the host, which has not read {name}"
 
 

@@ -1,5 +1,5 @@
 // Max-min fair shares by progressive filling. Sums go over steps in the order in which they are given.
-#include "fair.hpp"
+#include "max_min.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -83,7 +83,7 @@ Filled fill(const Running &steps, const std::vector<double> &room, const std::ve
     return filled;
 }
 
-std::vector<double> fair(Running steps, const std::vector<double> &capacity) {
+std::vector<double> max_min(Running steps, const std::vector<double> &capacity) {
     const size_t n = steps.uses.size();
     std::vector<double> wanted(capacity.size(), 0.0);
     for (size_t i = 0; i < n; ++i)
@@ -162,7 +162,7 @@ void disturb(const std::vector<const Uses *> &loads, const std::vector<int> &cou
     for (const auto &[resource, lost, sharers] : disturbed) {
         double used = 0.0;
         for (const auto &[i, amount] : sharers) used += counts[i] * amount * speeds[i];
-        const double left = std::max(fair_least, capacity[resource] - lost);
+        const double left = std::max(max_min_least, capacity[resource] - lost);
         if (used > left)
             for (const auto &[i, amount] : sharers) speeds[i] *= left / used;
     }
@@ -170,7 +170,7 @@ void disturb(const std::vector<const Uses *> &loads, const std::vector<int> &cou
 
 }  // namespace
 
-FairShares::FairShares(const std::vector<Load> &loads) {
+MaxMinShares::MaxMinShares(const std::vector<Load> &loads) {
     std::unordered_map<int64_t, int> numbers;
     const auto numbered = [&](const Amounts &amounts) {
         std::vector<Use> uses;
@@ -182,7 +182,7 @@ FairShares::FairShares(const std::vector<Load> &loads) {
     resources_ = int(numbers.size());
 }
 
-std::vector<double> FairShares::speeds(const std::vector<int> &keys, const std::vector<int> &counts) const {
+std::vector<double> MaxMinShares::speeds(const std::vector<int> &keys, const std::vector<int> &counts) const {
     std::vector<const Uses *> loads;
     for (int key : keys) loads.push_back(&loads_.at(key));
     std::vector<double> held(resources_, 0.0);
@@ -192,7 +192,7 @@ std::vector<double> FairShares::speeds(const std::vector<int> &keys, const std::
     // Of each resource r at r, and of the units of r that are held at resources_ + r.
     std::vector<double> capacity(2 * resources_, 1.0);
     for (int r = 0; r < resources_; ++r)
-        if (held[r] > 0) capacity[r] = std::max(fair_least, 1.0 - held[r]);
+        if (held[r] > 0) capacity[r] = std::max(max_min_least, 1.0 - held[r]);
     Running steps{std::vector<std::vector<Use>>(loads.size()), counts};
     for (size_t i = 0; i < loads.size(); ++i) {
         for (const Use &use : loads[i]->share)
@@ -200,7 +200,7 @@ std::vector<double> FairShares::speeds(const std::vector<int> &keys, const std::
         for (const Use &use : loads[i]->hold)
             if (held[use.resource] > 1 && use.amount > nothing) steps.uses[i].push_back({resources_ + use.resource, use.amount});
     }
-    std::vector<double> result = fair(std::move(steps), capacity);
+    std::vector<double> result = max_min(std::move(steps), capacity);
     disturb(loads, counts, capacity, result);
     return result;
 }

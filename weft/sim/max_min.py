@@ -13,7 +13,7 @@ Source: Bertsekas and Gallager, "Data Networks", 6.5.2. Two effects are not fair
 units to itself ("hold"). Copies slow down concurrent kernels by heat and cache misses, and do not become slower themselves
 ("disturb"). If all units are held, holders wait for each other: together they never get more units than exist.
 
-The solver is C++ (`csrc/fair.cpp`): if ranks differ in their links, a plan for dozens of ranks calls it 100,000 times.
+The solver is C++ (`csrc/max_min.cpp`): if ranks differ in their links, a plan for dozens of ranks calls it 100,000 times.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from weft._core import FAIR_LEAST, fair_speeds
+from weft._core import MAX_MIN_LEAST, max_min_speeds
 
-LEAST = FAIR_LEAST
+LEAST = MAX_MIN_LEAST
 """The share that remains of a resource whose units are all held: kernels that came first keep running on some units."""
 
 
@@ -41,4 +41,4 @@ class Load(NamedTuple):
 
 def speeds(loads: Sequence[Load], counts: Mapping[int, int]) -> dict[int, float]:
     """Return, for each key, the speed (0 to 1) of each of `counts[key]` steps with the load `loads[key]`."""
-    return dict(zip(counts, fair_speeds([loads[key] for key in counts], list(counts.values())), strict=True))
+    return dict(zip(counts, max_min_speeds([loads[key] for key in counts], list(counts.values())), strict=True))

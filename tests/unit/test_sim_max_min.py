@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.sim.fair import LEAST, Load, speeds
+from weft.sim.max_min import LEAST, Load, speeds
 
 
 def _load(**share: float) -> Load:

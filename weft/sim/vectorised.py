@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from weft.schedule import (
     ITEM_BYTES,
-    PLAIN_MATMULS,
     RANK,
-    Collective,
-    Compute,
-    Copy,
     Expr,
     For,
     Index,
+    Lane,
     Norm,
     Region,
     Schedule,
@@ -32,7 +29,8 @@ from weft.schedule import (
     Wait,
 )
 from weft.schedule.expr import Held, Values
-from weft.schedule.kernels import TileKernel
+from weft.schedule.launches import launches, units_of_dynamic_copies
+from weft.schedule.steps import flattened, substitute
 
 Iteration: TypeAlias = tuple[tuple[str, int], ...]
 ByRank: TypeAlias = int | np.ndarray
@@ -66,8 +64,8 @@ class SetBy(NamedTuple):
 class Tiled(NamedTuple):
     """The tiles of one rank.
 
-    parts: (place in the body, numbers of its operands, count of tiles). sets: those of all tiles together. read_bytes: bytes of
-    its own memory that matmuls read; a region that several tiles read counts once.
+    parts: (place in `Tiles.work`, numbers of its operands, count of tiles). sets: those of all tiles together.
+    read_bytes: bytes of its own memory that matmuls read; a region that several tiles read counts once.
     """
 
     parts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
@@ -78,18 +76,27 @@ class Tiled(NamedTuple):
 class NumberedStep(NamedTuple):
     """A step with its numbers.
 
-    numbers: rows, columns and distance of each operand; for a `Set` distance and index; for a `Wait` index and count.
+    numbers: rows, columns and distance of each operand. tiled: the tiles of each rank, if it has any. signal, place: the signal
+    that it sets or waits for, and its index. distance: to the rank whose signal it sets; None unless it sets one. awaited: number
+    of sets that it waits for, with `previous` in the run before; None unless it waits.
+
+    same: equal for items that differ only in their origin. Most steps share their sizes with others, at other offsets.
+    carried: True if a kernel that already runs does it. units: compute units that its launch holds while it polls
+    (`weft.schedule.launches`).
     """
 
     origin: Origin
-    same: int
-    """Equal for items that differ only in their origin. Most steps share their sizes with others, at other offsets."""
     present: ByRank
-    numbers: tuple[ByRank, ...]
+    numbers: tuple[ByRank, ...] = ()
+    tiled: tuple[Tiled, ...] = ()
     signal: str = ""
+    place: ByRank = 0
+    distance: ByRank | None = None
+    awaited: ByRank | None = None
+    previous: bool = False
+    same: int = 0
     carried: bool = False
-    """True if the previous kernel does it: a set at its end, a copy of the same source to another target, more of its tiles."""
-    tiled: tuple[Tiled, ...] = ()  # by rank
+    units: int = 0
 
 
 class Numbers:
@@ -100,40 +107,39 @@ class Numbers:
         self._values = values_of_ranks(schedule)
         # Ranks with the same expected contents are evaluated together.
         self._holds = [tuple(id(held) for held in values.values() if isinstance(held, Held)) for values in self._values]
-        self._item_bytes = {b.name: ITEM_BYTES[b.dtype] for b in schedule.buffers}
+        self._schedule, self._buffers = schedule, {b.name: b for b in schedule.buffers}
+        self._held = frozenset(contents.buffer for contents in schedule.contents)
         self._vectors: dict[tuple[str, Iteration, int | bytes], ByRank] = {}
         self._distances: dict[tuple[str | int, Iteration, int | bytes], ByRank] = {}
         self._found: dict[tuple, tuple[Any, ...]] = {}  # items without their origins
         self._different = 0
 
-    def items(self, steps: Sequence[Step]) -> list[NumberedStep]:
+    def items(self, lane: Lane) -> list[NumberedStep]:
         """Return the items of a lane, with its loops unrolled."""
-        items: list[NumberedStep] = []
-        kernel: Copy | Tiles | None = None
-        persistent: TileKernel | None = None
-        for step, turn, there in self._flat(steps, (), 1):
-            if isinstance(step, Set | Wait):  # sets and waits do not end a persistent kernel
-                carried = kernel is not None and isinstance(step, Set)
-                kernel = kernel if isinstance(step, Set) else None
-            elif isinstance(step, Tiles):
-                carried, kernel, persistent = step.kernel.continues(persistent), step, step.kernel
-            else:
-                copy = step if isinstance(step, Copy) and step.by == "kernel" else None
-                carried = copy is not None and isinstance(kernel, Copy) and copy.src == kernel.src
-                kernel, persistent = copy, None
-            items.append(self._item(step, turn, there, carried))
+        everywhere: tuple[Iteration, ByRank] = (), 1
+        items = [self._item(step, *state) for step, state in flattened(lane.steps, everywhere, self._turns)]
+        steps = [
+            substitute(step, dict(turn), partially_evaluated=True) if turn and step.copies_by == "kernel" else step
+            for step, turn in (item.origin for item in items)
+        ]
+        # Sets within a rank count as well, although GPUs end a launch there: such a set costs no time, and few schedules have one.
+        crossing = [item.distance is not None or item.awaited is not None for item in items]
+        units = units_of_dynamic_copies(self._schedule, lane.resource)
+        for launch in launches(steps, crossing, self._buffers, held=self._held, dynamic_units=units, tiles_go_on=True):
+            for place, carried in enumerate(launch.carried(), launch.first):
+                if carried or launch.units:
+                    items[place] = items[place]._replace(
+                        same=items[place].same + carried, carried=carried, units=launch.units
+                    )
         return items
 
-    def _flat(self, steps: Sequence[Step], turn: Iteration, there: ByRank) -> Iterator[tuple[Step, Iteration, ByRank]]:
-        for step in steps:
-            if not isinstance(step, For):
-                yield step, turn, there
-                continue
-            extent = self._vector(step.extent, turn, there)
-            for i in range(int(np.max(extent))):
-                yield from self._flat(step.body, (*turn, (step.index, i)), _everywhere(there, i < extent))
+    def _turns(self, loop: For, around: tuple[Iteration, ByRank]) -> Iterator[tuple[Iteration, ByRank]]:
+        turn, there = around
+        extent = self.vector(loop.extent, turn, there)
+        for i in range(int(np.max(extent))):
+            yield (*turn, (loop.index, i)), _everywhere(there, i < extent)
 
-    def _vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
+    def vector(self, index: Index, turn: Iteration, there: ByRank = 1) -> ByRank:
         """Return `index` at every rank; 0 at ranks without the step."""
         if not isinstance(index, Expr):
             return index
@@ -152,64 +158,50 @@ class Numbers:
         values = ({**dict(turn), **of_rank} for of_rank in self._values)
         return _collapse([index.evaluate(v) if at_rank(there, r) else 0 for r, v in enumerate(values)])
 
-    def _distance(self, at: Index, turn: Iteration, there: ByRank) -> ByRank:
+    def distance(self, at: Index, turn: Iteration, there: ByRank) -> ByRank:
         if at is RANK:
             return 0
         key = (_text(at), turn, there if isinstance(there, int) else there.tobytes())
         found = self._distances.get(key)
         if found is None:
-            found = _collapse((self._vector(at, turn, there) - self._ranks) % self.world)
+            found = _collapse((self.vector(at, turn, there) - self._ranks) % self.world)
             self._distances[key] = found
         return found
 
-    def _item(self, step: Step, turn: Iteration, there: ByRank, carried: bool) -> NumberedStep:
+    def _item(self, step: Step, turn: Iteration, there: ByRank) -> NumberedStep:
         origin = Origin(step, turn)
-        if not turn and not isinstance(step, Tiles) and isinstance(there, int):
-            key = (carried, *key_of(step))
+        if not turn and step.tile_kernel is None and isinstance(there, int):
+            key = key_of(step)
             found = self._found.get(key)
             if found is None:
-                found = self._found[key] = self._new(origin, there, carried)[1:]
+                found = self._found[key] = self._new(origin, there)[1:]
             return NumberedStep(origin, *found)
-        return self._new(origin, there, carried)
+        return self._new(origin, there)
 
-    def _new(self, origin: Origin, there: ByRank, carried: bool) -> NumberedStep:
-        step, turn = origin
-        self._different += 1
-        if isinstance(step, Tiles):
-            tiled = self._tiled(step, turn, there)
-            present = _collapse([int(one != _NO_TILES) for one in tiled])
-            return NumberedStep(origin, self._different, present, (), "", carried, tiled)
-        signal = step.signal if isinstance(step, Set | Wait) else ""
-        return NumberedStep(origin, self._different, *self._numbers(step, turn, there), signal, carried)
+    def _new(self, origin: Origin, there: ByRank) -> NumberedStep:
+        self._different += 2  # carried steps have the number behind
+        return _numbered(origin.step, self, origin, there)._replace(same=self._different)
 
-    def _numbers(self, step: Step, turn: Iteration, there: ByRank) -> tuple[ByRank, tuple[ByRank, ...]]:
-        """Return the ranks that have the step, and its numbers."""
-        if isinstance(step, Set):
-            return there, (self._distance(step.at, turn, there), self._vector(step.index, turn, there))
-        if isinstance(step, Wait):
-            return there, (self._vector(step.index, turn, there), self._vector(step.count, turn, there))
+    def operands(self, step: Step, turn: Iteration, there: ByRank) -> list[ByRank]:
+        """Return the rows, columns and distance of each operand."""
         numbers: list[ByRank] = []
-        for region in regions_of(step):
-            numbers.append(self._vector(region.rows, turn, there))
-            numbers.append(self._vector(region.cols, turn, there))
-            numbers.append(self._distance(region.at, turn, there))
-        if isinstance(step, Collective) and step.sent:
-            to_ranks = np.array([np.broadcast_to(self._vector(n, turn, there), self.world) for n in step.sent])
-            for distance in range(self.world):
-                numbers += [
-                    _collapse(to_ranks[(self._ranks + distance) % self.world, self._ranks]),
-                    numbers[1],
-                    distance,
-                ]
-        if not step.meets:  # empty steps are left out
-            sizes = [size for number in step.decisive for size in numbers[3 * number : 3 * number + 2]]
-            there = _everywhere(there, *(size > 0 for size in sizes))
-        return there, tuple(numbers)
+        for region in step.regions:
+            numbers.append(self.vector(region.rows, turn, there))
+            numbers.append(self.vector(region.cols, turn, there))
+            numbers.append(self.distance(region.at, turn, there))
+        return numbers
+
+    def sent(self, indices: Sequence[Index], turn: Iteration, there: ByRank) -> list[ByRank]:
+        """Return what each rank sends to the rank at each distance, from 0. indices: what it sends to each rank."""
+        to_ranks = np.array([np.broadcast_to(self.vector(n, turn, there), self.world) for n in indices])
+        return [
+            _collapse(to_ranks[(self._ranks + distance) % self.world, self._ranks]) for distance in range(self.world)
+        ]
 
     # -- tiles
 
-    def _tiled(self, step: Tiles, turn: Iteration, there: ByRank) -> tuple[Tiled, ...]:
-        extent = self._vector(step.extent, turn, there)
+    def tiled(self, step: Tiles, turn: Iteration, there: ByRank) -> tuple[Tiled, ...]:
+        extent = self.vector(step.extent, turn, there)
         alike: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             if at_rank(there, rank) and at_rank(extent, rank):
@@ -217,15 +209,45 @@ class Numbers:
         found = [_NO_TILES] * self.world
         equal: dict[Tiled, Tiled] = {}  # equal ranks share one object, so that later comparisons are by identity
         uneven = _is_uneven(step)
+        item_bytes = {name: ITEM_BYTES[buffer.dtype] for name, buffer in self._buffers.items()}
         for (count, *_), ranks in alike.items():
             some = max(1, _AT_ONCE // count) if uneven else len(ranks)
             for i in range(0, len(ranks), some):
                 here = ranks[i : i + some]
                 tables = _Tables(step, count, {**dict(turn), **self._values[ranks[0]]}, here, self.world)
-                made = [equal.setdefault(one, one) for one in tables.tiled(self._item_bytes)]
+                made = [equal.setdefault(one, one) for one in tables.tiled(item_bytes)]
                 for rank, one in zip(here, made if len(made) > 1 else made * len(here), strict=True):
                     found[rank] = one
         return tuple(found)
+
+
+@singledispatch
+def _numbered(step: Step, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
+    """Return a step with its numbers. Empty steps are left out, but for collectives: all ranks call them."""
+    operands = numbers.operands(step, origin.turn, there)
+    for distance, rows in enumerate(numbers.sent(step.sizes, origin.turn, there) if step.sizes else ()):
+        operands += [rows, operands[1], distance]
+    decisive = () if step.meets else step.decisive
+    sizes = [size for number in decisive for size in operands[3 * number : 3 * number + 2]]
+    return NumberedStep(origin, _everywhere(there, *(size > 0 for size in sizes)), tuple(operands))
+
+
+@_numbered.register
+def _set(step: Set, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
+    distance, place = numbers.distance(step.at, origin.turn, there), numbers.vector(step.index, origin.turn, there)
+    return NumberedStep(origin, there, signal=step.signal, place=place, distance=distance)
+
+
+@_numbered.register
+def _wait(step: Wait, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
+    place, awaited = (numbers.vector(index, origin.turn, there) for index in (step.index, step.count))
+    return NumberedStep(origin, there, signal=step.signal, place=place, awaited=awaited, previous=step.previous)
+
+
+@_numbered.register
+def _tiles(step: Tiles, numbers: Numbers, origin: Origin, there: ByRank) -> NumberedStep:
+    tiled = numbers.tiled(step, origin.turn, there)
+    return NumberedStep(origin, _collapse([int(one != _NO_TILES) for one in tiled]), tiled=tiled)
 
 
 def _is_uneven(step: Tiles) -> bool:
@@ -234,11 +256,10 @@ def _is_uneven(step: Tiles) -> bool:
     def depends(number: Index, name: str) -> bool:
         return isinstance(number, Expr) and number.period(name) != 1
 
-    regions = [region for inner in step.body for region in regions_of(inner)]
-    sets = [inner for inner in step.body if isinstance(inner, Set)]
+    regions = [region for inner in step.body for region in inner.regions]
     numbers = [n for region in regions for n in (region.row, region.rows, region.col, region.cols)]
-    numbers += [one.index for one in sets]
-    of_ranks = [one.at for one in regions] + [one.at for one in sets]
+    numbers += [one.index for one in step.inner_sets]
+    of_ranks = [one.at for one in regions] + [one.at for one in step.inner_sets]
     return any(depends(at, step.index) for at in of_ranks) or any(
         depends(number, step.index) and depends(number, "rank") for number in numbers
     )
@@ -259,12 +280,9 @@ class _Tables:
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
         """Return the `Tiled` of each rank, or one for all ranks."""
         parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # by step, then by rank (or one for all ranks)
-        sets: list[list[list[SetBy]]] = []
-        for place, inner in enumerate(self._tiles.body):
-            if isinstance(inner, Set):
-                sets.append(self._sets(inner))
-                continue
-            extents = [n for region in regions_of(inner) for n in (region.rows, region.cols, region.at)]
+        sets = [self._sets(inner) for inner in self._tiles.inner_sets]
+        for place, inner in enumerate(self._tiles.work):
+            extents = [n for region in inner.regions for n in (region.rows, region.cols, region.at)]
             parts.append([[(place, *one) for one in of_rank] for of_rank in self._counted(*extents)])
         read = self._read_bytes(item_bytes)
         differing = max([len(read), *map(len, parts), *map(len, sets)])
@@ -328,11 +346,10 @@ class _Tables:
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
         """Return, by rank or once for all ranks, the bytes that matmuls read in the rank's own memory."""
         found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
-        for matmul in self._tiles.body:
-            if not isinstance(matmul, Compute) or matmul.op not in PLAIN_MATMULS:
-                continue
-            for region in matmul.inputs:
-                numbers = (matmul.out.rows, region.at, region.row, region.col, region.rows, region.cols)
+        for matmul in (step for step in self._tiles.work if step.multiplies):
+            *inputs, out = matmul.regions
+            for region in inputs:
+                numbers = (out.rows, region.at, region.row, region.col, region.rows, region.cols)
                 found.setdefault(region.buffer, []).append(self._table(numbers, ranks=slice(1, 2))[0])
         ranks = max((table.shape[1] for tables in found.values() for table in tables), default=1)
         total = np.zeros(ranks, np.int64)
@@ -375,11 +392,6 @@ def values_of_ranks(schedule: Schedule) -> list[Values]:
         {"rank": rank} | {c.buffer: held[id(c.expected[rank])] for c in schedule.contents}
         for rank in range(schedule.world_size)
     ]
-
-
-def regions_of(step: Step) -> tuple[Region, ...]:
-    """Return the regions of a step in the order of operands in `weft.sim.costs.cost`."""
-    return tuple(access.region for access in step.accesses())
 
 
 @lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few thousand

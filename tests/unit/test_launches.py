@@ -1,0 +1,108 @@
+"""The rule which steps of a lane become one launch: for each part of a launch, steps that belong to it and steps that do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.schedule import RANK, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
+from weft.schedule.kernels import PooledBags, TileKernel, TrackedMatmul
+from weft.schedule.launches import crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
+from weft.schedule.steps import COPY_UNITS, LATE_COPY_UNITS, Tiles
+from weft.schedule.verify.issue_order import issue_order
+
+d = Draft("buffers", 2)
+X, Y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
+BOX, WIDE = d.buffer("box", 8, 8, "fp32", "symmetric"), d.buffer("wide", 8, 16, "fp32", "symmetric")
+COUNTS = d.buffer("counts", 1, 2, "int64", "symmetric")
+BUFFERS = {one.name: one for one in (X, Y, BOX, WIDE, COUNTS)}
+SET, LOCAL, WAIT, WITHIN = Set("far", 0, 1), Set("near", 0, 0), Wait("far"), Wait("near")
+AWAITED = {("far", 0)}
+
+
+def copy(dst: Region, src: Region | None = None, accumulate: bool = False) -> Copy:
+    return Copy(src or X.part(), dst, "kernel", accumulate)
+
+
+def grouped(*steps: Step, **options: bool) -> list[str]:
+    """Return the launches of rank 0's only lane, each as a letter for every step: w, s and c for waits, sets and copies."""
+    found = launches(steps, [crosses(step, 0, AWAITED) for step in steps], BUFFERS, **options)  # type: ignore[arg-type]
+    assert [step for one in found for step in one.steps] == list(steps)
+    assert [one.first for one in found] == [sum(len(o.steps) for o in found[:i]) for i in range(len(found))]
+    for one in found:
+        assert {*one.opens, *one.waits, *one.body, *one.sets, *one.answers} == set(one.steps)
+    return ["".join(step.kind[0] for step in one.steps) for one in found]
+
+
+def test_a_copy_by_kernel_takes_signals_between_ranks_with_it() -> None:
+    steps = WAIT, WAIT, copy(BOX.part()), SET, SET, WAIT
+    (one,) = launches(steps, [True, True, False, True, True, True], BUFFERS)
+    assert (one.waits, one.body, one.sets, one.answers) == (steps[:2], steps[2:3], steps[3:5], steps[5:])
+    assert (one.first_wait, one.begin, one.first_answer, one.last, one.anchor) == (0, 2, 5, 5, 5)
+    assert one.units == COPY_UNITS
+    assert list(one.carried()) == [False, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        ((WITHIN, copy(BOX.part()), LOCAL), ["w", "c", "s"]),
+        ((WAIT, WAIT, SET, SET, WITHIN, LOCAL), ["ww", "ss", "w", "s"]),
+        ((WAIT, Copy(X.part(), BOX.part(), "dma"), SET), ["w", "c", "s"]),
+        ((copy(BOX.part()), SET, copy(BOX.part(at=1)), SET), ["cscs"]),
+        ((copy(BOX.part()), copy(BOX.part(), src=WIDE.part())), ["c", "c"]),  # another source
+        ((copy(BOX.part()), copy(WIDE.part())), ["c", "c"]),  # another row pitch
+        ((copy(BOX.part()), copy(BOX.part(), accumulate=True)), ["c", "c"]),
+        ((copy(BOX.part()), LOCAL, copy(BOX.part())), ["c", "s", "c"]),
+        ((copy(Y.part()), SET, copy(Y.part()), WAIT), ["cs", "c", "w"]),  # the caller's tensor has no fixed place
+        ((SET, WAIT, copy(BOX.part())), ["s", "wc"]),
+    ],
+)
+def test_what_belongs_to_a_launch(steps: tuple[Step, ...], wanted: list[str]) -> None:
+    assert grouped(*steps) == wanted
+
+
+def test_sets_open_a_launch_only_on_a_rank_with_one_lane() -> None:
+    assert grouped(SET, WAIT, copy(BOX.part()), alone=True) == ["swc"]
+    assert grouped(SET, WAIT, Compute("relu", Y.part(), (X.part(),)), alone=True) == ["s", "w", "c"]
+
+
+@pytest.mark.parametrize("kernel", [TrackedMatmul(), PooledBags()])
+def test_tiles_go_on_only_where_that_is_assumed(kernel: TileKernel) -> None:
+    body = Compute("relu", Y.part(rows=(Expr("t"), 1)), (X.part(rows=(Expr("t"), 1)),))
+    tiles = Tiles(kernel, "t", 4, (body,))
+    assert grouped(tiles, SET, LOCAL, WAIT, tiles) == ["t", "s", "s", "w", "t"]
+    assert grouped(tiles, SET, LOCAL, WAIT, tiles, tiles_go_on=True) == ["tss", "w", "t"]
+    found = launches((tiles, WAIT, tiles), [False, True, False], BUFFERS, tiles_go_on=True)
+    assert [one.continues for one in found] == [False, False, kernel == PooledBags()]
+
+
+def test_dynamic_copies_end_a_launch_and_share_few_units() -> None:
+    draft = Draft("dynamic", 2)
+    x, box = draft.buffer("x", 8, 8, "fp32", "input"), draft.buffer("box", 8, 8, "fp32", "symmetric")
+    counts = draft.buffer("counts", 1, 2, "int64", "symmetric")
+    draft.holds(counts, [(1, 2), (3, 4)])
+    rows = (0, total(counts.name, 0, 2))
+    draft.lane("compute").read(counts).copy(x.part(rows=rows), box.part(rows=rows), "kernel")
+    for name in ("first", "second"):
+        lane = draft.lane(name, "copy").read(counts)
+        for _ in range(2):
+            lane.copy(x.part(rows=rows), box.part(rows=rows, at=(RANK + 1) % 2), "kernel")
+    schedule = draft.schedule()
+    assert units_of_dynamic_copies(schedule, "copy") == LATE_COPY_UNITS // 2
+    lanes, buffers = [lane.name for lane in schedule.lanes], {b.name: b for b in schedule.buffers}
+    found = launches_of_rank(schedule, 0, lanes, issue_order(schedule)[0], (), buffers)
+    assert sorted((one.lane, one.units) for one in found if one.copies) == [
+        (0, COPY_UNITS), *[(1, LATE_COPY_UNITS // 2)] * 2, *[(2, LATE_COPY_UNITS // 2)] * 2,
+    ]  # fmt: skip
+
+
+def test_counters_that_peers_or_tiles_set_are_awaited() -> None:
+    draft = Draft("set", 2)
+    x, y = draft.buffer("x", 8, 8, "fp32", "input"), draft.buffer("y", 8, 8, "fp32", "output")
+    far, near, own = draft.signals("far", 1), draft.signals("near", 1), draft.signals("own", 1)
+    body = Compute("relu", y.part(rows=(Expr("t"), 1)), (x.part(rows=(Expr("t"), 1)),)), Set(own.name, 0)
+    draft.lane("compute").tiles(TrackedMatmul(), "t", 8, *body).set(far, 0, at=(RANK + 1) % 2).set(near)
+    schedule = draft.schedule()
+    assert setters([schedule.of_rank(rank) for rank in range(2)]) == [
+        {("own", 0): 0, ("far", 0): 1}, {("far", 0): 0, ("own", 0): 1},
+    ]  # fmt: skip
