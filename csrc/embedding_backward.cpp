@@ -320,18 +320,18 @@ class RowUpdater {
             case Rule::adam: {
                 float *__restrict m = first + row * dim, *__restrict v = second + row * dim;
                 for (int64_t d = 0; d < dim; ++d) {
-                    m[d] = u.beta1 * m[d] + (1 - u.beta1) * g[d];
-                    v[d] = u.beta2 * v[d] + (1 - u.beta2) * (g[d] * g[d]);
+                    m[d] = u.beta1 * m[d] + u.rest1 * g[d];
+                    v[d] = u.beta2 * v[d] + u.rest2 * (g[d] * g[d]);
                     g[d] = m[d] * u.correction1 / (std::sqrt(v[d] * u.correction2) + u.eps);
                 }
                 break;
             }
             case Rule::partial_rowwise_adam: {
                 float *__restrict m = first + row * dim;
-                second[row] = u.beta2 * second[row] + (1 - u.beta2) * mean_of_squares(g, dim);
+                second[row] = u.beta2 * second[row] + u.rest2 * mean_of_squares(g, dim);
                 const float divisor = std::sqrt(second[row] * u.correction2) + u.eps;
                 for (int64_t d = 0; d < dim; ++d) {
-                    m[d] = u.beta1 * m[d] + (1 - u.beta1) * g[d];
+                    m[d] = u.beta1 * m[d] + u.rest1 * g[d];
                     g[d] = m[d] * u.correction1 / divisor;
                 }
                 break;

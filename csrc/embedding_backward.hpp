@@ -61,6 +61,7 @@ struct Update {
     Rule rule;
     bool sparse;            // rule `gradient`: out has one row for each run, in ascending order; else one for each row
     float learning_rate, factor, eps, weight_decay, beta1, beta2;
+    float rest1, rest2;              // 1 - beta, which float32 would round too early
     float correction1, correction2;  // Adam: 1 / (1 - beta ** iteration)
     bool skip_nonfinite;             // leave rows with a gradient that is infinite or NaN as they are
     int threads;

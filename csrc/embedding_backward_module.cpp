@@ -67,8 +67,9 @@ int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradient
     require(memory.shape(1) == 4 && int64_t(memory.shape(0)) == sorted.tables(),
             "memory must have a line of 4 addresses for each of " + std::to_string(sorted.tables()) + " tables");
     require(rule >= 0 && rule <= 5, "rule=" + std::to_string(rule) + ": 0 to 5");
-    require(numbers.size() == 8, std::to_string(numbers.size()) +
-                                     " numbers: learning rate, factor, eps, weight decay, beta1, beta2, corrections");
+    require(numbers.size() == 10, std::to_string(numbers.size()) +
+                                      " numbers: learning rate, factor, eps, weight decay, beta1, beta2, 1 - beta of "
+                                      "both, two corrections");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
     Update u{};
     for (size_t i = 0; i < memory.shape(0); ++i) {
@@ -81,8 +82,8 @@ int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradient
     u.dtype = dtype_from(dtype);
     u.rule = Rule(rule);
     u.sparse = sparse;
-    float *const fields[] = {&u.learning_rate, &u.factor, &u.eps, &u.weight_decay, &u.beta1, &u.beta2, &u.correction1,
-                             &u.correction2};
+    float *const fields[] = {&u.learning_rate, &u.factor, &u.eps, &u.weight_decay, &u.beta1, &u.beta2, &u.rest1,
+                             &u.rest2, &u.correction1, &u.correction2};
     for (size_t i = 0; i < numbers.size(); ++i) *fields[i] = float(numbers[i]);
     u.skip_nonfinite = skip_nonfinite;
     u.threads = n_threads;

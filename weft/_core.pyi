@@ -551,7 +551,8 @@ class SortedRows:
             dtype: 0 fp32, 1 fp16, 2 bf16.
             rule: 0 gradient (written to the output), 1 SGD, 2 rowwise Adagrad, 3 Adagrad, 4 Adam, 5 partial rowwise Adam.
             sparse: of rule 0: the output has one row for each row that occurs, and not one for each row of the table.
-            numbers: learning rate, factor of the gradients, eps, weight decay, beta1, beta2, and Adam's two corrections.
+            numbers: learning rate, factor of the gradients, eps, weight decay, beta1, beta2, 1 - beta1, 1 - beta2, and Adam's
+                two corrections.
             skip_nonfinite: leave a row alone whose gradient is infinite or NaN.
 
         Returns:

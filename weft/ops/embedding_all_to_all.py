@@ -106,7 +106,7 @@ def embedding_all_to_all(
         buffers: its results are ordinary tensors.
     update: an optimizer and its states for `weights`. Backward reduces the gradient of each row that the batch has read, updates
         the row in place, and leaves no gradient. A second backward of the call is a `WeftError`. Not in a compiled program.
-    sparse: without `update`, gradients of tables are coalesced sparse COO tensors. Not in a compiled program.
+    sparse: without `update`, gradients of tables are sparse COO tensors, each row once, ascending. Not in a compiled program.
     requires_grad: without `update`, other ranks' tables require gradients. A rank without tables passes it, because it has no
         weight that says so.
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). Backward has it too.

@@ -100,7 +100,9 @@ def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
     meeting = meeting_of(comm)
     tables = counted(len(of.plan.sharding.tables), "table")
-    topic = Topic(f"backward of embedding_all_to_all of {tables}", of.plan.said)
+    # Not the whole plan: backward depends neither on the transport nor on whether it was chosen.
+    details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
+    topic = Topic(f"backward of embedding_all_to_all of {tables}", details)
     extras = [
         _EXTRA.unpack(one) for one in meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(of.number, digest))
     ]

@@ -35,7 +35,7 @@ def update(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: to
     beta1, beta2 = numbers.get("beta1", 0.0), numbers.get("beta2", 0.0)
     step = int(tables.step)
     corrections = [1 / (1 - beta**step) for beta in (beta1, beta2)]
-    of_rule = [numbers.get("eps", 0.0), numbers["weight_decay"], beta1, beta2, *corrections]
+    of_rule = [numbers.get("eps", 0.0), numbers["weight_decay"], beta1, beta2, 1 - beta1, 1 - beta2, *corrections]
     given = [float(tables.learning_rate), of.factor, *of_rule]
     skipped = _updated(of, rows, received, memory, optimizer.rule, given, optimizer.nonfinite == "skip")
     for changed in (*tables.weights, *(state for states in tables.states for state in states)):
@@ -53,7 +53,7 @@ def gradients_of_tables(of: ForwardCall, rows: _core.SortedRows, received: torch
     values = [make(size, table.embedding_dim, dtype=table.dtype) for size, table in zip(sizes, tables, strict=True)]
     memory = np.zeros((len(tables), 4), dtype=np.int64)
     memory[:, 3] = [value.data_ptr() for value in values]
-    _updated(of, rows, received, memory, _GRADIENT, [0.0, of.factor, *[0.0] * 6], False)
+    _updated(of, rows, received, memory, _GRADIENT, [0.0, of.factor, *[0.0] * 8], False)
     if not of.sparse:
         return values
     found = []
