@@ -133,7 +133,7 @@ def rows_read(p: Problem) -> list[torch.Tensor]:
 def trained_by_torch(steps: Steps, optimizer: EmbeddingOptimizer, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return all tables after the steps, computed in `dtype`."""
     weights = [weight.to(dtype) for weight in steps.p.weights]
-    rules = [_Rule(optimizer, weight) for weight in weights]
+    rules = [Rule(optimizer, weight) for weight in weights]
     for step, upstream in steps:
         grads = gradients_by_torch(step, upstream, weights)
         for rule, weight, grad, rows in zip(rules, weights, grads, rows_read(step), strict=True):
@@ -141,7 +141,7 @@ def trained_by_torch(steps: Steps, optimizer: EmbeddingOptimizer, dtype: torch.d
     return weights
 
 
-class _Rule:
+class Rule:
     """An optimizer's rule for the rows of one table that a batch reads."""
 
     def __init__(self, optimizer: EmbeddingOptimizer, weight: torch.Tensor) -> None:
