@@ -6,6 +6,7 @@ torch.compile, schedulers, checkpoints, copies), and what is refused.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any
@@ -252,6 +253,99 @@ def test_states_move_with_their_tables(pool: Pool) -> None:
         assert lr == pytest.approx(0.1)
 
 
+# --- several backwards in a step ---
+
+
+def accumulates(group: dist.ProcessGroup, halves: bool) -> dict[str, torch.Tensor]:
+    module, rank, world = (
+        made(group, optimizer=weft.Adam(lr=0.1), is_weighted=True, outputs=4),
+        group.rank(),
+        group.size(),
+    )
+    for seed in range(2):
+        features, upstream = batch(seed, rank, world)
+        if not halves:
+            (module(features).values() * upstream).sum().backward()
+            continue
+        middle, lengths = len(upstream) // 2, features.lengths().view(3, -1)
+        with module.accumulate():
+            for part in (slice(0, middle), slice(middle, None)):
+                ids, numbers = [], []
+                for key, of_key in zip(KEYS, lengths, strict=True):
+                    ends = torch.nn.functional.pad(of_key.cumsum(0), (1, 0))[part.start :]
+                    at = slice(int(ends[0]), int(ends[middle] if part.stop else ends[-1]))
+                    ids.append(features[key].values()[at])
+                    numbers.append(features[key].weights_or_none()[at])  # type: ignore[index]
+                some = KeyedJaggedTensor(KEYS, torch.cat(ids), torch.cat(numbers), lengths=lengths[:, part].flatten())
+                y = module(some).values()
+                # Two losses of one call
+                (y * upstream[part] / 4).sum().backward(retain_graph=True)
+                (y * upstream[part] * 3 / 4).sum().backward()
+    return state(module)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_two_half_batches_and_several_losses_make_one_step(pool: Pool, world: int) -> None:
+    whole, halves = (pool.run(accumulates, how, ranks=world) for how in (False, True))
+    for one, other in zip(whole, halves, strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)
+
+
+def accumulates_wrongly(group: dist.ProcessGroup) -> list[Any]:
+    own = dist.new_group([0, 1])
+    module = made(own, optimizer=weft.SGD(lr=0.1))
+    before, (features, upstream) = state(module), batch(0, own.rank(), own.size())
+
+    def nested() -> None:
+        with module.accumulate(), module.accumulate():
+            pass
+
+    def fails() -> None:
+        with module.accumulate():
+            module(features).values().backward(upstream)
+            raise KeyError("a rank's own error")
+
+    errors = [error_of(nested), error_of(fails)]
+    same = all(torch.equal(one, two) for one, two in zip(before.values(), state(module).values(), strict=True))
+
+    def alone() -> None:
+        with module.accumulate() if own.rank() else contextlib.nullcontext():
+            module(features).values().backward(upstream)
+
+    errors.append(error_of(alone))
+    dist.destroy_process_group(own)
+    return [errors, same]
+
+
+def test_ranks_accumulate_together(pool: Pool) -> None:
+    for errors, same in pool.run(accumulates_wrongly, ranks=2):
+        assert [kind for kind, _ in errors] == ["ValueError", "KeyError", "DisagreementError"]
+        assert "accumulated" in errors[2][1]
+        assert same
+
+
+def raises(group: dist.ProcessGroup) -> list[Any]:
+    module = made(group, optimizer=weft.Adagrad(lr=0.1, nonfinite="raise"), placement=[0, 1, 0])
+    before, (features, upstream) = state(module), batch(0, group.rank(), group.size())
+    bad = upstream.clone()
+    if group.rank() == 0:
+        bad[1, 17] = math.inf  # a column of "items"
+    error = error_of(lambda: module(features).values().backward(bad))
+    same = all(torch.equal(one, two) for one, two in zip(before.values(), state(module).values(), strict=True))
+    module(features).values().backward(upstream)  # the group lives on
+    changed = all(not torch.equal(one, two) for one, two in zip(before.values(), state(module).values(), strict=True))
+    return [error, same, changed]
+
+
+def test_nonfinite_gradients_can_raise_on_every_rank(pool: Pool) -> None:
+    for (kind, text), same, changed in pool.run(raises, ranks=2):
+        assert kind == "RefusedError"
+        assert "rank 1: gradients are infinite or NaN: table 'items', feature 'i'" in text
+        assert same
+        assert changed
+
+
 # --- around a module ---
 
 
@@ -355,7 +449,7 @@ def test_options_that_are_wrong_or_differ(
         (weft.SGD, {"lr": math.inf}, "lr=inf must be a finite number"),
         (weft.Adam, {"lr": 0.1, "beta1": 1.0}, "beta1=1.0 must be at least 0 and below 1"),
         (weft.Adagrad, {"lr": 0.1, "eps": True}, "eps=True must be a finite number"),
-        (weft.SGD, {"lr": 0.1, "nonfinite": "stop"}, "nonfinite='stop' must be 'propagate' or 'skip'"),
+        (weft.SGD, {"lr": 0.1, "nonfinite": "stop"}, "nonfinite='stop' must be one of 'propagate', 'skip', 'raise'"),
     ],
 )
 def test_numbers_of_optimizers_are_checked(rule: Any, numbers: dict[str, Any], text: str) -> None:

@@ -25,10 +25,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 StateShape: TypeAlias = Literal["row", "element"]
-Nonfinite: TypeAlias = Literal["propagate", "skip"]
+Nonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class EmbeddingOptimizer:
 
     lr: the learning rate at first; `ebc.fused_optimizer` changes it.
     weight_decay: times the row, added to its gradient. Only rows that a batch reads decay.
-    nonfinite: "skip" leaves a row as it is if its gradient is infinite or NaN; "propagate" updates it with that gradient.
+    nonfinite: "propagate" updates a row although its gradient is infinite or NaN. "skip" leaves the row as it is. "raise" is a
+        `RefusedError` on every rank that names the table, before anything is updated; for it ranks meet and wait for the device.
     """
 
     rule: ClassVar[int]
@@ -52,8 +53,8 @@ class EmbeddingOptimizer:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "nonfinite":
-                if value not in ("propagate", "skip"):
-                    raise ValueError(f"nonfinite={value!r} must be 'propagate' or 'skip'")
+                if value not in get_args(Nonfinite):
+                    raise ValueError(f"nonfinite={value!r} must be one of {', '.join(map(repr, get_args(Nonfinite)))}")
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{type(self).__name__}: {field.name}={value!r} must be a finite number")

@@ -8,8 +8,9 @@ In both cases a rank gets the pooled vectors of all tables for its own samples, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any, Literal, NoReturn, Self, cast
 
@@ -35,6 +36,7 @@ from weft.nn.input_dist import input_dist_of
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
+from weft.runtime.embedding_backward import accumulate
 from weft.runtime.opaque import opaque
 from weft.words import by_rank, kind
 
@@ -207,6 +209,18 @@ class ShardedEmbeddingBagCollection(nn.Module):
             tables = {name: cast(nn.Parameter, bag.weight) for name, bag in self.embedding_bags.items()}
             self._fused_optimizer = FusedOptimizer(self._update, tables)
         return self._fused_optimizer
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep ids and gradients of every backward inside, and update the tables once, at the end. Every rank does the same.
+
+        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end waits
+        for the device. After an error nothing is updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
+
+        Memory: the ids and the gradients of pooled vectors of all calls inside, twice at the end.
+        """
+        with contextlib.nullcontext() if self._update is None else accumulate(self._update):
+            yield
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set whether the tables get gradients. Every rank must do the same, ranks without tables too.

@@ -15,9 +15,10 @@ of ranks, any placement of tables, and however late ranks are.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
@@ -25,8 +26,10 @@ import torch.distributed as dist
 
 from weft import symm
 from weft.embedding import EmbeddingSharding, JaggedInput
-from weft.embedding.forward_call import ForwardCall
+from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, joined_calls
 from weft.embedding.tables import column_runs
+from weft.embedding.update import FusedUpdate
+from weft.errors import RefusedError
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.cpu import embedding_backward as cpu
 from weft.runtime.meeting import Topic, meeting_of
@@ -51,17 +54,67 @@ def gradients(
         _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
     device = _on(grad.device)
     received = to_owners(grad, sharding, of.rank, sizes, group, turn)
+    if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
+        _require_finite(of, received, group, turn.deadline_s)
     of_weights = device.gradients_of_weights(of, jagged, weights, received) if wanted[1] else None
     of_tables = None
     if wanted[0]:
-        rows = device.sorted_rows(of, jagged)
         if of.tables is None:
-            of_tables = device.gradients_of_tables(of, rows, received)
+            of_tables = device.gradients_of_tables(of, device.sorted_rows(of, jagged), received)
+        elif (collected := of.collected) is not None:
+            collected.append(Collected(of, jagged, received))
         else:
             of.is_updated = True
-            of.tables.step.add_(1)
-            device.update(of, of.tables, rows, received)
+            _update(Collected(of, jagged, received))
     return of_tables, of_weights
+
+
+@contextlib.contextmanager
+def accumulate(update: FusedUpdate) -> Iterator[None]:
+    """Keep the gradients of all backwards inside, and update the tables once at the end. After an error nothing is updated.
+
+    Not collective itself, but ranks do it alike: backward compares it on CPU.
+    """
+    key, collected = id(update.step), list[Collected]()
+    if key in COLLECTED:
+        raise ValueError(
+            "accumulate() inside of accumulate() of the same module: leave out the inner one, one update follows the outer"
+        )
+    COLLECTED[key] = collected
+    try:
+        yield
+    finally:
+        del COLLECTED[key]
+    if collected:
+        for one in collected:
+            one.of.is_updated = True
+        with torch.no_grad():
+            _update(joined_calls(collected))
+
+
+def _update(call: Collected) -> None:
+    of = call.of
+    assert of.tables is not None
+    of.tables.step.add_(1)
+    device = _on(call.received.device)
+    device.update(of, of.tables, device.sorted_rows(of, call.jagged), call.received)
+
+
+def _require_finite(
+    of: ForwardCall, received: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None
+) -> None:
+    """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. Waits for the device. Collective."""
+    sharding, column, bad = of.plan.sharding, 0, list[str]()
+    finite = received.isfinite().all(0).tolist()
+    for slot in sharding.local_slots(of.rank):
+        if not all(finite[column : column + slot.dim]):
+            bad.append(f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}")
+        column += slot.dim
+    said = f"gradients are infinite or NaN: {'; '.join(bad)}" if bad else None
+    comm = symm.communicator(group, received.device)
+    everyone = comm.all_gather(said, what="non-finite gradients", deadline_s=deadline_s)
+    if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
+        raise RefusedError(f"backward of embedding_all_to_all, nothing is updated: {reasons}")
 
 
 def to_owners(
