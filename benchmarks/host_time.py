@@ -38,7 +38,9 @@ def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[
     group = dist.group.WORLD
     assert group is not None
     tables = [EmbeddingBagConfig(ROWS, DIM, f"t{i}", [f"f{i}"]) for i in range(TABLES)]
-    module = ShardedEmbeddingBagCollection(tables, group=group, device=device, input="global_batch")
+    module = ShardedEmbeddingBagCollection(tables, group=group, device=device, input="global_batch").requires_grad_(
+        False
+    )
     generator = torch.Generator().manual_seed(3)  # the same batches on all ranks
     batches = []
     for _ in range(BATCHES):

@@ -10,6 +10,7 @@ void register_group_calls(nb::module_ &m);
 void register_plain_steps(nb::module_ &m);
 void register_replay(nb::module_ &m);
 void register_embedding_all_to_all(nb::module_ &m);
+void register_embedding_backward(nb::module_ &m);
 void register_mapping(nb::module_ &m);
 void register_copy(nb::module_ &m);
 void register_accumulate(nb::module_ &m);
@@ -27,6 +28,7 @@ NB_MODULE(_core, m) {
     register_plain_steps(m);
     register_replay(m);
     register_embedding_all_to_all(m);
+    register_embedding_backward(m);
     register_mapping(m);
     register_copy(m);
     register_accumulate(m);

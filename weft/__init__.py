@@ -15,11 +15,16 @@ import weft.forks  # noqa: F401 - from here on a forked child knows that it is o
 __version__ = "0.1.0"
 
 _HOME = {
+    "Adagrad": "weft.embedding",
+    "Adam": "weft.embedding",
     "EmbeddingBagConfig": "weft.embedding",
     "EmbeddingSharding": "weft.embedding",
     "KeyedJaggedTensor": "weft.embedding",
     "KeyedTensor": "weft.embedding",
     "OutputMap": "weft.builders",
+    "PartialRowwiseAdam": "weft.embedding",
+    "RowwiseAdagrad": "weft.embedding",
+    "SGD": "weft.embedding",
     "Timeline": "weft.timeline",
     "all_gather_matmul": "weft.ops.all_gather_matmul",
     "all_gather_scaled_matmul": "weft.ops.all_gather_scaled_matmul",

@@ -487,3 +487,97 @@ def isas() -> list[str]:
 
 def isa() -> str:
     """The instruction set that the CPU kernel uses by default."""
+
+# csrc/embedding_backward_module.cpp
+class SortedRows:
+    """The ids of a batch, sorted by table, row, slot, sample and place in the bag. It keeps a copy of what it needs.
+
+    Out-of-range ids are left out. Sums and orders are stated in csrc/embedding_backward.hpp.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: NDArray[np.int64],
+        tables: NDArray[np.int64],
+        values: int,
+        values_bits: int,
+        n_values: int,
+        offsets: int,
+        offsets_bits: int,
+        per_sample_weights: int,
+        batch: int,
+        hash: bool,
+        n_threads: int,
+    ) -> None:
+        """Sort. Releases the GIL.
+
+        Args:
+            slots: [n, 4], this rank's slots in column order: number of the table, key (which block of `batch` offsets),
+                first column of the gradient (elements), 1 for mean or 0 for sum.
+            tables: [t, 2], rows and dim of this rank's tables.
+            values, values_bits, n_values, offsets, offsets_bits, per_sample_weights, hash, n_threads: as in
+                `embedding_all_to_all`.
+            batch: samples of the global batch.
+
+        Raises:
+            ValueError: an argument that no caller may pass, or 2**32 bags of one table or more.
+        """
+
+    def counts(self) -> list[int]:
+        """How many rows of each table occur."""
+
+    def rows(self, table: int, out: int) -> None:
+        """Write the rows of a table that occur, ascending, as int64 to address `out`."""
+
+    def update(
+        self,
+        *,
+        memory: NDArray[np.int64],
+        gradients: int,
+        stride: int,
+        dtype: int,
+        rule: int,
+        sparse: bool,
+        numbers: list[float],
+        skip_nonfinite: bool,
+        n_threads: int,
+    ) -> int:
+        """Reduce the gradient of every row that occurs, and apply a rule to it. Releases the GIL.
+
+        Args:
+            memory: [t, 4], addresses of each table's weight, first state, second state and, for rule 0, output.
+            gradients, stride: address of the gradients [batch, stride], of the tables' dtype; elements from row to row.
+            dtype: 0 fp32, 1 fp16, 2 bf16.
+            rule: 0 gradient (written to the output), 1 SGD, 2 rowwise Adagrad, 3 Adagrad, 4 Adam, 5 partial rowwise Adam.
+            sparse: of rule 0: the output has one row for each row that occurs, and not one for each row of the table.
+            numbers: learning rate, factor of the gradients, eps, weight decay, beta1, beta2, 1 - beta1, 1 - beta2, and Adam's
+                two corrections.
+            skip_nonfinite: leave a row alone whose gradient is infinite or NaN.
+
+        Returns:
+            How many rows were left alone.
+        """
+
+def gradients_of_weights(
+    *,
+    slots: NDArray[np.int64],
+    tables: NDArray[np.int64],
+    weights: list[int],
+    values: int,
+    values_bits: int,
+    n_values: int,
+    offsets: int,
+    offsets_bits: int,
+    batch: int,
+    hash: bool,
+    gradients: int,
+    stride: int,
+    dtype: int,
+    out: int,
+    n_threads: int,
+) -> None:
+    """Write the gradients of per-sample weights, float32 [n_values], to address `out`. Releases the GIL.
+
+    weights: address of each table. The other arguments are those of `SortedRows`.
+    """

@@ -202,7 +202,7 @@ class Collection(Embedding):
             deadline_s=self.options["deadline_s"], **self._settings(),
         )  # fmt: skip
         module.load_full_weights({table.name: self._table(i) for i, table in enumerate(self.tables)})
-        self.module = module
+        self.module = module.requires_grad_(False)
 
     def inputs(self, n: int) -> Given:
         ranks = [self.rank] if self.local_batch else list(range(self.world))

@@ -92,9 +92,10 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "tables by name": (replace("weights", lambda w: dict(enumerate(w))), ["weights is a dict", "one tensor per table"]),
     "a table that is no tensor": (lambda a: a["weights"].__setitem__(0, None), ["weight of table 't1' is a NoneType", "Tensor"]),
     "a table too few": (lambda a: a["weights"].pop(), ["1 weight for", "owns 2 tables (t1, t2)"]),
-    "a table that learns": (
-        lambda a: a["weights"].__setitem__(0, a["weights"][0].clone().requires_grad_()),
-        ["no backward", "torch.no_grad()"],
+    "updates by a value": (replace("update", lambda _: 0.1), ["update is a float", "FusedUpdate(weft.SGD(lr=...), weights)"]),
+    "sparse updates": (
+        lambda a: a.update(update=weft.embedding.FusedUpdate(weft.SGD(lr=0.1), a["weights"]), sparse=True),
+        ["sparse=True goes with update=None"],
     ),
     "batch sizes of two ranks": (replace("batch_sizes", lambda s: s[:2]), ["batch_sizes=(4, 5)", "2 entries", "3"]),
     "a negative batch": (replace("batch_sizes", lambda s: (4, -1, 8)), ["(4, -1, 8)", "rank 1", "-1 samples"]),
@@ -126,7 +127,7 @@ def arguments(p: Problem, rank: int, **options: Any) -> Arguments:
     return {
         "weights": p.local_weights(rank), "values": values, "offsets": offsets, "weights_of_ids": weights[0] if weights else None,
         "features": None, "sharding": p.sharding, "batch_sizes": p.batch_sizes, "transport": "direct", "order": "remote_first",
-        "bounds_check": "fatal", "slice_size": 32, "outputs": 2, "deadline_s": 30.0,
+        "bounds_check": "fatal", "slice_size": 32, "outputs": 2, "deadline_s": 30.0, "update": None, "sparse": False,
     } | options  # fmt: skip
 
 

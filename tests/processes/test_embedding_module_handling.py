@@ -393,7 +393,7 @@ def test_a_table_that_was_checked_is_checked_again_when_its_dtype_changes(pool):
 
 def compiled(group, what: str) -> list[float]:
     """The largest differences of compiled calls, each with other ids, from calls as they are."""
-    module = made(group, input="local_batch" if what == "local" else "global_batch")
+    module = made(group, input="local_batch" if what == "local" else "global_batch").requires_grad_(False)
     own = [slot.feature for slot in module.sharding.local_slots(group.rank())]
     weights = [bag.weight.detach() for bag in module.embedding_bags.values()]
 
@@ -421,7 +421,7 @@ def compiled_whole(group) -> tuple[list[bool], list[str], list[tuple[str, str]]]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for input, given in (("local_batch", features(group.rank())), ("global_batch", features(0))):
-            module = made(group, input=input, bounds_check="fatal")
+            module = made(group, input=input, bounds_check="fatal").requires_grad_(False)
             call = torch.compile(module, backend="aot_eager", fullgraph=True)
             alike.append(torch.equal(call(given).values(), module(given).values().clone()))
             bad = KeyedJaggedTensor(

@@ -34,7 +34,7 @@ def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -55,6 +55,58 @@ def test_dlrm_without_torchrun_says_how_to_start_it() -> None:
     assert found.returncode == 2
     assert "start one process per rank: torchrun --nproc-per-node 2 " in found.stderr
     assert found.stderr.endswith("dlrm_inference.py --check\n")
+
+
+# -- training a DLRM
+
+
+def trained(*options: str) -> float:
+    """The held-out AUC that the example prints."""
+    printed = run(EXAMPLES / "dlrm.py", *options, "--device", "cpu")
+    return float(re.findall(r"held-out AUC (\d\.\d+)", printed)[-1])
+
+
+@pytest.mark.slow
+def test_dlrm_learns_as_embedding_bags_in_one_process() -> None:
+    """Fewer steps than by default, which reach 0.84. Most of what can be known about a click is in the ids."""
+    small = ["--steps", "60", "--every", "60", "--batch", "1024", "--held-out", "4"]
+    ours, reference, dense = trained(*small), trained(*small, "--reference"), trained(*small, "--dense-only")
+    assert ours >= 0.75
+    assert abs(ours - reference) <= 0.002
+    assert dense < 0.6
+
+
+def test_criteos_files_are_read(tmp_path: Path) -> None:
+    data = load(EXAMPLES / "click_data.py")
+    ids = [f"{i:08x}" for i in range(26)]
+    rows = [["1", *map(str, range(13)), *ids], ["0", "", "-3", *[""] * 11, *[""] * 25, "ffffffff"]]
+    path = tmp_path / "day.tsv"
+    path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    (batch,) = data.criteo(path, 8)
+    assert batch.clicks.tolist() == [1.0, 0.0]
+    assert batch.dense[0].expm1().round().tolist() == list(range(13))
+    assert batch.dense[1].tolist() == [0.0] * 13
+    assert batch.lengths.view(26, 2).tolist() == [[1, 0]] * 25 + [[1, 1]]
+    assert batch.ids.tolist() == [*range(25), 25, 0xFFFFFFFF]
+    second = batch.part(1, 2)
+    assert (second.ids.tolist(), second.lengths.tolist()) == ([0xFFFFFFFF], [0] * 25 + [1])
+    path.write_text("1\t2\n")
+    with pytest.raises(ValueError, match="line 1 has 2 fields: a Criteo file has 40"):
+        next(data.criteo(path, 8))
+
+
+def test_click_batches_are_parts_of_one_batch() -> None:
+    data = load(EXAMPLES / "click_data.py")
+    clicks = data.ClickModel(rows=50)
+    whole, again, other = clicks.batch(3, 10), clicks.batch(3, 10), clicks.batch(4, 10)
+    assert all((one == two).all() for one, two in zip(vars(whole).values(), vars(again).values(), strict=True))
+    assert (whole.dense != other.dense).any()
+    parts = [whole.part(0, 4), whole.part(4, 4), whole.part(4, 10)]
+    lengths = [part.lengths.view(26, -1) for part in parts]
+    assert [one.shape[1] for one in lengths] == [4, 0, 6]
+    ids = [part.ids.split(of.sum(1).tolist()) for part, of in zip(parts, lengths, strict=True)]
+    joined = [i for feature in range(26) for of_part in ids for i in of_part[feature].tolist()]
+    assert joined == whole.ids.tolist()
 
 
 # -- a mixture-of-experts layer

@@ -216,12 +216,12 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "gradient of an output": (
         lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
-        "y needs a gradient, and a run computes none: call under torch.no_grad(), or pass y.detach()",
+        "y requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass y.detach()",
     ),
     "deadline": (None, "deadline_s=-1 must be positive, and at most"),
     "timeline": (None, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
     "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
-    "ranks": (None, "schedule shifted is for 4 ranks, and the group has 2: build it for 2, or pass a group of 4"),
+    "ranks": (None, "schedule shifted is for 4 ranks, but the group has 2: build it for 2, or pass a group of 4"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": -1}, "timeline": {"timeline": 3}}
 SCHEDULES: dict[str, Any] = {"schedule": "shifted", "ranks": shifted(4)}
@@ -367,7 +367,9 @@ def refused_alone(group: dist.ProcessGroup) -> list[str]:
 
 def test_one_rank_gets_a_value_error(pool: Pool) -> None:
     ((missing, nowhere, empty),) = pool.run(refused_alone, ranks=1)
-    assert missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+    assert (
+        missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+    )
     assert empty.startswith(
         "ValueError: schedule nothing has no input and no output, so nothing goes in or comes out: "
     )

@@ -109,8 +109,9 @@ def test_the_pages_of_operators_run_and_leave_traces(page: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_page_on_tensor_parallelism_runs(tmp_path: Path) -> None:
-    for snippet in PYTHON.findall((ROOT / "docs" / "tensor_parallel.md").read_text()):
+@pytest.mark.parametrize("page", ["tensor_parallel.md", "training_embeddings.md"])
+def test_a_page_on_training_runs(page: str, tmp_path: Path) -> None:
+    for snippet in PYTHON.findall((ROOT / "docs" / page).read_text()):
         _run_on_two_ranks(snippet, tmp_path)
 
 

@@ -1,17 +1,27 @@
-"""The description of embedding operators: tables, their placement on ranks, sparse input, options, plans. No groups, no memory."""
+"""The description of embedding operators: tables, their placement on ranks, sparse input, options, plans,
+optimizers. No groups; no memory but optimizers' states."""
 
 from weft.embedding.hashing import hash_ids
 from weft.embedding.jagged import JaggedInput, JaggedTensor, KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.embedding.optimizers import SGD, Adagrad, Adam, EmbeddingOptimizer, PartialRowwiseAdam, RowwiseAdagrad
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, Slot
+from weft.embedding.update import FusedUpdate
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "EmbeddingBagConfig",
+    "EmbeddingOptimizer",
     "EmbeddingSharding",
+    "FusedUpdate",
     "JaggedInput",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "PartialRowwiseAdam",
+    "RowwiseAdagrad",
     "Slot",
     "as_jagged",
     "hash_ids",

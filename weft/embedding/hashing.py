@@ -25,6 +25,11 @@ def hash_ids(ids: torch.Tensor, rows: int) -> torch.Tensor:
         raise ValueError(f"rows={rows} must be between 1 and 2**62 - 1")
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"ids are {ids.dtype}: pass int32 or int64")
+    return rows_of_hashes(ids, rows)
+
+
+def rows_of_hashes(ids: torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
+    """Return `hash_ids(ids, rows)` without its checks. rows: a number, or one for each id."""
     z = ids.to(torch.int64)
     z = (z ^ _shift_right(z, 30)) * _MULTIPLIERS[0]
     z = (z ^ _shift_right(z, 27)) * _MULTIPLIERS[1]

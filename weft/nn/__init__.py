@@ -2,6 +2,7 @@
 
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.experts import ExpertParallelMLP
+from weft.nn.fused_optimizer import FusedOptimizer, ignore_tables
 from weft.nn.norm import RMSNorm
 from weft.nn.tensor_parallel import (
     ColumnParallelLinear,
@@ -17,12 +18,14 @@ from weft.operator.layers import replicated
 __all__ = [
     "ColumnParallelLinear",
     "ExpertParallelMLP",
+    "FusedOptimizer",
     "ParallelAttention",
     "ParallelMLP",
     "RMSNorm",
     "RowParallelLinear",
     "ShardedEmbeddingBagCollection",
     "distributed_state_dict",
+    "ignore_tables",
     "local_state_dict",
     "replicated",
     "rotary_embedding",

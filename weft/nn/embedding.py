@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any, Literal, NoReturn, Self, cast
@@ -23,16 +22,23 @@ from weft import env, symm
 from weft.arguments import check_tensor, checked_deadline
 from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding.training import NOT_TRAINED, Training, training_of
+from weft.embedding.update import FusedUpdate
 from weft.errors import DisagreementError, RefusedError
 from weft.nn import local_batch
+from weft.nn.embedding_table import Table, first_values
+from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.input_dist import input_dist_of
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
-from weft.words import by_rank
+from weft.runtime.embedding_backward import accumulate
+from weft.runtime.opaque import opaque
+from weft.words import by_rank, kind
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
@@ -40,8 +46,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
     `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A missing or dead rank is a
-    `DeadlineError` or a `PeerLostError`, in the constructor as in a call. This release supports only forward, so the
-    parameters do not require gradients.
+    `DeadlineError` or a `PeerLostError`, in the constructor as in a call.
+
+    Backward is collective too: every rank that has made a call goes back through it, in the same order. Gradients are reduced
+    in a fixed order, so that equal inputs give equal bits. With an `optimizer` backward updates the tables, which then require no
+    gradients, and `fused_optimizer` has the learning rate; a second backward of one call is a `WeftError`. Calls in
+    `torch.no_grad()` update nothing. Without an optimizer the tables require gradients, as those of `nn.EmbeddingBag` do. Call
+    `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile a call that wants gradients breaks the graph.
 
     Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
     tables exist here, so `state_dict()` is this rank's share. The config of a table sets its initial values
@@ -68,6 +79,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         "global_batch": a rank passes (at least) its own tables' features of the global batch, that is of all ranks' samples in
         rank order, and nothing is distributed.
     is_weighted: the features carry one float32 weight per id. If False, weights in the features are ignored, as in TorchRec.
+    optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update rows in
+        backward. None leaves gradients for an optimizer of torch.
+    sparse: without an optimizer, gradients are sparse COO tensors, as `nn.EmbeddingBag(sparse=True)` makes them.
+    gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel does for the other
+        parameters and TorchRec for tables; "sum" does not.
     transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as for `weft.embedding_all_to_all`. The distribution of
         a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
     """
@@ -82,6 +98,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
         rows_read: Sequence[float] | Mapping[str, float] | None = None,
         input: Literal["local_batch", "global_batch"] = "local_batch",
         is_weighted: bool = False,
+        optimizer: EmbeddingOptimizer | None = None,
+        sparse: bool = False,
+        gradients: Literal["mean", "sum"] = "mean",
         transport: Transport = "auto",
         order: Order = "remote_first",
         slice_size: int | None = None,
@@ -96,6 +115,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.input = input
         self.deadline_s: float | None = None
         self._is_weighted = is_weighted
+        self._optimizer, self._sparse, self._factor = optimizer, sparse, 1.0
+        self._update: FusedUpdate | None = None
+        self._fused_optimizer: FusedOptimizer | None = None
+        self._is_trained = optimizer is None  # tables require gradients, on ranks without tables too
         self.embedding_bags = nn.ModuleDict()
         sharding, options, refusal = None, None, None
         try:
@@ -104,6 +127,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
             if not isinstance(is_weighted, bool):
                 raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
+            _check_training(optimizer, sparse, gradients)
             device = _device_for(group, device)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
@@ -113,12 +137,15 @@ class ShardedEmbeddingBagCollection(nn.Module):
         except (ValueError, TypeError) as error:
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
+        said |= {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
         if sharding is not None:
-            said["first values"] = [_first_values(table) for table in sharding.tables]
+            said["first values"] = [first_values(table) for table in sharding.tables]
         sharding, seed = _agree(group, device, sharding, said, refusal, self.deadline_s)
         self._options = cast(EmbeddingOptions, options)
+        self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
         self._make_tables(seed)
+        self._mark_tables()
         self._features = {slot.feature for slot in self.sharding.slots}
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
@@ -138,6 +165,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
         Raises `ValueError` for a bad input: on every rank a `RefusedError`, such as for a table whose feature is missing.
         """
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and (self._is_trained or self._optimizer):
+            return self._called(features, batch_sizes)  # opaque: the graph breaks here
         if self.input == "global_batch":
             return self._pooled(features, batch_sizes)
         refusal = None
@@ -157,12 +186,62 @@ class ShardedEmbeddingBagCollection(nn.Module):
             # Two collectives, one call for the ranks.
             return self._pooled(*self._input_dist(features, refusal))
 
+    @opaque
+    def _called(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
+        return ShardedEmbeddingBagCollection.forward(self, features, batch_sizes=batch_sizes)
+
     def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
         def form(group: dist.ProcessGroup | str | None) -> Any:
-            return form_of(self._form, self._weights(), self._own_features(features), self.rank, batch_sizes)
+            own = self._own_features(features)
+            return form_of(self._form, self._weights(), own, self.rank, batch_sizes, self._training())
 
         (values,) = made(OPERATOR, self.group, self._speaks_on, form, deadline_s=self.deadline_s)
         return KeyedTensor(self._keys, self._length_per_key, values)
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer of the tables as a `torch.optim.Optimizer` (`weft.nn.FusedOptimizer`), for schedulers and checkpoints.
+
+        Raises `ValueError` without an `optimizer`.
+        """
+        if self._update is None:
+            raise ValueError(
+                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
+            )
+        if self._fused_optimizer is None:
+            tables = {name: cast(nn.Parameter, bag.weight) for name, bag in self.embedding_bags.items()}
+            self._fused_optimizer = FusedOptimizer(self._update, tables)
+        return self._fused_optimizer
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep ids and gradients of every backward inside, and update the tables once, at the end. Every rank does the same.
+
+        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end waits
+        for the device. After an error nothing is updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
+
+        Memory: the ids and the gradients of pooled vectors of all calls inside, twice at the end.
+        """
+        with contextlib.nullcontext() if self._update is None else accumulate(self._update):
+            yield
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set whether the tables get gradients. Every rank must do the same, ranks without tables too.
+
+        Raises `ValueError` with an optimizer in backward: to freeze its tables call this module in `torch.no_grad()`.
+        """
+        if self._optimizer is not None and requires_grad:
+            raise ValueError(
+                "the tables are updated in backward and get no gradients: make the module with optimizer=None for that"
+            )
+        self._is_trained = requires_grad and self._optimizer is None
+        return super().requires_grad_(requires_grad)
+
+    def _training(self) -> Training:
+        if not torch.is_grad_enabled():
+            return NOT_TRAINED
+        is_trained = self._is_trained and self._update is None
+        return training_of(self._update, self._sparse, is_trained, self._speaks_on(), self._factor)
 
     def close(self) -> None:
         """Free the symmetric memory that calls of this module have set up; the tables stay. Collective.
@@ -232,7 +311,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def reset_parameters(self) -> None:
         """Fill this rank's tables with their initial values, as after `to_empty`. Not collective."""
         for table in self.embedding_bags.children():
-            cast(_Table, table).reset_parameters()
+            cast(Table, table).reset_parameters()
 
     def _make_tables(self, seed: int) -> None:
         """Make and fill this rank's tables. Collective.
@@ -243,7 +322,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
             for index in self.sharding.local_tables(self.rank):
                 table = self.sharding.tables[index]
                 # Not by add_module, which refuses names of the container's own attributes: a table may be called "items".
-                self.embedding_bags._modules[table.name] = _Table(table, self.device, seed + index)
+                self.embedding_bags._modules[table.name] = Table(table, self.device, seed + index)
         except Exception as error:
             failed = error
         comm = _comm_of(self.group, self.device, self.deadline_s)
@@ -253,6 +332,21 @@ class ShardedEmbeddingBagCollection(nn.Module):
             raise failed
         if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
             raise RefusedError(f"tables could not be filled: {reasons}") from failed
+
+    def _mark_tables(self) -> None:
+        """Mark the parameters for DDP and `ignore_tables`, and make or move the optimizer's states."""
+        for bag in self.embedding_bags.children():
+            weight: Any = bag.weight
+            weight.requires_grad_(self._is_trained)
+            weight._weft_table = weight._ddp_ignored = True
+        if self._optimizer is None:
+            return
+        if self._update is None:
+            weights = self._weights()
+            self._update = FusedUpdate(self._optimizer, weights, factor=self._factor, device=self.device)
+        elif self._update.step.device != self.device:
+            self._update.move(self.device)
+            self._fused_optimizer = None
 
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
         """Store the sharding, the device of the tables, and derived attributes."""
@@ -280,12 +374,16 @@ class ShardedEmbeddingBagCollection(nn.Module):
         if after.dtype != sharding.dtype:
             sharding = replace(sharding, tables=tuple(replace(t, dtype=after.dtype) for t in sharding.tables))
         self._settle(sharding, after.device)
+        self._mark_tables()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self.__new__(type(self))
         memo[id(self.group)] = self.group  # a process group cannot be copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # The optimizer is made anew: its group passes the learning rate on to the copied states.
+        own = {name: value for name, value in self.__dict__.items() if name != "_fused_optimizer"}
+        copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None)
+        copied._mark_tables()
         return copied
 
     def __copy__(self) -> Self:
@@ -315,45 +413,18 @@ class ShardedEmbeddingBagCollection(nn.Module):
         )
 
 
-class _Table(nn.EmbeddingBag):
-    """The table's parameter, with TorchRec's name and module type. The module is never called."""
-
-    def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
-        rows, dim = table.num_embeddings, table.embedding_dim
-        weight = torch.empty(rows, dim, dtype=table.dtype, device=device)
-        super().__init__(rows, dim, mode=table.pooling, include_last_offset=True, _weight=weight)
-        self.requires_grad_(False)
-        self._table, self._seed = table, seed
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            with _seeded(self._seed, self.weight.device):
-                self._table.fill(self.weight)
-
-
-def _first_values(table: EmbeddingBagConfig) -> str:
-    """Return the text that ranks compare for the initialization of a table."""
-    function: Any = table.init_fn
-    if function is None:
-        return f"uniform in {list(table.first_values)}"
-    numbers: dict[Any, int | float] = {}
-    while isinstance(function, functools.partial):
-        given = dict(enumerate(function.args)) | function.keywords
-        numbers |= {name: value for name, value in given.items() if isinstance(value, int | float)}
-        function = function.func
-    return f"{getattr(function, '__qualname__', type(function).__qualname__)} {numbers or ''}".strip()
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and of `device`, and restore them at the end."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            torch.cuda.default_generators[device.index].manual_seed(seed)
-        yield
+def _check_training(optimizer: Any, sparse: Any, gradients: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
+        raise ValueError(
+            f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...) or another of weft's, or None and "
+            "give the parameters to an optimizer of torch"
+        )
+    if not isinstance(sparse, bool):
+        raise ValueError(f"sparse={sparse!r} must be True or False")
+    if sparse and optimizer is not None:
+        raise ValueError("sparse=True goes with optimizer=None: an optimizer in backward leaves no gradient")
+    if gradients not in ("mean", "sum"):
+        raise ValueError(f"gradients={gradients!r} must be 'mean' or 'sum'")
 
 
 def _rank_in(group: Any) -> int:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from weft.embedding.check import missing_feature
 from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_sum
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
+from weft.operator.derivatives import once
+from weft.operator.together import together
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused.turn import turn_on
@@ -54,6 +56,19 @@ class _LocalBatch:
     offsets: torch.Tensor | None  # if given, the bags may be a part of `values`
     weights: torch.Tensor | None
     batch_size: int
+
+
+class _Route(NamedTuple):
+    """The ways of one batch's ids: block `blocks[i]` of this rank, `counts[block]` ids from `begin` on, left as piece i, and
+    `ids_out[r]` ids went to rank r. `ids_in[r]` came from it, `ids` of each (source, feature), and were put into `order`."""
+
+    blocks: tuple[int, ...]
+    counts: list[int]
+    begin: int
+    ids_out: list[int]
+    ids_in: list[int]
+    ids: list[int]
+    order: list[int]
 
 
 class InputDist:
@@ -110,7 +125,26 @@ class InputDist:
                     f"ids are int{heads[0][1]} on rank 0 and int{bits} on rank {rank}: give all ranks one dtype"
                 )
         assert local is not None
-        return self._exchange_features(local, heads, own), tuple(head[2] for head in heads)
+        jagged, route = self._exchange_features(local, heads, own)
+        if local.weights is not None and local.weights.requires_grad and torch.is_grad_enabled():
+            jagged = jagged._replace(weights=_Arrived.apply(local.weights, jagged.weights, self, route))
+        return jagged, tuple(head[2] for head in heads)
+
+    def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
+        """Return the gradient of this rank's per-sample weights. Collective.
+
+        grad: of the weights that have arrived here. like: this rank's weights.
+        """
+        backwards = sorted(range(len(route.order)), key=route.order.__getitem__)
+        by_source = _reordered(grad, [route.ids[i] for i in route.order], backwards)
+        (returned,) = self._all_to_all(
+            "gradients of weights", [by_source.contiguous()], [route.ids_in], [route.ids_out]
+        )
+        total = torch.zeros_like(like)
+        starts = list(accumulate(route.counts, initial=route.begin))
+        for block, piece in zip(route.blocks, returned.split([route.counts[b] for b in route.blocks]), strict=True):
+            total[starts[block] : starts[block + 1]] += piece  # a feature may have gone to several ranks
+        return total
 
     def _read(self, features: Any) -> _LocalBatch:
         check_keyed(features)
@@ -188,7 +222,9 @@ class InputDist:
         host = torch.cat([received, own]).tolist()  # the one wait for the device
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
-    def _exchange_features(self, local: _LocalBatch, heads: list[list[int]], own: list[int]) -> JaggedInput:
+    def _exchange_features(
+        self, local: _LocalBatch, heads: list[list[int]], own: list[int]
+    ) -> tuple[JaggedInput, _Route]:
         blocks, batch_size = local.layout.blocks, local.batch_size
         counts, begin = own[_HEAD:-1], own[-1]
         bags = slice(begin, begin + sum(counts))
@@ -213,13 +249,14 @@ class InputDist:
         by_source = zip(received[0].split(bags_in), heads, strict=True)
         lengths = torch.cat([some.view(len(features), head[2]) for some, head in by_source], dim=1)
         ids = [count for head in heads for count in head[_HEAD:]]
-        return JaggedInput(
+        jagged = JaggedInput(
             features,
             _reordered(received[1], ids, order),
             offsets_of(lengths.flatten()),
             None if local.weights is None else _reordered(received[2], ids, order),
             stride=sum(head[2] for head in heads),
         )
+        return jagged, _Route(blocks, counts, begin, ids_out, ids_in, ids, order)
 
     def _all_to_all(
         self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]]
@@ -266,6 +303,26 @@ class InputDist:
         texts = comm.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
         reasons = by_rank((rank, text) for rank, text in enumerate(texts) if text is not None)
         raise RefusedError(f"input refused by {reasons}") from refusal
+
+
+class _Arrived(torch.autograd.Function):
+    """Per-sample weights that have arrived from the ranks of their samples. Their gradients go back there. Collective."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, own: torch.Tensor, arrived: torch.Tensor, distribution: InputDist, route: _Route
+    ) -> torch.Tensor:
+        ctx.distribution, ctx.route = distribution, route
+        ctx.save_for_backward(own)
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    @once("ShardedEmbeddingBagCollection")
+    def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        distribution, like = ctx.distribution, saved[0]
+        what = "backward of ShardedEmbeddingBagCollection"
+        with together(what, distribution.group, like, distribution.deadline_s):
+            return distribution.weights_back(grad, like, ctx.route), None, None, None
 
 
 _made: weakref.WeakValueDictionary[tuple[Any, ...], InputDist] = weakref.WeakValueDictionary()

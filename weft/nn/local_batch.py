@@ -1,7 +1,7 @@
-"""The call of an embedding module with a local batch as one operator, for torch.compile.
+"""The call of an embedding module with a local batch as one operator, for torch.compile, without gradients.
 
 The number of arriving ids and the number of other ranks' samples are known only at run time. The shape of the result
-depends on neither.
+depends on neither. Where gradients are wanted, the module makes an ordinary call, which breaks the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.operator.calls import made
 from weft.operator.derivatives import require_no_tangents
 from weft.operator.registration import implement
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, require_no_gradient
+from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of
 from weft.runtime.opaque import opaque
 from weft.symm.groups import group_of
 
@@ -32,7 +32,6 @@ def pooled(
     deadline_s: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the pooled vectors of this rank's samples, in a compiled program. features: a KeyedJaggedTensor."""
-    require_no_gradient(weights)
     tensors = features.values(), features.lengths_or_none(), features.offsets_or_none(), features.weights_or_none()
     name = group_of(group).group_name
     call = weights, *tensors, list(features.keys()), features.stride(), is_weighted, *plan, name, deadline_s or 0.0

@@ -173,7 +173,7 @@ def _called(
 def _signature(op: Operator[Any], call: Any, schedule: str | None) -> Hashable:
     """Return a key shared by calls that differ only in tensor contents; None if every call must be checked."""
     if op.has_executors:
-        return op.key(call)
+        return op.key(call), op.given(call), op.wanted(call)
     if READER is None or plan.pinned(schedule) is not None:
         return None
     return READER.signature(call, torch.is_grad_enabled())
@@ -296,13 +296,14 @@ class _Function(torch.autograd.Function):
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
         ctx.flops = flops_of(op, call, results) if is_counter_there() else None
         saved = op.saved(call, results, ctx.needs_input_grad[4:])
-        ctx.beside = op.beside(saved)
+        ctx.beside = op.beside(call, prepared.group, saved)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.prepared.op.require_backward(ctx.beside)
         return BACKWARDS[ctx.prepared.op.name](ctx, *grads)
 
 

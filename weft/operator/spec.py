@@ -193,8 +193,18 @@ class Operator(ABC, Generic[C]):
         of these tensors."""
         return self.tensors(call)
 
-    def beside(self, saved: Sequence[torch.Tensor | None]) -> Any:
-        """Begin additional work for backward right after the call, and return it."""
+    def beside(
+        self, call: C, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], in_backward: bool = False
+    ) -> Any:
+        """Begin additional work for backward right after the call, and return it. in_backward: True for a compiled call, which
+        has no place for it before its backward.
+
+        What it returns lives as long as the graph: keep tensors of the call only through `saved`, unless autograd must not
+        watch them.
+        """
+
+    def require_backward(self, beside: Any) -> None:
+        """Raise an error if there may be no backward of this call (any more). Autograd has not been asked for `saved` yet."""
 
     def gradients(
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],

@@ -3,12 +3,13 @@
 The path of a call: `weft.operator.calls` finds the compiled operator of the plan (sharding and options). The spec checks the
 input, and selects the transport at the first call. `weft.runtime.cpu.embedding`, `weft.runtime.cuda.embedding` or, on both,
 `weft.runtime.embedding_unfused` runs a rank's part of the call. `csrc/embedding_all_to_all.cpp` or
-`weft.kernels.embedding_all_to_all` does the work.
+`weft.kernels.embedding_all_to_all` does the work. Backward is `weft.runtime.embedding_backward`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -21,10 +22,14 @@ from weft.arguments import checked_sizes
 from weft.builders import Candidate, EmbeddingAllToAll, named
 from weft.embedding import EmbeddingSharding, as_jagged
 from weft.embedding.check import CheckedInput, check_jagged
+from weft.embedding.forward_call import ForwardCall, Tables
 from weft.embedding.jagged import JaggedInput
+from weft.embedding.optimizers import optimizer_of
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
 from weft.embedding.plan import EmbeddingPlan, plan_of, problem_of
 from weft.embedding.tables import sharding_of
+from weft.embedding.training import NOT_TRAINED, Training, training_of
+from weft.embedding.update import FusedUpdate
 from weft.errors import DisagreementError, RefusedError
 from weft.operator import measure, this_machine
 from weft.operator.calls import drop_calls, made, prepared_calls
@@ -35,11 +40,13 @@ from weft.operator.spec import Across, Operator
 from weft.plan.autotune import remembered
 from weft.plan.choose import CLEARLY_US, decide, warn_once
 from weft.plan.nearby import between
+from weft.runtime import embedding_backward
 from weft.runtime.embedding import executor_of, executors_on
 from weft.runtime.executor import Executor
 from weft.runtime.layouts import layout_of
+from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
-from weft.symm.groups import rank_of, size_of
+from weft.symm.groups import group_of, rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, kind
 
@@ -60,6 +67,9 @@ def embedding_all_to_all(
     bounds_check: BoundsCheck = "warning",
     hash: bool = False,
     outputs: int = 2,
+    update: FusedUpdate | None = None,
+    sparse: bool = False,
+    requires_grad: bool = False,
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor:
@@ -67,7 +77,12 @@ def embedding_all_to_all(
 
     Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One kernel does all
     three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`; one thread per rank at
-    a time. Forward only.
+    a time.
+
+    Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row in a fixed
+    order, in fp32: equal inputs give equal bits, for any number of ranks. Gradients are sums over all samples of all ranks. With
+    `update`, backward updates the tables; otherwise tables that require gradients get them. Weights of type fp16 and bf16 get
+    gradients rounded once. Out-of-range ids get none. Second derivatives are an error.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in the
         order of `sharding.local_tables(rank)`.
@@ -91,7 +106,12 @@ def embedding_all_to_all(
         buffers, the caller may hold n - 1 results while the next is computed; further results are copied out. With 1, holding a
         result is an error. A call that a CUDA graph captures keeps its buffer, except for the last buffer, from which results are
         copied. "serial" has no such buffers: its results are ordinary tensors.
-    deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    update: an optimizer and its states for `weights`. Backward reduces the gradient of each row that the batch has read, updates
+        the row in place, and leaves no gradient. A second backward of the call is a `WeftError`. Not in a compiled program.
+    sparse: without `update`, gradients of tables are sparse COO tensors, each row once, ascending. Not in a compiled program.
+    requires_grad: without `update`, other ranks' tables require gradients. A rank without tables passes it, because it has no
+        weight that says so.
+    deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). Backward has it too.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
@@ -99,7 +119,8 @@ def embedding_all_to_all(
     Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs one or two
     slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead. All are kept for each
     sharding and options until the group is destroyed, or the calling module is closed
-    (`weft.nn.ShardedEmbeddingBagCollection.close`).
+    (`weft.nn.ShardedEmbeddingBagCollection.close`). Backward has the gradients of pooled vectors, sent and received, about 20 bytes
+    for each id, and, without `update`, the gradients of tables.
 
     Raises `ValueError` for bad arguments. Every rank raises `RefusedError` if a rank refuses its input, `DisagreementError` if
     ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
@@ -120,7 +141,8 @@ def embedding_all_to_all(
         if not isinstance(weights, (list, Sequence, torch.Tensor)):
             raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
         plan = _written(sharding), transport, order, slice_size, bounds_check, hash, outputs
-        return form_of(plan, list(weights), features, rank_of(group), batch_sizes)
+        training = training_of(update, sparse, requires_grad, device_of(weights, features, group))
+        return form_of(plan, list(weights), features, rank_of(group), batch_sizes, training)
 
     (output,) = made(
         OPERATOR, group, lambda: device_of(weights, features, group), form, deadline_s=deadline_s, timeline=timeline
@@ -135,20 +157,21 @@ def _written(sharding: EmbeddingSharding) -> str:
 _written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result`, which would load Dynamo
 
 
-def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device of this rank's call. If the arguments do not determine it, a later check refuses them and notifies the
-    other ranks."""
+def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None) -> torch.device:
+    """Return the device of this rank's call. If the arguments do not determine it, a later check refuses them and notifies
+    the other ranks."""
     try:
         like = weights[0] if len(weights) else as_jagged(features).values
         if like.is_cuda or like.is_cpu:
             return like.device
     except Exception:  # raised again by a check that notifies the other ranks
         pass
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return torch.device("cuda" if dist.get_backend(group_of(group)) == "nccl" else "cpu")
 
 
 class _Call(NamedTuple):
-    """The call. keys, stride, whole: as in `JaggedInput`. rank: this rank. From `sharding` on: the plan, as a `Form`.
+    """The call. keys, stride, whole: as in `JaggedInput`. rank: this rank. From `states` on: `Training`. From `sharding` on: the
+    plan, as a `Form`.
 
     Lists of numbers and of strings may be tuples.
     """
@@ -162,6 +185,13 @@ class _Call(NamedTuple):
     stride: int | None
     whole: bool
     rank: int
+    states: list[torch.Tensor]
+    learning_rate: torch.Tensor | None
+    step: torch.Tensor | None
+    anchor: torch.Tensor | None
+    optimizer: str
+    factor: float
+    sparse: bool
     sharding: str
     transport: str
     order: str
@@ -172,23 +202,13 @@ class _Call(NamedTuple):
 
 
 def form_of(
-    plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None
-) -> _Call:
+    plan: Form, weights: list[torch.Tensor], features: Any, rank: int, batch_sizes: Sequence[int] | None,
+    training: Training = NOT_TRAINED,
+) -> _Call:  # fmt: skip
     """Return the call. The spec's `inputs` checks the remaining arguments."""
     keys, values, offsets, of_values, stride, whole = as_jagged(features)
-    if torch.compiler.is_compiling():  # a compiled call sees wanted gradients only here
-        require_no_gradient(weights)
     sizes = None if batch_sizes is None else checked_sizes("batch_sizes", batch_sizes)
-    return _Call(weights, values, offsets, of_values, sizes, keys, stride, whole, rank, *plan)  # type: ignore[arg-type]
-
-
-def require_no_gradient(weights: Sequence[torch.Tensor]) -> None:
-    """Raise `ValueError` if a weight requires a gradient."""
-    if torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
-        raise ValueError(
-            "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
-            "torch.no_grad(), or weight.requires_grad_(False)"
-        )
+    return _Call(weights, values, offsets, of_values, sizes, keys, stride, whole, rank, *training, *plan)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1024, typed=True)  # typed: 1 is refused, True is not
@@ -210,9 +230,12 @@ def _checked(call: _Call) -> tuple[JaggedInput, CheckedInput]:
     device = weights[0].device if known and weights else None
     checked = check_jagged(jagged, plan.sharding, rank, call.batch_sizes, device or weights, layout)
     if not known:
-        require_no_gradient(weights)
         plan.checked_tables[rank] = layout
     return jagged, checked
+
+
+def _wants(tensor: Any) -> bool:
+    return getattr(tensor, "requires_grad", False)
 
 
 def _plan(call: _Call) -> EmbeddingPlan:
@@ -220,6 +243,8 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 
 _FORM = _Call._fields.index("sharding")
+_OF_VALUES = 2
+"""The place of per-sample weights among a call's tensors, behind those of the tables. The anchor is the last tensor."""
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
@@ -245,10 +270,14 @@ class _EmbeddingAllToAll(Operator[_Call]):
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "weights": "own", "features": "own", "sharding": "alike", "group": "own", "batch_sizes": "alike", "transport": "alike",
         "order": "alike", "slice_size": "alike", "bounds_check": "alike", "hash": "alike", "outputs": "alike",
-        "deadline_s": "own", "timeline": "own",
+        "update": "own", "sparse": "own", "requires_grad": "own", "deadline_s": "own", "timeline": "own",
     }  # fmt: skip
-    """Each rank checks its weights against the sharding."""
+    """Each rank checks its weights against the sharding. Ranks compare the rest at the first call of a shape, and on CPU at each
+    backward (`weft.runtime.embedding_backward`): optimizers, learning rates, sparse."""
+    gradients_of: ClassVar[Mapping[str, str]] = {"weights": "weights", "per_sample_weights": "per_sample_weights"}
     tags = (torch.Tag.cudagraph_unsafe,)  # results are leased, not owned
+    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = weakref.WeakKeyDictionary()
+    """The differentiated calls of each group."""
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         """Replace "auto" by "direct" if there is no choice."""
@@ -268,6 +297,19 @@ class _EmbeddingAllToAll(Operator[_Call]):
         assert isinstance(found, EmbeddingAllToAll)
         return found
 
+    def given(self, call: _Call) -> str:
+        if call.optimizer:
+            return f"updated by {call.optimizer} with factor {call.factor!r}"
+        factor = f", with factor {call.factor!r}" if call.factor != 1.0 else ""
+        return f"{'with sparse gradients' * call.sparse}{factor}"
+
+    def wanted(self, call: _Call) -> tuple[bool, ...]:
+        if not torch.is_grad_enabled():
+            return self._none
+        # Arguments of other types are refused later, where peers are notified.
+        of_tables = call.anchor is not None or True in [_wants(weight) for weight in call.weights]
+        return of_tables, _wants(call.per_sample_weights)
+
     def said(self, call: _Call, world: int) -> str:
         _, checked = _checked(call)
         return f"a sharding with options\nbatch_sizes: {checked.batch_sizes}\n{_plan(call).said}"
@@ -285,6 +327,52 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
         return 0, []  # torch's FLOP counter also counts 0 for embeddings
+
+    # --- gradients ---
+
+    def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Save ids, offsets and per-sample weights; tables only for gradients of per-sample weights, and only without an
+        optimizer, which changes them while other calls wait for their backward."""
+        is_read = wanted[len(call.weights) + _OF_VALUES] and not call.optimizer
+        return [call.values, call.offsets, call.per_sample_weights, *(call.weights if is_read else [])]
+
+    def beside(
+        self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], in_backward: bool = False
+    ) -> ForwardCall:
+        """Return what backward needs of the call."""
+        number = 0 if in_backward else next(self._numbers.setdefault(group, itertools.count(1)))
+        tables = None
+        if call.optimizer:
+            assert call.learning_rate is not None
+            assert call.step is not None
+            optimizer = optimizer_of(call.optimizer)
+            states, each = call.states, len(optimizer.states)
+            of_tables = [states[i * each : (i + 1) * each] for i in range(len(call.weights))]
+            tables = Tables(optimizer, call.weights, of_tables, call.learning_rate, call.step)
+        _, checked = _checked(call)
+        return ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse)
+
+    def require_backward(self, beside: ForwardCall) -> None:
+        beside.require_first()
+
+    def gradients(
+        self, p: EmbeddingAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
+        wanted: Sequence[bool], turn: Turn, beside: ForwardCall,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """Return the gradients of tables and per-sample weights; with an optimizer, update the tables instead."""
+        values, offsets, per_sample_weights, *kept = saved
+        count = len(beside.plan.sharding.local_tables(beside.rank))
+        jagged = JaggedInput(None, values, offsets, per_sample_weights)
+        weights = kept if beside.tables is None else beside.tables.weights
+        of_tables, of_values = any(wanted[:count]) or wanted[-1], wanted[count + _OF_VALUES]
+        both = embedding_backward.gradients(beside, jagged, weights, grads[0], (of_tables, of_values), group, turn)
+        found: list[torch.Tensor | None] = [None] * len(wanted)
+        if both[0] is not None:
+            found[:count] = [grad if want else None for grad, want in zip(both[0], wanted[:count], strict=True)]
+        found[count + _OF_VALUES] = both[1]
+        if wanted[-1] and beside.tables is None:
+            found[-1] = grads[0].new_empty(0, dtype=torch.float32)
+        return found
 
     def own_executors(
         self, p: EmbeddingAllToAll, call: _Call, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None

@@ -11,5 +11,5 @@
 | `sizes` | dynamic sizes, which only the run knows |
 | `tile_kernels` | weft's GEMM kernels |
 | `watch` | deadlines |
-| `embedding` | embedding_all_to_all |
+| `embedding`, `embedding_backward` | embedding_all_to_all |
 """

@@ -1,0 +1,107 @@
+// The backward of embedding_all_to_all on CPU: the gradient of every row that a batch has read, reduced in a fixed order,
+// and an optimizer's update of the row.
+//
+//     g[row] = factor * sum over occurrences of row:  weight / (length of the bag, for a mean) * grad[sample, columns]
+//
+// Words. An *occurrence* is one id of one bag. A *run* is all occurrences of one row of a table. A *segment* is a part of
+// a long run.
+//
+// Order, the same for any number of threads and of ranks: occurrences of a row are summed in the order of (slot, sample,
+// place in the bag), in fp32. Samples are numbered in the global batch, hence by source rank. A run of up to
+// `segment_occurrences` is one sum. A longer run is cut into segments of that length, and the sums of segments are added
+// by a binary tree: neighbours first. So a row that is hit a million times has work for every thread.
+//
+// Out-of-range ids have no row: forward reads zeros for them, and backward leaves them out.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "pooling.hpp"
+
+namespace weft {
+
+constexpr int64_t segment_occurrences = 512;
+
+enum class Rule : int { gradient = 0, sgd = 1, rowwise_adagrad = 2, adagrad = 3, adam = 4, partial_rowwise_adam = 5 };
+
+struct BackwardSlot {
+    int64_t table, key, column;  // key: which block of `batch` offsets; column: first column of the gradient, in elements
+    bool mean;
+};
+
+struct BackwardTable {
+    int64_t rows, dim;
+};
+
+// The sparse input of one call. Nothing is kept of it but what `SortedRows` copies.
+struct SparseInput {
+    const void *values;
+    int values_bits;
+    int64_t n_values;
+    const void *offsets;
+    int offsets_bits;
+    const float *per_sample_weights;  // null: all one
+    int64_t batch;
+    bool hash;
+};
+
+// One table's memory in an update. states: null where the rule has none. out: of rule `gradient`.
+struct RowMemory {
+    char *weight;
+    float *first, *second;
+    char *out;
+};
+
+struct Update {
+    std::vector<RowMemory> tables;
+    const char *gradients;  // [batch, stride] of `dtype`, which is the tables' too
+    int64_t stride;         // elements
+    Dtype dtype;
+    Rule rule;
+    bool sparse;            // rule `gradient`: out has one row for each run, in ascending order; else one for each row
+    float learning_rate, factor, eps, weight_decay, beta1, beta2;
+    float rest1, rest2;              // 1 - beta, which float32 would round too early
+    float correction1, correction2;  // Adam: 1 / (1 - beta ** iteration)
+    bool skip_nonfinite;             // leave rows with a gradient that is infinite or NaN as they are
+    int threads;
+};
+
+// All occurrences of one call's ids, sorted by table, row, slot, sample and place in the bag.
+class SortedRows {
+  public:
+    SortedRows(std::vector<BackwardSlot> slots, std::vector<BackwardTable> tables, const SparseInput &input, int threads);
+
+    int64_t tables() const { return int64_t(tables_.size()); }
+    int64_t runs(int64_t table) const { return int64_t(of_table_[table].runs.size()) - 1; }
+    // The rows that occur, ascending.
+    void rows(int64_t table, int64_t *out) const;
+    // Applies the update. Returns how many rows were skipped.
+    int64_t update(const Update &update) const;
+
+  private:
+    struct OfTable {
+        int index_bits = 0;
+        std::vector<uint64_t> keys;   // row << index_bits | occurrence, ascending
+        std::vector<uint32_t> bags;   // of an occurrence: number of the slot within the table * batch + sample
+        std::vector<float> scales;    // of an occurrence; empty: all one
+        std::vector<int64_t> runs;    // begin of each run in `keys`, and the end
+        std::vector<int64_t> slots;   // numbers of this table's slots
+    };
+    friend class RowUpdater;
+
+    void sort(int64_t table, const SparseInput &input);
+
+    std::vector<BackwardSlot> slots_;
+    std::vector<BackwardTable> tables_;
+    std::vector<OfTable> of_table_;
+    int64_t batch_;
+};
+
+// The gradients of per-sample weights: out[i] = sum over slots that read value i: <grad[sample, columns], row>, over the
+// length of the bag for a mean. weights: the address of each table. Every element of out, [n_values], is written.
+void gradients_of_weights(const std::vector<BackwardSlot> &slots, const std::vector<BackwardTable> &tables,
+                          const SparseInput &input, const std::vector<const char *> &weights, const char *gradients,
+                          int64_t stride, Dtype dtype, float *out, int threads);
+
+}  // namespace weft

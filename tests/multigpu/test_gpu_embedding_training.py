@@ -1,0 +1,234 @@
+"""Training embedding tables on GPUs: the problems and references of `tests/processes/test_embedding_backward.py`.
+
+Gradients and updates against float64; bits for one and two ranks, and with delays; a large batch with hot rows; graphs; modules;
+errors. Sums of GPUs and of CPUs have other orders, so their bits differ.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import gpu_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from support import embedding_training as training
+from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
+from support.on_ranks import error_of
+from support.reference import Problem, even, problem, tables_of
+
+import weft
+from weft.embedding import EmbeddingBagConfig, EmbeddingOptimizer, FusedUpdate, KeyedJaggedTensor
+from weft.launch import Pool
+from weft.nn import ShardedEmbeddingBagCollection
+
+pytestmark = ranks.MARKS
+SHARED = (
+    EmbeddingBagConfig(50, 8, "users", ("u", "friend")),
+    EmbeddingBagConfig(20, 3, "items", ("i",), "mean"),
+    EmbeddingBagConfig(9, 16, "pairs", ("i", "u"), "mean"),
+)
+PROBLEMS: dict[str, Problem] = {
+    "any width": problem(2, (8, 3, 16, 1, 70, 300), 57, longest=40),
+    "one width, weighted": problem(2, (64,) * 6, 301, longest=30, rows=500, weighted=True),
+    "hashed int32": problem(2, (8, 3), 13, hash=True, index_dtype=torch.int32, offset_dtype=torch.int32),
+    "wide": problem(2, (1028, 2052, 4), 5),
+    "features that share tables": Problem(SHARED, (1, 0, 1), (6, 5)),
+    "uneven": Problem(tables_of((8, 3, 16)), (1, 0, 1), (41, 0)),
+    "a rank without tables": Problem(tables_of((8, 3)), (1, 1), (5, 4)),
+    "empty bags": problem(2, (8, 4), 6, longest=0),
+    "an empty batch": problem(2, (8, 4), 0),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_of_tables(pair: Pool, name: str) -> None:
+    steps = Steps(PROBLEMS[name])
+    step, upstream = next(iter(steps))
+    exact = gradients_by_torch(step, upstream, [weight.double() for weight in step.weights])
+    in_fp32 = gradients_by_torch(step, upstream, [weight.float() for weight in step.weights])
+    for sparse in (False, True):
+        per_rank = pair.run(training.gradients, steps, sparse, ranks=2, timeout_s=120)
+        found = of_tables(step, [grads for grads, _ in per_rank])
+        for grad, wanted, torchs in zip(found, exact, in_fp32, strict=True):
+            assert_as_exact_as_torch(grad.to_dense(), torchs, wanted)
+
+
+def test_gradients_of_per_sample_weights(pair: Pool) -> None:
+    p = Problem(SHARED, (1, 0, 1), (6, 5), weighted=True)
+    upstream = next(iter(Steps(p)))[1].double()
+    for rank, (_, found) in enumerate(pair.run(training.gradients, Steps(p), False, True, ranks=2, timeout_s=120)):
+        wanted = []
+        for slot in p.sharding.local_slots(rank):
+            bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
+            grad = upstream[:, slot.column : slot.column + slot.dim]
+            if p.tables[slot.table].pooling == "mean":
+                grad = grad / bags.lengths.clamp(min=1)[:, None]
+            wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
+        torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_updates(pair: Pool, optimizer: EmbeddingOptimizer) -> None:
+    steps = Steps(replace(problem(2, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
+    found = of_tables(steps.p, pair.run(training.trained, steps, optimizer, ranks=2, timeout_s=120))
+    exact = training.trained_by_torch(steps, optimizer, torch.float64)
+    in_fp32 = training.trained_by_torch(steps, optimizer, torch.float32)
+    for (weight, *_), wanted, torchs in zip(found, exact, in_fp32, strict=True):
+        assert_as_exact_as_torch(weight, torchs, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_updates_of_16_bit_tables(pair: Pool, dtype: torch.dtype) -> None:
+    steps, optimizer = Steps(problem(2, (8, 16), 21, dtype=dtype), 1), weft.RowwiseAdagrad(lr=0.1)
+    found = of_tables(steps.p, pair.run(training.trained, steps, optimizer, ranks=2, timeout_s=120))
+    for (weight, state), wanted in zip(found, training.trained_by_torch(steps, optimizer, torch.float64), strict=True):
+        assert (weight.dtype, state.dtype) == (dtype, torch.float32)
+        torch.testing.assert_close(weight.double(), wanted, rtol=torch.finfo(dtype).eps * 0.51, atol=1e-5)
+
+
+@pytest.mark.parametrize("dims", [(8, 3, 16, 1, 70), (64, 128)])
+def test_bits_do_not_depend_on_ranks_placement_or_delays(pair: Pool, dims: tuple[int, ...]) -> None:
+    p, first = problem(1, dims, 24, longest=90), None
+    for world, placement in [(1, 0), (2, 0), (2, 1), *[(2, 0)] * 3]:
+        owners = tuple((i + placement) % world for i in range(len(dims)))
+        steps = Steps(replace(p, rank_of_table=owners, batch_sizes=even(24, world)), 2, is_hot=True)
+        per_rank = pair.run(training.trained, steps, weft.RowwiseAdagrad(lr=0.1), 0.01, ranks=world, timeout_s=120)
+        found = [tensor for tensors in of_tables(steps.p, per_rank) for tensor in tensors]
+        first = found if first is None else first
+        assert all(torch.equal(one, two) for one, two in zip(first, found, strict=True)), (world, placement)
+
+
+def large(group: dist.ProcessGroup, ids: str) -> float:
+    """The largest error of updated rows, relative to what torch's float32 makes of it in float64. 2 million ids."""
+    device, rows, dim, batch, length = ranks.device(), 100_000, 64, 16384, 64
+    generator = torch.Generator().manual_seed(group.rank())
+    tables = [EmbeddingBagConfig(rows, dim, f"t{i}", (f"f{i}",)) for i in range(2)]
+    sharding = weft.place_tables(tables, 2, placement=[0, 1])
+    values = torch.randint(0, rows, (batch * length,), generator=generator)
+    if ids == "hot":
+        values[torch.rand(len(values), generator=generator) < 0.5] = 7
+    values, offsets = values.to(device), (torch.arange(batch + 1) * length).to(device)
+    weight = torch.randn(rows, dim, generator=generator).to(device)
+    before, update = weight.clone(), FusedUpdate(weft.SGD(lr=1.0), [weight])
+    y = weft.embedding_all_to_all([weight], (values, offsets), sharding, group=group, update=update)
+    upstream = torch.randn(batch, 2 * dim, generator=torch.Generator().manual_seed(9)).to(device)
+    half = batch // 2
+    y.backward(upstream[group.rank() * half : (group.rank() + 1) * half])
+    mine = upstream[:, group.rank() * dim : (group.rank() + 1) * dim].double()
+    wanted = torch.zeros(rows, dim, dtype=torch.float64, device=device)
+    wanted.index_add_(0, values, mine.repeat_interleave(length, 0))
+    error = (before.double() - weight.double() - wanted).abs()
+    return float((error / (1 + wanted.abs())).max())
+
+
+@pytest.mark.parametrize("ids", ["uniform", "hot"])
+def test_a_large_batch(pair: Pool, ids: str) -> None:
+    for error in pair.run(large, ids, timeout_s=120):
+        assert error < 1e-3
+
+
+def replayed(group: dist.ProcessGroup, optimizer: EmbeddingOptimizer) -> bool:
+    """Forward and backward in a CUDA graph, with another learning rate in each replay, as ordinary calls compute them."""
+    p, rank, device = problem(2, (8, 16), 24), group.rank(), ranks.device()
+    features = tuple(ranks.here(p.tupled(rank)))
+    upstream = torch.randn(24, p.sharding.total_dim, generator=torch.Generator().manual_seed(2))[p.rows_of(rank)].to(
+        device
+    )
+    both = []
+    for captured in (False, True):
+        weights = [weight.clone() for weight in ranks.here(p.local_weights(rank))]
+        update = FusedUpdate(optimizer, weights)
+
+        def step(weights: list[torch.Tensor] = weights, update: FusedUpdate = update) -> None:
+            y = weft.embedding_all_to_all(
+                weights, features, p.sharding, group=group, batch_sizes=p.batch_sizes, update=update
+            )
+            y.backward(upstream)
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        side.synchronize()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                step()
+        for number in range(3):
+            update.lr = 0.1 / (number + 1)
+            graph.replay() if captured else step()
+        torch.cuda.synchronize()
+        both.append([*weights, *update.tensors])
+    return all(torch.equal(one, two) for one, two in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [weft.RowwiseAdagrad(lr=0.1), weft.Adam(lr=0.1)], ids=str)
+def test_a_training_step_in_a_graph_reads_the_learning_rate(pair: Pool, optimizer: EmbeddingOptimizer) -> None:
+    assert pair.run(replayed, optimizer, timeout_s=120) == [True, True]
+
+
+def module_steps(group: dist.ProcessGroup, device: str) -> list[torch.Tensor]:
+    tables = [EmbeddingBagConfig(50, 8, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum") for i in range(4)]
+    torch.manual_seed(3)
+    optimizer = weft.RowwiseAdagrad(lr=0.1)
+    full = {t.name: torch.randn(50, 8, generator=torch.Generator().manual_seed(i)) for i, t in enumerate(tables)}
+    module = ShardedEmbeddingBagCollection(
+        tables, group=group, placement=[0, 1, 0, 1], optimizer=optimizer, is_weighted=True, device=device
+    )
+    module.load_full_weights(full)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(module.fused_optimizer, 0.5)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(10 * seed + group.rank())
+        lengths = torch.randint(0, 5, (4 * 9,), generator=generator)
+        ids = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
+        numbers = torch.rand(len(ids), generator=generator).to(device).requires_grad_()
+        given = KeyedJaggedTensor([f"f{i}" for i in range(4)], ids.to(device), numbers, lengths=lengths.to(device))
+        y = module(given).values()
+        (y * torch.rand(y.shape, generator=generator).to(device)).sum().backward()
+        assert numbers.grad is not None
+        scheduler.step()
+    return [*(w.detach().cpu() for w in module.state_dict().values()), numbers.grad.cpu()]
+
+
+def test_a_module_learns_as_on_cpus(pair: Pool) -> None:
+    on_gpus = pair.run(module_steps, "cuda", timeout_s=120)
+    with Pool(2) as cpus:
+        on_cpus = cpus.run(module_steps, "cpu", timeout_s=120)
+    for one, other in zip(on_gpus, on_cpus, strict=True):
+        for here, there in zip(one, other, strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+
+
+def goes_back_twice(group: dist.ProcessGroup) -> tuple[str, str]:
+    p, rank = problem(2, (8, 4), 6), group.rank()
+    weights = ranks.here(p.local_weights(rank))
+    update = FusedUpdate(weft.SGD(lr=0.1), weights)
+    y = weft.embedding_all_to_all(weights, tuple(ranks.here(p.tupled(rank))), p.sharding, group=group, update=update)
+    y.sum().backward(retain_graph=True)
+    return error_of(lambda: y.sum().backward())
+
+
+def test_a_second_backward_is_an_error_that_names_it(pair: Pool) -> None:
+    for kind, text in pair.run(goes_back_twice, timeout_s=60):
+        assert kind == "WeftError"
+        assert "a second time" in text
+
+
+def straggles(group: dist.ProcessGroup) -> list[Any]:
+    p, rank = problem(2, (8, 4), 6), group.rank()
+    weights = ranks.here(p.local_weights(rank))
+    update = FusedUpdate(weft.SGD(lr=0.1), weights)
+    y = weft.embedding_all_to_all(weights, tuple(ranks.here(p.tupled(rank))), p.sharding, group=group, update=update)
+    time.sleep(0.5 * rank)
+    y.sum().backward()
+    return [weight.cpu() for weight in weights]
+
+
+def test_a_straggler_is_waited_for(pair: Pool) -> None:
+    p = problem(2, (8, 4), 6)
+    ones = torch.ones(6, p.sharding.total_dim)
+    found = of_tables(p, pair.run(straggles, timeout_s=60))
+    for weight, before, grad in zip(found, p.weights, gradients_by_torch(p, ones, list(p.weights)), strict=True):
+        torch.testing.assert_close(weight, before - 0.1 * grad)

@@ -1,0 +1,193 @@
+"""Training of embedding tables: what ranks run, and the same in one process with torch in any dtype.
+
+A rank's device is its group's. The reference applies `torch.optim` where torch has the rule, to sparse gradients if only rows
+that a batch reads may change. It states the rules that torch does not have.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.reference import Problem, _pooled
+
+import weft
+from weft.embedding import EmbeddingOptimizer, FusedUpdate
+
+OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = (
+    weft.SGD(lr=0.1),
+    weft.RowwiseAdagrad(lr=0.1),
+    weft.Adagrad(lr=0.1),
+    weft.Adam(lr=0.02),
+    weft.PartialRowwiseAdam(lr=0.02),
+    weft.SGD(lr=0.1, weight_decay=0.05),
+    weft.RowwiseAdagrad(lr=0.1, weight_decay=0.05, eps=1e-3),
+    weft.Adam(lr=0.02, beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.05),
+)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """`count` steps on batches like `p`'s, each with other ids and another upstream gradient."""
+
+    p: Problem
+    count: int = 3
+    is_hot: bool = False
+
+    def __iter__(self) -> Any:
+        for number in range(self.count):
+            step = replace(self.p, seed=self.p.seed + 100 * number)
+            step = hot(step) if self.is_hot else step
+            generator = torch.Generator().manual_seed(number)
+            upstream = torch.randn(sum(self.p.batch_sizes), self.p.sharding.total_dim, generator=generator)
+            yield step, upstream.to(self.p.sharding.dtype)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+def trained(
+    group: dist.ProcessGroup, steps: Steps, optimizer: EmbeddingOptimizer, delay_s: float = 0.0, threads: int = 1,
+    **options: Any,
+) -> list[list[torch.Tensor]]:  # fmt: skip
+    """Return this rank's tables after the steps, each with its states."""
+    p, rank, device = steps.p, group.rank(), device_of(group)
+    weights = [weight.clone() for weight in on(device, p.local_weights(rank))]
+    update = FusedUpdate(optimizer, weights, device=device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for step, upstream in steps:
+        time.sleep(random.random() * delay_s)
+        y = weft.embedding_all_to_all(
+            weights, tuple(on(device, step.tupled(rank))), p.sharding, group=group, batch_sizes=p.batch_sizes, hash=p.hash,
+            update=update, deadline_s=30.0, **options,
+        )  # fmt: skip
+        time.sleep(random.random() * delay_s)
+        y.backward(upstream[p.rows_of(rank)].to(device))
+    torch.set_num_threads(before)
+    return [
+        [weight.cpu(), *(s.cpu() for s in states.values())]
+        for weight, states in zip(weights, update.states, strict=True)
+    ]
+
+
+def gradients(
+    group: dist.ProcessGroup, steps: Steps, sparse: bool = False, of_per_sample: bool = False, **options: Any
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Return this rank's gradients of one step: of its tables, and of per-sample weights."""
+    p, rank, device = steps.p, group.rank(), device_of(group)
+    weights = [weight.clone().requires_grad_() for weight in on(device, p.local_weights(rank))]
+    step, upstream = next(iter(steps))
+    values, offsets, *of_values = on(device, step.tupled(rank))
+    if of_per_sample:
+        of_values = [of_values[0].clone().requires_grad_()]
+    y = weft.embedding_all_to_all(
+        weights, (values, offsets, *of_values), p.sharding, group=group, batch_sizes=p.batch_sizes, hash=p.hash,
+        sparse=sparse, requires_grad=True, deadline_s=30.0, **options,
+    )  # fmt: skip
+    y.backward(upstream[p.rows_of(rank)].to(device))
+    found = [weight.grad for weight in weights]
+    assert all(grad is not None and grad.is_sparse == sparse for grad in found)
+    per_sample = of_values[0].grad if of_values else None
+    return [grad.cpu() for grad in found if grad is not None], None if per_sample is None else per_sample.cpu()
+
+
+def of_tables(p: Problem, per_rank: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what the ranks have for each of their tables, in the order of all tables."""
+    by_table = {
+        table: one
+        for rank, found in enumerate(per_rank)
+        for table, one in zip(p.sharding.local_tables(rank), found, strict=True)
+    }
+    return [by_table[table] for table in range(len(p.tables))]
+
+
+def gradients_by_torch(p: Problem, upstream: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the dense gradients of all tables, in the dtype of `weights`."""
+    leaves = [weight.detach().clone().requires_grad_() for weight in weights]
+    _pooled(p, leaves).backward(upstream.to(leaves[0].dtype))
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+def rows_read(p: Problem) -> list[torch.Tensor]:
+    """Return a flag for each row of each table: True if the batch reads it."""
+    found = [torch.zeros(table.num_embeddings, dtype=torch.bool) for table in p.tables]
+    for slot in p.sharding.slots:
+        ids = p.bags[slot.feature].values.to(p.index_dtype)
+        found[slot.table][weft.embedding.hash_ids(ids, len(found[slot.table])) if p.hash else ids.long()] = True
+    return found
+
+
+def trained_by_torch(steps: Steps, optimizer: EmbeddingOptimizer, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return all tables after the steps, computed in `dtype`."""
+    weights = [weight.to(dtype) for weight in steps.p.weights]
+    rules = [Rule(optimizer, weight) for weight in weights]
+    for step, upstream in steps:
+        grads = gradients_by_torch(step, upstream, weights)
+        for rule, weight, grad, rows in zip(rules, weights, grads, rows_read(step), strict=True):
+            rule.apply(weight, grad + optimizer.weight_decay * weight, rows)
+    return weights
+
+
+class Rule:
+    """An optimizer's rule for the rows of one table that a batch reads."""
+
+    def __init__(self, optimizer: EmbeddingOptimizer, weight: torch.Tensor) -> None:
+        self.optimizer, self.steps = optimizer, 0
+        self.first, self.second = torch.zeros_like(weight), torch.zeros_like(weight)
+        self.parameter = torch.nn.Parameter(weight)
+        lr, numbers = optimizer.lr, optimizer.numbers
+        self.by_torch: torch.optim.Optimizer | None = None
+        if isinstance(optimizer, weft.SGD):
+            self.by_torch = torch.optim.SGD([self.parameter], lr)
+        elif isinstance(optimizer, weft.Adagrad):
+            self.by_torch = torch.optim.Adagrad([self.parameter], lr, eps=numbers["eps"])
+
+    def apply(self, weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        self.steps += 1
+        if self.by_torch is not None:
+            at = rows.nonzero().t()
+            self.parameter.grad = torch.sparse_coo_tensor(
+                at, grad[rows], grad.shape, is_coalesced=True, check_invariants=False
+            )
+            self.by_torch.step()
+            weight.copy_(self.parameter.detach())
+            return
+        numbers, mean = self.optimizer.numbers, (grad * grad).mean(1, keepdim=True).expand_as(grad)
+        if isinstance(self.optimizer, weft.RowwiseAdagrad):
+            self.first[rows] += mean[rows]
+            direction = grad / (self.first.sqrt() + numbers["eps"])
+        else:
+            beta1, beta2 = numbers["beta1"], numbers["beta2"]
+            self.first[rows] = (beta1 * self.first + (1 - beta1) * grad)[rows]
+            square = grad * grad if isinstance(self.optimizer, weft.Adam) else mean
+            self.second[rows] = (beta2 * self.second + (1 - beta2) * square)[rows]
+            unbiased = self.second / (1 - beta2**self.steps)
+            direction = self.first / (1 - beta1**self.steps) / (unbiased.sqrt() + numbers["eps"])
+        weight[rows] -= self.optimizer.lr * direction[rows]
+
+
+def assert_as_exact_as_torch(found: torch.Tensor, in_fp32: torch.Tensor, exact: torch.Tensor) -> None:
+    """Check that the error against float64 is at most twice that of torch in float32, plus one rounding to the dtype of `found`."""
+    error, torchs = float((found.double() - exact).norm()), float((in_fp32.double() - exact).norm())
+    rounding = torch.finfo(found.dtype).eps / 2 * float(exact.norm())
+    assert error <= 2 * torchs + rounding, f"off by {error:.3g} where torch in float32 is off by {torchs:.3g}"
+
+
+def hot(p: Problem) -> Problem:
+    """Return `p` with ids that are the same row, except for a few."""
+    for bags in p.bags.values():
+        bags.values[torch.arange(len(bags.values)) % 97 != 0] = 3
+    return p

@@ -1,0 +1,193 @@
+"""The GPU part of embedding_all_to_all's backward under Triton's interpreter: no GPU, one process plays all ranks in turn.
+
+The exchange of gradients is left out: each rank gets its columns of the whole gradient. `tests/support/interpreted.py` says how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support import embedding_training as training
+from support.embedding_training import assert_as_exact_as_torch, gradients_by_torch
+from support.interpreted import play_all, wrong_in
+from support.reference import Problem, problem, tables_of
+
+import weft
+from weft.embedding import EmbeddingBagConfig, EmbeddingOptimizer, FusedUpdate, JaggedInput
+from weft.embedding.check import check_jagged
+from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
+
+SHARED = (
+    EmbeddingBagConfig(50, 8, "users", ("u", "friend")),
+    EmbeddingBagConfig(20, 3, "items", ("i",), "mean"),
+    EmbeddingBagConfig(9, 16, "pairs", ("i", "u"), "mean"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """optimizer: None for gradients, dense and sparse, and those of per-sample weights. bad: ids of rank 0 that have no row."""
+
+    p: Problem
+    optimizer: EmbeddingOptimizer | None = None
+    is_hot: bool = False
+    bad: int = 0
+    keyed: bool = False
+
+
+FEW = problem(2, (8, 3), 7)
+CASES: dict[str, Case] = {
+    "any width": Case(problem(2, (8, 3, 16, 1, 70), 9)),
+    "weighted": Case(problem(3, (8, 3, 33), 7, weighted=True)),
+    "features that share tables": Case(Problem(SHARED, (1, 0, 1), (4, 3), weighted=True)),
+    "keys in another order": Case(Problem(SHARED, (1, 0, 1), (4, 3), weighted=True), keyed=True),
+    "hashed int32": Case(problem(2, (8, 3), 7, hash=True, index_dtype=torch.int32, offset_dtype=torch.int32)),
+    "hot rows": Case(problem(1, (8, 33), 10, longest=150), is_hot=True),
+    "bf16": Case(problem(2, (8, 12), 7, dtype=torch.bfloat16)),
+    "wide": Case(problem(1, (1028, 4), 4)),
+    "a rank without tables": Case(Problem(tables_of((8, 3)), (1, 1), (2, 3))),
+    "an empty batch": Case(problem(2, (8, 4), 0)),
+    "empty bags": Case(problem(2, (8, 4), 5, longest=0)),
+    "bad ids": Case(FEW, bad=3),
+    **{f"update by {one}": Case(FEW, one) for one in training.OPTIMIZERS},
+    "hot rows updated": Case(problem(1, (8, 33), 10, longest=150), weft.RowwiseAdagrad(lr=0.1), is_hot=True),
+    "fp16 updated": Case(problem(2, (8, 12), 7, dtype=torch.float16), weft.Adam(lr=0.1)),
+    "lr 0": Case(FEW, weft.Adagrad(lr=0.0)),
+    "skipped": Case(FEW, weft.RowwiseAdagrad(lr=0.1, nonfinite="skip")),
+}
+
+
+@pytest.fixture(scope="module")
+def wrong() -> dict[str, str]:
+    return wrong_in(__file__, CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward(wrong: dict[str, str], name: str) -> None:
+    assert not wrong.get(name), wrong[name]
+
+
+def play(case: Case) -> None:
+    from weft.runtime.cuda import embedding_backward as device
+
+    p = training.hot(case.p) if case.is_hot else case.p
+    batch = sum(p.batch_sizes)
+    upstream = torch.randn(batch, p.sharding.total_dim, generator=torch.Generator().manual_seed(5)).to(p.sharding.dtype)
+    plan = EmbeddingPlan(p.sharding, EmbeddingOptions(hash=p.hash))
+    dense: list[Any] = []
+    sparse: list[Any] = []
+    updated: list[list[torch.Tensor]] = []
+    for rank in range(len(p.batch_sizes)):
+        weights = [weight.clone() for weight in p.local_weights(rank)]
+        jagged = _input_of(case, p, rank)
+        checked = check_jagged(jagged, p.sharding, rank, p.batch_sizes, weights)
+        columns = [upstream[:, slot.column : slot.column + slot.dim] for slot in p.sharding.local_slots(rank)]
+        received = torch.cat(columns, 1).contiguous() if columns else upstream[:, :0]
+        if case.optimizer is not None:
+            for _ in range(2):
+                _update(device, case.optimizer, weights, plan, rank, checked, jagged, received, updated)
+            continue
+        for found, is_sparse in ((dense, False), (sparse, True)):
+            of = ForwardCall(plan, rank, checked, 1, None, 1.0, is_sparse)
+            found.append(device.gradients_of_tables(of, device.sorted_rows(of, jagged), received))
+        if p.weighted and not case.keyed:
+            _check_weights(p, rank, device.gradients_of_weights(of, jagged, weights, received), upstream)
+    if case.optimizer is not None:
+        _check_updates(case, p, upstream, updated)
+        return
+    exact = gradients_by_torch(p, upstream, [weight.double() for weight in p.weights])
+    in_fp32 = gradients_by_torch(p, upstream, [weight.float() for weight in p.weights])
+    both = training.of_tables(p, dense), training.of_tables(p, sparse)
+    if len(p.batch_sizes) > 1 and not case.bad:
+        _check_bits_of_one_rank(p, both[0], upstream, device)
+    for one, other, wanted, torchs, rows in zip(*both, exact, in_fp32, training.rows_read(p), strict=True):
+        assert torch.equal(one, other.to_dense())
+        if not case.bad:
+            assert_as_exact_as_torch(one, torchs, wanted)
+            assert torch.equal(other.indices()[0], rows.nonzero()[:, 0])
+
+
+def _check_bits_of_one_rank(p: Problem, found: list[torch.Tensor], upstream: torch.Tensor, device: Any) -> None:
+    """Gradients do not depend on the placement of tables or the number of ranks."""
+    p = replace(p, rank_of_table=(0,) * len(p.tables), batch_sizes=(sum(p.batch_sizes),))
+    plan, jagged = EmbeddingPlan(p.sharding, EmbeddingOptions(hash=p.hash)), _input_of(Case(p), p, 0)
+    of = ForwardCall(plan, 0, check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights), 1, None, 1.0, False)
+    alone = device.gradients_of_tables(of, device.sorted_rows(of, jagged), upstream)
+    assert all(torch.equal(one, two) for one, two in zip(found, alone, strict=True))
+
+
+def _input_of(case: Case, p: Problem, rank: int) -> JaggedInput:
+    if case.keyed:
+        keyed = p.keyed(rank, sorted({slot.feature for slot in p.sharding.local_slots(rank)}, reverse=True))
+        return JaggedInput(
+            tuple(keyed.keys()), keyed.values(), keyed.offsets(), keyed.weights_or_none(), keyed.stride()
+        )
+    values, offsets, *weights = (tensor.clone() for tensor in p.tupled(rank))
+    if case.bad and rank == 0:
+        values[: case.bad] = torch.tensor([-1, 10**6, 2**40])[: case.bad]
+    return JaggedInput(None, values, offsets, weights[0] if weights else None)
+
+
+def _update(
+    device: Any, optimizer: EmbeddingOptimizer, weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int, checked: Any,
+    jagged: JaggedInput, received: torch.Tensor, updated: list[list[torch.Tensor]],
+) -> None:  # fmt: skip
+    """One step into new states; the second one of the two has to have the same bits."""
+    fresh = [weight.clone() for weight in weights]
+    update = FusedUpdate(optimizer, fresh)
+    states = [list(of_table.values()) for of_table in update.states]
+    tables = Tables(optimizer, fresh, states, update.learning_rate, update.step)
+    of = ForwardCall(plan, rank, checked, 1, tables, 1.0, False)
+    if optimizer.nonfinite == "skip" and received.numel():
+        received = received.clone()
+        received[0] = float("nan")  # the first bags are empty
+        received[-1] = float("inf")
+    update.step.add_(1)
+    skipped = device.update(of, tables, device.sorted_rows(of, jagged), received)
+    if optimizer.nonfinite == "skip" and received.numel():
+        assert int(skipped) > 0
+        assert all(weight.isfinite().all() for weight in fresh)
+        assert all(state.isfinite().all() for of_table in states for state in of_table)
+    if len(updated) <= rank:
+        updated.append(fresh)
+    assert all(torch.equal(one, two) for one, two in zip(updated[rank], fresh, strict=True))
+
+
+def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list[list[torch.Tensor]]) -> None:
+    optimizer = case.optimizer
+    assert optimizer is not None
+    if optimizer.nonfinite == "skip":
+        return
+    found = training.of_tables(p, updated)
+    if optimizer.lr == 0:
+        assert all(torch.equal(one, two) for one, two in zip(found, p.weights, strict=True))
+        return
+    by_dtype = []
+    for dtype in (torch.float64, torch.float32):
+        weights = [weight.to(dtype) for weight in p.weights]
+        grads = gradients_by_torch(p, upstream, weights)
+        for weight, grad, rows in zip(weights, grads, training.rows_read(p), strict=True):
+            training.Rule(optimizer, weight).apply(weight, grad + optimizer.weight_decay * weight, rows)
+        by_dtype.append(weights)
+    for one, exact, in_fp32 in zip(found, *by_dtype, strict=True):
+        assert_as_exact_as_torch(one, in_fp32, exact)
+
+
+def _check_weights(p: Problem, rank: int, found: torch.Tensor, upstream: torch.Tensor) -> None:
+    wanted = []
+    for slot in p.sharding.local_slots(rank):
+        bags, weight = p.bags[slot.feature], p.weights[slot.table].double()
+        grad = upstream.double()[:, slot.column : slot.column + slot.dim]
+        if p.tables[slot.table].pooling == "mean":
+            grad = grad / bags.lengths.clamp(min=1)[:, None]
+        wanted.append((weight[bags.values] * grad.repeat_interleave(bags.lengths, 0)).sum(1))
+    torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+if __name__ == "__main__":
+    play_all({name: lambda case=case: play(case) for name, case in CASES.items()})  # type: ignore[misc]

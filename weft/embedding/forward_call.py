@@ -1,0 +1,115 @@
+"""What backward of embedding_all_to_all needs of a forward call, besides the tensors that autograd saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from weft.embedding.check import CheckedInput
+from weft.embedding.jagged import JaggedInput, offsets_of
+from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.embedding.plan import EmbeddingPlan
+from weft.errors import WeftError
+
+
+class Tables(NamedTuple):
+    """The memory of an update: this rank's tables and their states, the learning rate, and the number of updates so far.
+
+    states: for each table, in the order of `EmbeddingOptimizer.states`.
+    """
+
+    optimizer: EmbeddingOptimizer
+    weights: list[torch.Tensor]
+    states: list[list[torch.Tensor]]
+    learning_rate: torch.Tensor
+    step: torch.Tensor
+
+
+@dataclass
+class ForwardCall:
+    """The parts of a forward call that backward needs, besides the tensors that autograd saves.
+
+    number: of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
+    optimizer; then gradients are returned, as sparse COO tensors if `sparse`. factor: times every reduced gradient.
+    """
+
+    plan: EmbeddingPlan
+    rank: int
+    checked: CheckedInput
+    number: int
+    tables: Tables | None
+    factor: float
+    sparse: bool
+    is_updated: bool = field(default=False)
+
+    @property
+    def collected(self) -> list[Collected] | None:
+        """The gradients that are kept for one update later; None if backward updates the tables itself."""
+        return None if self.tables is None else COLLECTED.get(id(self.tables.step))
+
+    def require_first(self) -> None:
+        """Raise `WeftError` if backward of this call has updated tables before."""
+        if self.is_updated:
+            raise WeftError(
+                "backward through embedding_all_to_all a second time: its optimizer has updated the tables in the first backward. "
+                "Sum the losses and call backward once, or make the call again; without an optimizer gradients accumulate in .grad"
+            )
+
+    @property
+    def said(self) -> str:
+        """The text that ranks compare before the exchange, apart from the number."""
+        if self.tables is None:
+            update = f"{'sparse' if self.sparse else 'dense'} gradients"
+        else:
+            learning_rate = float(self.tables.learning_rate)
+            update = (
+                f"{self.tables.optimizer.written}, learning rate {learning_rate!r}, update {int(self.tables.step) + 1}"
+                f"{'' if self.collected is None else ', accumulated'}"
+            )
+        return f"{update}, factor {self.factor!r}, batch_sizes {self.checked.batch_sizes}"
+
+
+class Collected(NamedTuple):
+    """The ids of a call, and the gradients of the vectors that this rank has pooled, [global batch, columns of its tables]."""
+
+    of: ForwardCall
+    jagged: JaggedInput
+    received: torch.Tensor
+
+
+COLLECTED: dict[int, list[Collected]] = {}
+"""By the id of the tensor that counts an optimizer's updates, which a call carries: the gradients kept for one update."""
+
+
+def joined_calls(calls: list[Collected]) -> Collected:
+    """Return several calls as one, with a block of bags for each slot: samples of the first call first. Waits for the device."""
+    first = calls[0].of
+    slots, batch = range(len(first.checked.key_of_slot)), sum(call.of.checked.global_batch for call in calls)
+    lengths: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
+    ends = [_ends(call) for call in calls]
+    for slot in slots:
+        for call, offsets in zip(calls, ends, strict=True):
+            size, key = call.of.checked.global_batch, call.of.checked.key_of_slot[slot]
+            begin, end = offsets[key], offsets[key + 1]
+            values.append(call.jagged.values[begin:end])
+            lengths.append(call.jagged.offsets[key * size : (key + 1) * size + 1].diff())
+            if call.jagged.weights is not None:
+                weights.append(call.jagged.weights[begin:end])
+    last = calls[-1].jagged
+    of_values = None if last.weights is None else torch.cat([last.weights[:0], *weights])
+    bags = offsets_of(torch.cat([last.offsets[:0], *lengths]))
+    jagged = JaggedInput(None, torch.cat([last.values[:0], *values]), bags, of_values)
+    checked = CheckedInput(tuple(slots), (batch,), batch)
+    return Collected(replace(first, checked=checked), jagged, torch.cat([call.received for call in calls]))
+
+
+def _ends(call: Collected) -> list[int]:
+    """Return where each block of bags begins in the values, and the end of the last one."""
+    size, offsets = call.of.checked.global_batch, call.jagged.offsets
+    blocks = (offsets.numel() - 1) // size if size else 0
+    found: list[int] = offsets[:: size or 1][: blocks + 1].tolist()
+    return found if size else [0] * (2 + max(call.of.checked.key_of_slot, default=0))

@@ -1,0 +1,69 @@
+"""The part of a call of embedding_all_to_all that only backward uses."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from weft.embedding.update import FusedUpdate
+from weft.words import kind
+
+
+class Training(NamedTuple):
+    """The part of a call that only backward uses.
+
+    states, learning_rate, step: of a `FusedUpdate`. anchor: an empty tensor that requires a gradient, if gradients of tables are
+    wanted that need not show it. optimizer: `EmbeddingOptimizer.written`, or "". factor: times the reduced gradients.
+    """
+
+    states: list[torch.Tensor]
+    learning_rate: torch.Tensor | None
+    step: torch.Tensor | None
+    anchor: torch.Tensor | None
+    optimizer: str
+    factor: float
+    sparse: bool
+
+
+NOT_TRAINED = Training([], None, None, None, "", 1.0, False)
+
+
+def training_of(
+    update: FusedUpdate | None, sparse: bool, requires_grad: bool, device: torch.device, factor: float = 1.0
+) -> Training:
+    """Return the part of a call that backward uses. factor: without `update`. Raise `ValueError` for options that exclude each
+    other."""
+    if not isinstance(sparse, bool) or not isinstance(requires_grad, bool):
+        raise ValueError(f"sparse={sparse!r}, requires_grad={requires_grad!r}: pass True or False")
+    if sparse and torch.compiler.is_compiling():
+        raise ValueError(
+            "sparse=True inside of a compiled program: torch.compile knows dense gradients only, pass False"
+        )
+    if update is None:
+        anchor = _anchor(device) if requires_grad and torch.is_grad_enabled() else None
+        return (
+            Training([], None, None, anchor, "", factor, sparse)
+            if sparse or factor != 1.0 or anchor is not None
+            else NOT_TRAINED
+        )
+    if not isinstance(update, FusedUpdate):
+        raise TypeError(f"update is {kind(update)}: pass weft.embedding.FusedUpdate(weft.SGD(lr=...), weights)")
+    if sparse:
+        raise ValueError("sparse=True goes with update=None: an optimizer in backward leaves no gradient")
+    if not torch.is_grad_enabled():
+        return NOT_TRAINED
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "embedding_all_to_all with update inside of a compiled program: torch.compile does not know that backward changes the "
+            "tables. Make the call in a function decorated with torch.compiler.disable"
+        )
+    written = update.optimizer.written
+    return Training(update.tensors, update.learning_rate, update.step, _anchor(device), written, update.factor, False)
+
+
+@functools.lru_cache(maxsize=64)
+def _anchor(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, device=device, requires_grad=True)

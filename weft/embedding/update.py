@@ -1,0 +1,79 @@
+"""The optimizer, learning rate and states by which backward updates a rank's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.words import kind
+
+
+class FusedUpdate:
+    """An optimizer with its states for the tables of one rank, for `update` of `weft.embedding_all_to_all`.
+
+    Backward of a call updates the tables and the states in place. `learning_rate` is a tensor on their device, read when the
+    update runs.
+
+    optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`.
+    weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.
+    factor: times every reduced gradient, for example 1 / world size.
+
+    Memory: the states that the optimizer documents, float32.
+
+    Raises `TypeError` for another optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: EmbeddingOptimizer,
+        weights: Sequence[torch.Tensor],
+        *,
+        factor: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """device: of a rank without tables."""
+        if not isinstance(optimizer, EmbeddingOptimizer):
+            raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
+        self.optimizer, self.factor = optimizer, float(factor)
+        device = weights[0].device if len(weights) else torch.device("cpu" if device is None else device)
+        self.learning_rate = torch.tensor(optimizer.lr, dtype=torch.float32, device=device)
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        """The number of updates so far."""
+        self.states: list[dict[str, torch.Tensor]] = [
+            {
+                name: torch.zeros(weight.shape if shape == "element" else weight.shape[:1], device=weight.device)
+                for name, shape in optimizer.states.items()
+            }
+            for weight in weights
+        ]
+        """The states of each table, by name."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate. Reading it waits for the device."""
+        return float(self.learning_rate)
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.learning_rate.fill_(value)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All states, table by table."""
+        return [state for states in self.states for state in states.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.tensors)
+
+    def move(self, device: torch.device) -> None:
+        """Move the learning rate, the count and the states to `device`. From "meta" they start anew."""
+
+        def moved(tensor: torch.Tensor, first: float) -> torch.Tensor:
+            return torch.full_like(tensor, first, device=device) if tensor.is_meta else tensor.to(device)
+
+        self.learning_rate, self.step = moved(self.learning_rate, self.optimizer.lr), moved(self.step, 0)
+        self.states = [{name: moved(state, 0) for name, state in states.items()} for states in self.states]

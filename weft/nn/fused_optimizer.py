@@ -1,0 +1,145 @@
+"""The optimizer of embedding tables that backward updates, as torch's schedulers and checkpoints see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from weft.arguments import check_tensor
+from weft.embedding.update import FusedUpdate
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` over a rank's tables, whose updates happen in backward.
+
+    `step()` and `zero_grad()` do nothing, so that a training loop may call them for all optimizers alike. A learning rate written
+    to `param_groups[0]["lr"]`, by a scheduler for example, counts for all later updates of this rank, also in a replayed CUDA
+    graph. Ranks must write the same value; on CPU they compare it at each backward. The other numbers are fixed.
+
+    `state_dict()` has torch's form, and names of TorchRec: state "<table>.momentum1" of parameter "embedding_bags.<table>.weight".
+    It is this rank's part. `load_state_dict()` copies into the states in place.
+    """
+
+    def __init__(self, update: FusedUpdate, tables: Mapping[str, nn.Parameter]) -> None:
+        self._update = update
+        super().__init__([{"params": list(tables.values())}], {"lr": update.optimizer.lr, **update.optimizer.numbers})
+        self.param_groups[0] = _Group(self.param_groups[0], update)
+        for (name, parameter), states in zip(tables.items(), update.states, strict=True):
+            if states:
+                self.state[parameter] = {f"{name}.{state}": tensor for state, tensor in states.items()}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do nothing: backward has updated the tables. Return the value of `closure`, which is called if it is given."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the tables have no gradients."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: a module's optimizer has the module's tables."""
+        if getattr(self, "param_groups", None):
+            raise ValueError(
+                "the fused optimizer of a module has exactly its tables: use another optimizer for other parameters"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the states, the numbers, and the number of updates as "step". On GPUs it waits for the device."""
+        found = super().state_dict()
+        found["param_groups"] = [{**group, "step": int(self._update.step)} for group in found["param_groups"]]
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Copy states, learning rate and number of updates. Raise `ValueError` before anything is copied if they are those of
+        another optimizer or other tables."""
+        groups, given = state_dict["param_groups"], state_dict["state"]
+        own = self.param_groups[0]
+        if len(groups) != 1 or len(groups[0]["params"]) != len(own["params"]):
+            raise ValueError(
+                f"the state dict has groups of {[len(g['params']) for g in groups]} parameters, and this rank has "
+                f"one group of {len(own['params'])} tables: load the state of the same rank and placement"
+            )
+        for name, number in self._update.optimizer.numbers.items():
+            if groups[0].get(name) != number:
+                raise ValueError(
+                    f"the state dict has {name}={groups[0].get(name)} and this optimizer {number}: make the module with it"
+                )
+        copies = [
+            (state, _of_state(given.get(number, {}), name, state))
+            for number, parameter in enumerate(own["params"])
+            for name, state in self.state.get(parameter, {}).items()
+        ]
+        with torch.no_grad():
+            for own_state, value in copies:
+                own_state.copy_(value)
+        self._update.step.fill_(groups[0].get("step", 0))
+        own.update({name: value for name, value in groups[0].items() if name not in ("params", "step")})
+
+
+class _Group(dict[str, Any]):
+    """A parameter group that passes its learning rate on to the device, and keeps the other numbers."""
+
+    def __init__(self, group: Mapping[str, Any], update: FusedUpdate) -> None:
+        super().__init__(group)
+        self._update = update
+        self._fixed = update.optimizer.numbers
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "lr":
+            value = float(value)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"lr={value} must be a finite number that is not negative")
+            self._update.lr = value
+        elif name in self._fixed and value != self._fixed[name]:
+            raise ValueError(f"{name}={value}: a fused optimizer keeps {name}={self._fixed[name]}, only lr can change")
+        super().__setitem__(name, value)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for name, value in dict(*others, **more).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy and pickle as an ordinary dict."""
+        return dict, (dict(self),)
+
+
+def _of_state(states: Mapping[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:
+    if name not in states:
+        _refuse(name, states)
+    check_tensor(name, states[name])
+    if states[name].shape != like.shape:
+        raise ValueError(f"state {name!r} has shape {list(states[name].shape)} and must have {list(like.shape)}")
+    found: torch.Tensor = states[name]
+    return found
+
+
+def _refuse(name: str, states: Iterable[str]) -> NoReturn:
+    raise ValueError(
+        f"the state dict has no {name!r}, only {', '.join(states) or 'nothing'}: is it of another optimizer?"
+    )
+
+
+def ignore_tables(model: nn.Module) -> set[nn.Parameter]:
+    """Mark the sharded embedding tables in `model`, so that `DistributedDataParallel(model)` leaves them alone.
+
+    DDP copies the first rank's parameters to all ranks and averages gradients, but every rank has other tables. Call it on the
+    module that DDP wraps, before DDP. Returns the tables' parameters, for `fully_shard(model, ignored_params=...)` of FSDP.
+    """
+    found = {
+        name: parameter for name, parameter in model.named_parameters() if getattr(parameter, "_weft_table", False)
+    }
+    before = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    mark: Any = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    mark(model, sorted(before | found.keys()))
+    return set(found.values())

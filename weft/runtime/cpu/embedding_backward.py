@@ -1,0 +1,128 @@
+"""The part of embedding_all_to_all's backward that a CPU process computes, by csrc/embedding_backward.cpp."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft import _core
+from weft.embedding import EmbeddingSharding, JaggedInput
+from weft.embedding.forward_call import ForwardCall, Tables
+
+_DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_GRADIENT = 0  # the rule that writes gradients
+
+
+def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
+    """Return the ids of this rank's tables, sorted by table and row."""
+    slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
+    weights = 0 if jagged.weights is None else jagged.weights.data_ptr()
+    return _core.SortedRows(slots=slots, tables=tables, per_sample_weights=weights, **_input(of, jagged))
+
+
+def update(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> int:
+    """Update each row that occurs. Return how many were skipped, because their gradient is infinite or NaN."""
+    optimizer = tables.optimizer
+    memory = np.zeros((len(tables.weights), 4), dtype=np.int64)
+    for line, weight, states in zip(memory, tables.weights, tables.states, strict=True):
+        line[0] = weight.data_ptr()
+        line[1 : 1 + len(states)] = [state.data_ptr() for state in states]
+    numbers = optimizer.numbers
+    beta1, beta2 = numbers.get("beta1", 0.0), numbers.get("beta2", 0.0)
+    step = int(tables.step)
+    corrections = [1 / (1 - beta**step) for beta in (beta1, beta2)]
+    of_rule = [numbers.get("eps", 0.0), numbers["weight_decay"], beta1, beta2, 1 - beta1, 1 - beta2, *corrections]
+    given = [float(tables.learning_rate), of.factor, *of_rule]
+    skipped = _updated(of, rows, received, memory, optimizer.rule, given, optimizer.nonfinite == "skip")
+    for changed in (*tables.weights, *(state for states in tables.states for state in states)):
+        torch.autograd.graph.increment_version(changed)
+    return skipped
+
+
+def gradients_of_tables(of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradient of each table: dense, or a coalesced sparse COO tensor."""
+    sharding = of.plan.sharding
+    tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
+    counts = rows.counts()
+    sizes = counts if of.sparse else [table.num_embeddings for table in tables]
+    make = torch.empty if of.sparse else torch.zeros
+    values = [make(size, table.embedding_dim, dtype=table.dtype) for size, table in zip(sizes, tables, strict=True)]
+    memory = np.zeros((len(tables), 4), dtype=np.int64)
+    memory[:, 3] = [value.data_ptr() for value in values]
+    _updated(of, rows, received, memory, _GRADIENT, [0.0, of.factor, *[0.0] * 8], False)
+    if not of.sparse:
+        return values
+    found = []
+    for number, (table, value) in enumerate(zip(tables, values, strict=True)):
+        indices = torch.empty(1, counts[number], dtype=torch.int64)
+        rows.rows(number, indices.data_ptr())
+        shape = table.num_embeddings, table.embedding_dim
+        found.append(torch.sparse_coo_tensor(indices, value, shape, is_coalesced=True, check_invariants=False))
+    return found
+
+
+def gradients_of_weights(
+    of: ForwardCall, jagged: JaggedInput, weights: Sequence[torch.Tensor], received: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradients of per-sample weights, float32 [number of ids]."""
+    slots, tables = _described(of.plan.sharding, of.rank, of.checked.key_of_slot)
+    out = torch.empty(jagged.values.numel(), dtype=torch.float32)
+    _core.gradients_of_weights(
+        slots=slots,
+        tables=tables,
+        weights=[weight.data_ptr() for weight in weights],
+        gradients=received.data_ptr(),
+        stride=received.shape[1],
+        dtype=_DTYPE_CODE[received.dtype],
+        out=out.data_ptr(),
+        **_input(of, jagged),
+    )
+    return out
+
+
+def _updated(
+    of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, memory: np.ndarray, rule: int, numbers: list[float],
+    skip_nonfinite: bool,
+) -> int:  # fmt: skip
+    return rows.update(
+        memory=memory,
+        gradients=received.data_ptr(),
+        stride=received.shape[1],
+        dtype=_DTYPE_CODE[received.dtype],
+        rule=rule,
+        sparse=of.sparse,
+        numbers=numbers,
+        skip_nonfinite=skip_nonfinite,
+        n_threads=torch.get_num_threads(),
+    )
+
+
+def _input(of: ForwardCall, jagged: JaggedInput) -> dict[str, Any]:
+    return {
+        "values": jagged.values.data_ptr(),
+        "values_bits": 8 * jagged.values.element_size(),
+        "n_values": jagged.values.numel(),
+        "offsets": jagged.offsets.data_ptr(),
+        "offsets_bits": 8 * jagged.offsets.element_size(),
+        "batch": of.checked.global_batch,
+        "hash": of.plan.options.hash,
+        "n_threads": torch.get_num_threads(),
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def _described(sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the native code's slots [n, 4] and tables [t, 2]. Columns are those of the gradients that arrive here."""
+    local = sharding.local_tables(rank)
+    number = {index: place for place, index in enumerate(local)}
+    slots, column = np.zeros((len(key_of_slot), 4), dtype=np.int64), 0
+    for line, slot, key in zip(slots, sharding.local_slots(rank), key_of_slot, strict=True):
+        line[:] = number[slot.table], key, column, sharding.tables[slot.table].pooling == "mean"
+        column += slot.dim
+    of_tables = [sharding.tables[index] for index in local]
+    tables = np.array([(t.num_embeddings, t.embedding_dim) for t in of_tables], dtype=np.int64).reshape(-1, 2)
+    return slots, tables

@@ -1,0 +1,166 @@
+"""Backward of embedding_all_to_all on a rank, on CPU processes and GPUs: gradients travel to the owners of tables, which
+reduce them by row.
+
+    grad       [local batch, all columns], of this rank's samples
+    received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
+    rows       the reduced gradient of each row that the batch has read: into an optimizer's update, or into `.grad`
+
+Each rank's part of `grad` for an owner is copied together first. On CPU ranks meet before the exchange with the number of the
+forward call, its batch sizes and the learning rate. So ranks that go back through different calls, or would update
+differently, get an error that names the difference, before anything is written. On GPUs hosts do not meet.
+
+The order of sums is fixed by ids and samples alone (csrc/embedding_backward.hpp), so equal inputs give equal bits: for any number
+of ranks, any placement of tables, and however late ranks are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.embedding import EmbeddingSharding, JaggedInput
+from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, joined_calls
+from weft.embedding.tables import column_runs
+from weft.embedding.update import FusedUpdate
+from weft.errors import RefusedError
+from weft.runtime.collectives import all_to_all_single
+from weft.runtime.cpu import embedding_backward as cpu
+from weft.runtime.meeting import Topic, meeting_of
+from weft.runtime.unfused.turn import Turn
+from weft.symm import Communicator
+from weft.words import by_rank, counted
+
+_EXTRA = struct.Struct("<qq")  # the number of the forward call, a hash of the rest
+
+
+def gradients(
+    of: ForwardCall, jagged: JaggedInput, weights: Sequence[torch.Tensor], grad: torch.Tensor, wanted: tuple[bool, bool],
+    group: dist.ProcessGroup, turn: Turn,
+) -> tuple[list[torch.Tensor] | None, torch.Tensor | None]:  # fmt: skip
+    """Return the gradients of tables and of per-sample weights, or update the tables and return None for them.
+
+    weights: the tables, for gradients of per-sample weights. wanted: of tables (or an update), of per-sample weights.
+    """
+    of.require_first()
+    sharding, sizes = of.plan.sharding, of.checked.batch_sizes
+    if grad.device.type == "cpu":
+        _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
+    device = _on(grad.device)
+    received = to_owners(grad, sharding, of.rank, sizes, group, turn)
+    if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
+        _require_finite(of, received, group, turn.deadline_s)
+    of_weights = device.gradients_of_weights(of, jagged, weights, received) if wanted[1] else None
+    of_tables = None
+    if wanted[0]:
+        if of.tables is None:
+            of_tables = device.gradients_of_tables(of, device.sorted_rows(of, jagged), received)
+        elif (collected := of.collected) is not None:
+            collected.append(Collected(of, jagged, received))
+        else:
+            of.is_updated = True
+            _update(Collected(of, jagged, received))
+    return of_tables, of_weights
+
+
+@contextlib.contextmanager
+def accumulate(update: FusedUpdate) -> Iterator[None]:
+    """Keep the gradients of all backwards inside, and update the tables once at the end. After an error nothing is updated.
+
+    Not collective itself, but ranks do it alike: backward compares it on CPU.
+    """
+    key, collected = id(update.step), list[Collected]()
+    if key in COLLECTED:
+        raise ValueError(
+            "accumulate() inside of accumulate() of the same module: leave out the inner one, one update follows the outer"
+        )
+    COLLECTED[key] = collected
+    try:
+        yield
+    finally:
+        del COLLECTED[key]
+    if collected:
+        for one in collected:
+            one.of.is_updated = True
+        with torch.no_grad():
+            _update(joined_calls(collected))
+
+
+def _update(call: Collected) -> None:
+    of = call.of
+    assert of.tables is not None
+    of.tables.step.add_(1)
+    device = _on(call.received.device)
+    device.update(of, of.tables, device.sorted_rows(of, call.jagged), call.received)
+
+
+def _require_finite(
+    of: ForwardCall, received: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None
+) -> None:
+    """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. Waits for the device. Collective."""
+    sharding, column, bad = of.plan.sharding, 0, list[str]()
+    finite = received.isfinite().all(0).tolist()
+    for slot in sharding.local_slots(of.rank):
+        if not all(finite[column : column + slot.dim]):
+            bad.append(f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}")
+        column += slot.dim
+    said = f"gradients are infinite or NaN: {'; '.join(bad)}" if bad else None
+    comm = symm.communicator(group, received.device)
+    everyone = comm.all_gather(said, what="non-finite gradients", deadline_s=deadline_s)
+    if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
+        raise RefusedError(f"backward of embedding_all_to_all, nothing is updated: {reasons}")
+
+
+def to_owners(
+    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradients of the vectors that this rank has pooled, [global batch, columns of its tables]."""
+    world = sharding.world_size
+    if world == 1:
+        return grad.contiguous()
+    columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(world)]
+    pieces: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    first = 0
+    for r, begin, end in column_runs(sharding):
+        pieces[r].append(grad[:, first : first + end - begin])
+        first += end - begin
+    send = torch.cat([torch.cat(of_rank, dim=1).flatten() for of_rank in pieces if of_rank])
+    leaving = [batch_sizes[rank] * count for count in columns]
+    arriving = [size * columns[rank] for size in batch_sizes]
+    received = send.new_empty(sum(arriving))
+    turn.run("all_to_all of gradients", all_to_all_single, received, send, arriving, leaving, group=group)
+    turn.done("all_to_all of gradients", received, (sum(leaving) - leaving[rank]) * send.itemsize)
+    return received.view(sum(batch_sizes), columns[rank])
+
+
+def _on(device: torch.device) -> ModuleType:
+    if device.type == "cpu":
+        return cpu
+    from weft.runtime.cuda import embedding_backward  # needs Triton, which a CPU machine may lack
+
+    return embedding_backward
+
+
+def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None:
+    """Meet the ranks' backward of the same call. Raise on every rank if they differ."""
+    said = of.said
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
+    meeting = meeting_of(comm)
+    tables = counted(len(of.plan.sharding.tables), "table")
+    # Not the whole plan: backward depends neither on the transport nor on whether it was chosen.
+    details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
+    topic = Topic(f"backward of embedding_all_to_all of {tables}", details)
+    extras = [
+        _EXTRA.unpack(one) for one in meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(of.number, digest))
+    ]
+    numbers, digests = ({extra[i] for extra in extras} for i in range(2))
+    if len(digests) == 1 and (len(numbers) == 1 or 0 in numbers):
+        return
+    texts = comm.all_gather(f"call {of.number}, {said}", what="options of backward", deadline_s=deadline_s)
+    meeting.disagree(f"ranks go back through embedding_all_to_all differently: {by_rank(enumerate(texts))}")
