@@ -367,7 +367,9 @@ def refused_alone(group: dist.ProcessGroup) -> list[str]:
 
 def test_one_rank_gets_a_value_error(pool: Pool) -> None:
     ((missing, nowhere, empty),) = pool.run(refused_alone, ranks=1)
-    assert missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+    assert (
+        missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
+    )
     assert empty.startswith(
         "ValueError: schedule nothing has no input and no output, so nothing goes in or comes out: "
     )
