@@ -216,7 +216,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "gradient of an output": (
         lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
-        "y needs a gradient, and a run computes none: call under torch.no_grad(), or pass y.detach()",
+        "y requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass y.detach()",
     ),
     "deadline": (None, "deadline_s=-1 must be positive, and at most"),
     "timeline": (None, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
