@@ -221,7 +221,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "deadline": (None, "deadline_s=-1 must be positive, and at most"),
     "timeline": (None, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
     "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
-    "ranks": (None, "schedule shifted is for 4 ranks, and the group has 2: build it for 2, or pass a group of 4"),
+    "ranks": (None, "schedule shifted is for 4 ranks, but the group has 2: build it for 2, or pass a group of 4"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": -1}, "timeline": {"timeline": 3}}
 SCHEDULES: dict[str, Any] = {"schedule": "shifted", "ranks": shifted(4)}
