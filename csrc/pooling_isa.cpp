@@ -55,7 +55,15 @@ template <int W> inline Floats<W> load(const Brain *from) {
     return (Floats<W>)(__builtin_convertvector(narrow, typename Lanes<W>::U) << 16);
 }
 
-template <int W> inline Floats<W> load(const Half *from) {
+// fp16 that the machine does not convert takes some dozen instructions an element: a call a vector, as inline copies in every
+// loop below take most of the time to compile.
+#ifdef __F16C__
+#define WEFT_HALF inline
+#else
+#define WEFT_HALF [[gnu::noinline]]
+#endif
+
+template <int W> WEFT_HALF Floats<W> load(const Half *from) {
 #ifdef __AVX512F__
     if constexpr (W == 16) return (Floats<W>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #endif
@@ -86,7 +94,7 @@ template <int W> inline void store(Brain *to, Floats<W> v) {
     memcpy(to, &narrow, sizeof narrow);
 }
 
-template <int W> inline void store(Half *to, Floats<W> v) {
+template <int W> WEFT_HALF void store(Half *to, Floats<W> v) {
 #ifdef __AVX512F__
     if constexpr (W == 16)
         return _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
