@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -201,6 +202,7 @@ def _names(record: Record) -> list[tuple[Network, str]]:
     return found
 
 
+@cache  # a report and its documents show the same records
 def _moved(p: MatmulReduceScatter, chosen: str, machine: str) -> tuple[dict[str, float], dict[str, float]] | None:
     file = file_of(machine.rpartition(" x ")[2])
     if file is None:
