@@ -3,8 +3,6 @@ with late ranks, backward by the operator, layouts, empty sizes."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,11 +51,11 @@ def on_poisoned_memory(
     return names
 
 
-EVERY = product([2, 3, 4, 8], [F32, BF16, F16], [False, True])
-SOME = (2, F32, False), (3, F16, True), (4, F32, True), (8, BF16, False)
+SOME = [(2, F32, False), (3, F16, True)]
+MORE = (2, BF16, True), (3, F32, False), (4, F32, True), (8, BF16, False)
 
 
-@pytest.mark.parametrize(("world", "dtype", "columns"), [one if one in SOME else slow(*one) for one in EVERY], ids=str)
+@pytest.mark.parametrize(("world", "dtype", "columns"), [*SOME, *(slow(*one) for one in MORE)], ids=str)
 def test_every_schedule_on_poisoned_memory(pool: Pool, world: int, dtype: torch.dtype, columns: bool) -> None:
     (names, *_) = pool.run(on_poisoned_memory, 75, 38, 40, columns, dtype, ranks=world, timeout_s=100)
     assert len(names) == 8

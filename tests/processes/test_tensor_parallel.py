@@ -38,7 +38,7 @@ def test_without_sequence_parallelism(pool: Pool, world: int, kind: str) -> None
     [
         slow(2, None, False, False),
         (4, None, False, False),
-        (2, None, True, False),
+        slow(2, None, True, False),
         (2, None, False, True),
         (2, 1, False, False),
     ],

@@ -286,7 +286,7 @@ def read_all(places: Places, text: Callable[[list[bytes]], bytes]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_what_became_of_valid_files_is_read_or_refused_by_name(places: Places, seed: int) -> None:
     rng = random.Random(seed)
@@ -294,7 +294,7 @@ def test_what_became_of_valid_files_is_read_or_refused_by_name(places: Places, s
 
 
 @pytest.mark.slow
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(text=st.one_of(st.binary(max_size=200), st.lists(st.sampled_from(PIECES), max_size=12).map(b"".join)))
 def test_what_was_never_valid_is_refused_by_name(places: Places, text: bytes) -> None:
     read_all(places, lambda valid: text)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from support.slow import mostly
+from support.slow import mostly, slow
 
 from weft import plan
 from weft.builders import (
@@ -127,7 +127,7 @@ def test_scaled_products_travel_and_are_priced_as_they_are(by: str) -> None:
         assert sum(s.bytes for s in ran.timeline) == sum(s.bytes for s in usual.timeline) > 0
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, slow(8)])
 def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
     found = applicable(MatmulReduceScatter(world, 150 * world, 20, 4, "bf16"))
     assert builders(found) == {"serial", "scatter", "direct", "tracked", "ring", "pulled"}

@@ -20,7 +20,7 @@ from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
 from support import output_maps
 from support.made_up import require_runnable_on_gpus
-from support.slow import mostly
+from support.slow import mostly, slow
 
 import weft
 from weft.builders import MatmulInto, MatmulReduceScatter, NotApplicableError, OutputMap, named, schedule_of
@@ -79,7 +79,7 @@ def test_every_map_of_wefts(world: int) -> None:
         check(one.collective, one.schedule(N, K, "fp32"), len(name), runs=2 if world == 8 else 3)
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, slow(8)])
 def test_larger_maps_verify(world: int) -> None:
     for one in output_maps.library(world, 150).values():
         verify(one.schedule(20, 4, "bf16"))

@@ -84,8 +84,8 @@ def _one_slow_link(ranks: int) -> Topology:
     ("wiring", "simulated"),
     [
         (Wiring(ring, (40e3, 0.5)), 1),
-        (Wiring(torus, (40e3, 0.5, 2)), 2),
-        (Wiring(hosts, (300e3, 0.5, 50e3, 2.5, 2)), 2),
+        slow(Wiring(torus, (40e3, 0.5, 2)), 2),
+        slow(Wiring(hosts, (300e3, 0.5, 50e3, 2.5, 2)), 2),
         (Wiring(_one_slow_link), 4),
     ],
 )

@@ -26,7 +26,7 @@ class Row:
     results: cases by name, each called `calls` times in a row on each of `worlds` ranks. more: (ranks, case) beside them.
     every: (ranks, case, builders) of which every schedule is tried, and the builders that these come from.
     gradients: cases, and which inputs want a gradient; data are made from `seeds`. block: the schedule for all that eager ones run.
-    compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all.
+    compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all on two ranks, these on others.
     compiled: names of results that torch.compile calls.
     many, layouts: cases that are called with many sizes, and with operands that lie otherwise.
     small: a case whose arguments are replaced by wrong ones. late: calls to which ranks do not come.
@@ -62,17 +62,18 @@ def apart(case: Any, *schedules: str | None) -> list[Any]:
     return [replace(one, shape=(one.shape[0] + 24 * i, *one.shape[1:])) for i, one in enumerate(more)]
 
 
-SOME = ((1, F32), (2, F32), (3, BF16), (4, F16))
-
-
 def dtypes(builders: Any, case: Any, most: int, *fast: Any, of: Sequence[Any] = (F32, BF16, F16)) -> list[Any]:
-    """Return (ranks, case, builders) for several numbers of ranks and dtypes; `make test` tries those that are `fast`.
+    """Return (ranks, case, builders) for several numbers of ranks, the dtypes in turn; `make test` tries those that are `fast`.
+
+    Ranks and dtypes matter apart from each other: what waits for what does not depend on a dtype, nor rounding on ranks.
 
     case, builders: functions of the number of ranks and the dtype.
     """
     worlds = [world for world in (1, 2, 3, 4, 8) if world <= most]
-    pairs = [(world, dtype) for world in worlds for dtype in of]
-    made = [((world, case(world, dtype), builders(world, dtype)), (world, dtype) in fast) for world, dtype in pairs]
+    pairs = sorted(
+        {(world, i % len(of)) for i, world in enumerate(worlds)} | {(w, of.index(dtype)) for w, dtype in fast}
+    )
+    made = [((world, case(world, of[i]), builders(world, of[i])), (world, of[i]) in fast) for world, i in pairs]
     return [values if is_fast else slow(*values) for values, is_fast in made]
 
 
@@ -136,7 +137,7 @@ MATMUL_REDUCE_SCATTER = Row(
         # Several tiles, and a part of one.
         lambda world, dtype: Gemm(((300 if dtype == F32 else 50) * world, 24), 40, dtype),
         4,
-        *SOME,
+        *((2, F32), (3, BF16)),
     ),
     small=Gemm((8, 8), 3, schedule="scatter"),
     layouts=apart(Gemm((96, 24), 8), "serial", "scatter", "tracked[chunks=1,to=store]", "pulled[chunks=1,by=tracked]"),
@@ -181,7 +182,7 @@ def followed(bias: bool, residual: bool) -> list[Any]:
         lambda world, _: summed_everywhere(world, 14),
         lambda _, dtype: Following((2, 7, 24), 40, dtype, bias=bias, residual=residual),
         3,
-        *[(2, BF16), (3, F32)][: 1 + (bias and residual)],
+        (3, F32) if bias and residual else (2, BF16),
         of=(F32, BF16),
     )
 
@@ -194,7 +195,7 @@ def normed(fewer: int) -> list[Any]:
             (12 * world - fewer, 24), 40, dtype, residual=not fewer, eps=0.25 if fewer else 1e-6
         ),
         4,
-        *[(3, F32), (2, BF16), (4, F64)][: 1 if fewer else 3],
+        (3, F32) if fewer else (2, BF16),
         of=(F32, BF16, F16, F64),
     )
 
@@ -226,7 +227,7 @@ MATMUL_ALL_REDUCE = Row(
             lambda world, dtype, fewer=fewer: summed_everywhere(world, whole(world, dtype) - fewer),
             lambda world, dtype, fewer=fewer: Gemm((whole(world, dtype) - fewer, 24), 40, dtype),
             8,
-            *SOME[2 * fewer :],
+            (3, BF16) if fewer else (2, F32),
         )
     ]
     + [one for bias, residual in ((True, True), (True, False), (False, True)) for one in followed(bias, residual)]
@@ -293,7 +294,7 @@ MATMUL_ALL_GATHER = Row(
             lambda world, _: {"serial"} | ({"direct", "tracked"} if world > 1 else set()),
             lambda _, dtype, dim=dim: Gemm((299, 24), 40, dtype, dim),
             8,
-            *SOME[-2 * dim :],
+            (3, BF16) if dim else (2, F32),
         )
     ],
     small=Gemm((8, 8), 3, schedule="direct[chunks=1,by=dma]"),
@@ -353,9 +354,9 @@ ALL_GATHER_SCALED_MATMUL = Row(
         "fp8, serial, a batch": ScaledGathered((2, 3, 16), dim=1, out=FP8, schedule="serial"),
     },
     every=[
-        *(gathered_kind(2, *kind) for kind in KINDS),
+        *(gathered_kind(2, *kind) for kind in KINDS[1:]),
+        slow(*gathered_kind(2, *KINDS[0])),
         gathered_kind(1, *KINDS[0]),
-        *(slow(*gathered_kind(1, *kind)) for kind in KINDS[1:]),
         slow(*gathered_kind(3, "tensor", FP8)),
         slow(*gathered_kind(4, "row", BF16)),
     ],
@@ -396,13 +397,9 @@ SCALED_MATMUL_REDUCE_SCATTER = Row(
         "no batch": ScaledGemm((0, 12, 16), dim=1, op="avg"),
     },
     every=[
-        *(
-            scattered_kind(*kind)
-            for kind in ((1, "row", F32), (2, "tensor", BF16), (3, "row", F16), (4, "tensor", F32))
-        ),
-        *(slow(*scattered_kind(2, "row", out)) for out in (F32, BF16, F16)),
-        *(slow(*scattered_kind(3, "row", out)) for out in (F32, BF16)),
-        *(slow(*scattered_kind(4, "tensor", out)) for out in (BF16, F16)),
+        *(scattered_kind(*kind) for kind in ((1, "row", F32), (2, "tensor", BF16), (3, "row", F16))),
+        slow(*scattered_kind(2, "row", F32)),
+        slow(*scattered_kind(4, "tensor", F32)),
     ],
     small=ScaledGemm(schedule="scatter"),
     layouts=apart(ScaledGemm(), "serial", REDUCED),
