@@ -12,7 +12,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip
-INSTALL := $(PIP) install --disable-pip-version-check $(PIP_ARGS)
+# pip compiles to bytecode in one process; BYTECODE does it in one for each core. Some packages have files of other Pythons.
+INSTALL := $(PIP) install --disable-pip-version-check --no-compile $(PIP_ARGS)
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # Tests start hundreds of processes, each of which would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,6 +37,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.22" ninja
 	@echo "== 3 of 3: installing torch and what tests need, and compiling csrc/: takes minutes the first time"
 	@$(INSTALL) -c constraints.txt --no-build-isolation -e ".[cli,test,dev]"
+	@$(BYTECODE)
 	@touch $@
 	@echo "== weft is in $(VENV)"
 
@@ -54,6 +57,7 @@ test-slow: setup  ## Their repetitions at length, what runs commands, and plante
 
 test-models: setup  ## Other people's models, which it installs (transformers, torchtitan): with weft's styles they learn the same
 	$(INSTALL) -q -c constraints.txt transformers torchtitan
+	@$(BYTECODE)
 	$(BIN)/python -m pytest tests/processes/test_parallel_styles.py -n 2 -k "hugging_face or debug_llama"
 
 test-all: test test-slow test-models  ## All three
