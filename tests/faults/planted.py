@@ -21,7 +21,7 @@ from pathlib import Path
 import weft._core
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_COPIED = (".git", ".venv", "build", "dist", ".*_cache", ".hypothesis", "__pycache__", "*.so")
+NOT_COPIED = (".git", ".venv", "build", "dist", ".*_cache", ".hypothesis", "*.so")
 ASSERTIONS = ("AssertionError", "Failed")  # pytest's own: `pytest.raises` without an error, `pytest.fail`
 ENDS = re.compile(r"^Found by: (\S.*)$", re.MULTILINE)
 
