@@ -434,15 +434,24 @@ SLOW += tuple(f"back, {name}" for name in CASES if name not in BACK)
 SLOW += tuple(name for name in OTHERS if name.startswith("pieces of k, ") and name[13:] not in PIECES)
 
 
-@pytest.mark.parametrize("way", ["there", "back"])
-def test_interpreted(way: str) -> None:
-    names = [name for name in [*CASES, *OTHERS] if name not in SLOW and name.startswith("back") == (way == "back")]
-    assert wrong_in(__file__, names) == {}
+def of_kind(kind: str) -> list[str]:
+    """Return the names of the cases of "back", of "pieces of k" or, for "", of all others."""
+    names = [*CASES, *OTHERS]
+    return [name for name in names if next((k for k in ("back", "pieces of k") if name.startswith(k)), "") == kind]
+
+
+KINDS = pytest.mark.parametrize("kind", ["", "back", "pieces of k"], ids=["there", "back", "pieces of k"])
+
+
+@KINDS
+def test_interpreted(kind: str) -> None:
+    assert wrong_in(__file__, [name for name in of_kind(kind) if name not in SLOW]) == {}
 
 
 @pytest.mark.slow
-def test_more_of_it_interpreted() -> None:
-    assert wrong_in(__file__, SLOW) == {}
+@KINDS
+def test_more_of_it_interpreted(kind: str) -> None:
+    assert wrong_in(__file__, [name for name in of_kind(kind) if name in SLOW]) == {}
 
 
 if __name__ == "__main__":
