@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.all_to_all_matmul_reference import expected
+from support.slow import slow
 
 from weft.bench.core import measure
 from weft.bench.core.harness import Ranks
@@ -120,7 +121,7 @@ def _measured(group: dist.ProcessGroup, dtype: str) -> list[dict]:
     return found.records
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", slow("bf16")])
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: str) -> None:
     rows = pool.run(_measured, dtype, ranks=2)[0]
     for mode in ("single", "queued"):

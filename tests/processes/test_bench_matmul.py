@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.slow import slow
 
 import weft
 from weft import symm
@@ -154,7 +155,7 @@ def _measured(group: dist.ProcessGroup, dtype: str) -> list[dict]:
     return found.records
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", slow("bf16")])
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: str) -> None:
     rows = pool.run(_measured, dtype, ranks=2)[0]
     singles, queued = ([r for r in rows if r["mode"] == mode] for mode in ("single", "queued"))

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.slow import slow
 from typer.testing import CliRunner
 
 from weft.bench.__main__ import main as bench_main
@@ -183,7 +182,8 @@ def test_reproduce_appends_says_so_and_shows_how_far_it_is(tmp_path: Path, monke
         assert "weft reproduce: simulating Mega-GPT-2 OP, 8 ranks (0% done" in found.err
 
 
-@pytest.mark.parametrize("seen", ["", slow("making inputs")])
+@pytest.mark.slow
+@pytest.mark.parametrize("seen", ["", "making inputs"])
 def test_ctrl_c_ends_a_benchmark_without_a_traceback(seen: str) -> None:
     """It strikes all processes of the terminal: while they start, and while they measure."""
     arguments = [

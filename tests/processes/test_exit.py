@@ -112,6 +112,7 @@ SLEEPS = """
 """
 
 
+@pytest.mark.slow
 def test_a_callback_that_sleeps_holds_up_no_exit(tmp_path: Path) -> None:
     status, said = first_of_two(SLEEPS, tmp_path, timeout_s=60)
     assert status == 0

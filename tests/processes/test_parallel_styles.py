@@ -76,11 +76,11 @@ def test_a_block_compiles_in_one_graph(pool: Pool, sequence: bool, wanted: dict[
         assert calls == wanted
 
 
+@pytest.mark.parametrize("world", [1, 2, slow(4)])
 @pytest.mark.parametrize("name", layers.LINEARS)
-def test_layers(pool: Pool, name: str) -> None:
-    for world in (1, 2, 4):
-        calls = pool.run(layers.linears, name, torch.float32, 8, False, ranks=world, timeout_s=60)
-        assert calls == [layers.LINEARS[name][-1]] * world
+def test_layers(pool: Pool, name: str, world: int) -> None:
+    calls = pool.run(layers.linears, name, torch.float32, 8, False, ranks=world, timeout_s=60)
+    assert calls == [layers.LINEARS[name][-1]] * world
 
 
 COLUMNS, ROWS = "columns of a sequence", "rows to a sequence"
@@ -124,7 +124,7 @@ def test_a_hugging_face_llama(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "weights frozen"])
-@pytest.mark.parametrize(("world", "k"), [(1, 8), (2, 8), (4, 8), (3, 8)])
+@pytest.mark.parametrize(("world", "k"), [(1, 8), (2, 8), slow(4, 8), (3, 8)])
 def test_torchtitans_functions(pool: Pool, world: int, k: int, frozen: bool) -> None:
     """The kept part of x is a rank's, whatever the number of ranks; here with columns that do not divide by three."""
     for rank, saved in enumerate(pool.run(titan_functions.functions, k, frozen, ranks=world, timeout_s=60)):

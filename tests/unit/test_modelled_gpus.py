@@ -69,6 +69,9 @@ PROBLEMS: dict[str, Problem] = {
 }
 
 
+LONG = ("reduced by 2 and normed", "scattered to 4")  # of which others like them are tried by `make test`
+
+
 def test_every_operator_is_played() -> None:
     ours = {name for name, one in schedule_problem.PROBLEMS.items() if one.__module__.startswith("weft.")}
     played = {p.name for p in (*PROBLEMS.values(), *EXPERTS.values())}
@@ -109,7 +112,9 @@ def check(played: Played, exact: list[list[Tensors]]) -> None:
                 )
 
 
-@pytest.mark.parametrize(("name", "seeds"), [*((name, 1) for name in PROBLEMS), *(slow(name, 3) for name in PROBLEMS)])
+@pytest.mark.parametrize(
+    ("name", "seeds"), [*((name, 1) for name in PROBLEMS if name not in LONG), *(slow(name, 3) for name in PROBLEMS)]
+)
 def test_results_are_right_in_any_order_of_streams(monkeypatch: pytest.MonkeyPatch, name: str, seeds: int) -> None:
     model(monkeypatch)
     p = PROBLEMS[name]

@@ -29,6 +29,7 @@ def _run_on_two_ranks(script: str, folder: Path) -> str:
     return found.stdout + "".join(line for line in found.stderr.splitlines(True) if "Warning" in line)
 
 
+@pytest.mark.slow
 def test_the_first_snippet_runs_as_printed(tmp_path: Path) -> None:
     snippet = BLOCKS[0]
     assert README.index(snippet) < README.index("\n## What works where"), "it comes before everything else"

@@ -302,7 +302,7 @@ def test_simulated_records_are_shown_as_their_study_shows_them(
 
 
 def test_a_reader_who_has_seen_enough_is_no_error() -> None:
-    results = ROOT / "benchmarks" / "results" / "sim-t3.jsonl"
+    results = ROOT / "benchmarks" / "results" / "sim-ficco.jsonl"
     command = [sys.executable, "-m", "weft.bench.report", str(results)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sim_toys import gpu
+from support.slow import slow
 from typer.testing import CliRunner
 
 from weft import plan
@@ -41,7 +42,7 @@ def test_sub_layers_have_the_papers_sizes() -> None:
     assert k == {"OP": 4256 // 16, "FC-2": 4 * 4256 // 16, "FC-1": 4 * 4256 // 16, "IP": 3 * 4256 // 16}
 
 
-@pytest.mark.parametrize("pinned", [None, "serial"])
+@pytest.mark.parametrize("pinned", [slow(None), "serial"])
 def test_a_machine_that_is_not_here_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch, pinned: str | None) -> None:
     """Some of the sub-layers take serial, though there are others; and what is pinned for calls here is not pinned there."""
     monkeypatch.setattr(importlib.import_module("weft.plan.choose"), "_warned", False)
