@@ -49,7 +49,7 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 	$(BIN)/weft demo
 	$(if $(PICTURE),cp weft-demo/overlap.png $(PICTURE))
 
-test: setup  ## Tests of everything that needs no GPU, 5 to 7 minutes on two cores
+test: setup  ## Tests of everything that needs no GPU, about 6 minutes on two cores
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
 test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find

@@ -1,7 +1,7 @@
 """A wheel is all that a user needs: it is built, and works with only torch and numpy installed.
 
-`pip wheel` runs on this tree in a copy of its build folder, so it compiles only what has changed since. The wheel is installed into
-a new environment, which sees only torch, numpy and their dependencies of this environment. Nothing is downloaded.
+`pip wheel` builds this tree in a copy of its build folder and compiles only what has changed since the last build. The wheel is
+installed into a new environment, which sees only torch, numpy and their dependencies of this environment. Nothing is downloaded.
 """
 
 import importlib.metadata

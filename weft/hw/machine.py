@@ -101,8 +101,7 @@ def load_machine(name: str | Path) -> Machine:
 
     Raises `ValueError` if a number has no unit or source, an unknown unit or source, or a value out of range, or if it is assumed
     without a note. Also if numbers must be derived, but the numbers for that are missing. Raises `UnreadableError` for a file
-    that is not TOML, or exceeds the limits of `weft.reading`. A known machine is read once per process, a
-    path at each call.
+    that is not TOML, or exceeds the limits of `weft.reading`. A known machine is read once per process, a path at each call.
     """
     return _read(name) if Path(name).suffix == ".toml" else _known(str(name))
 
