@@ -165,12 +165,15 @@ class Pool:
             raise ValueError(f"ranks={ranks} must be between 1 and the pool's world_size={self.world_size}")
         call = pickle.dumps((function, args))
         self._start()
+        told = ranks
         if ranks != self._ranks_in_world:
+            # Workers of the last group that are not in the new one leave it too: NCCL waits for all of them.
+            told = max(ranks, self._ranks_in_world)
             self._world, self._ranks_in_world = self._world + 1, ranks
         job = pickle.dumps((self._world, ranks, sys.path, call))  # the call is unpickled once the path is set
         results: list[Any] = [None] * ranks
         try:
-            for _, pipe in self._workers[:ranks]:
+            for _, pipe in self._workers[:told]:
                 with contextlib.suppress(OSError):  # ended since the last run: the read below says so
                     pipe.send_bytes(job)
             failed = self._collect(results, timeout_s, grace_s=timeout_s if return_exceptions else 3.0)
@@ -324,6 +327,10 @@ def _work(
             break
         try:
             wanted, ranks, sys.path[:], call = pickle.loads(job)
+            if rank >= ranks:  # no part of this run, and nobody reads an answer
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group()
+                continue
             function, args = pickle.loads(call)
             if wanted != world:
                 if dist.is_initialized():

@@ -170,7 +170,7 @@ def _captured_without_rows(call: Callable[..., torch.Tensor]) -> None:
 @pytest.mark.parametrize("schedule", [KERNEL, STORE, BY_EXPERT])
 def test_a_call_in_a_graph(pair: Pool, schedule: str) -> None:
     for error in pair.run(captured, schedule, timeout_s=60):
-        assert "give rows" in error
+        assert "pass rows" in error
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])

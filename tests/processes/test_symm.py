@@ -25,6 +25,7 @@ from pool import barrier, traces
 from support.on_ranks import error_of
 from torch.distributed import distributed_c10d
 
+import weft
 from weft import symm
 from weft.launch import Pool
 
@@ -451,6 +452,7 @@ def test_a_forked_child_is_told_off_and_does_no_harm(pool: Pool) -> None:
 
 EXIT_WITHOUT_CLOSING = """
 import sys, torch, torch.distributed as dist
+import weft
 from weft import symm
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
@@ -478,3 +480,29 @@ def test_a_process_may_exit_with_everything_open(tmp_path: Path) -> None:
         _, noise = process.communicate(timeout=60)
         noise = "\n".join(line for line in noise.splitlines() if "destroy_process_group" not in line)  # torch's own
         assert (process.returncode, noise) == (0, "")
+
+
+def pid_in_group(group: dist.ProcessGroup) -> int:
+    weft.all_gather_matmul(
+        torch.ones(4, 8), [torch.ones(8, 4)], 0, group, schedule="shard[chunks=1,send=in_turn,by=dma]", return_A=False
+    )
+    assert "memfd" in Path("/proc/self/maps").read_text()
+    return os.getpid()
+
+
+def has_left(group: dist.ProcessGroup, pid: int) -> bool:
+    """Wait until that process has no symmetric memory mapped."""
+    until = time.monotonic() + 10
+    while "memfd" in Path(f"/proc/{pid}/maps").read_text():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_workers_that_a_run_leaves_out_leave_the_last_group() -> None:
+    """Otherwise NCCL waits for them when the others leave it."""
+    with Pool(3) as fresh:
+        *_, pid = fresh.run(pid_in_group, timeout_s=60)
+        assert fresh.run(has_left, pid, ranks=1, timeout_s=60) == [True]
+        assert fresh.run(pid_in_group, timeout_s=60)[2] == pid
