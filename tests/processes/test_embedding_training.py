@@ -135,6 +135,22 @@ def test_bits_do_not_depend_on_ranks_or_placement(pool: Pool) -> None:
         assert all(torch.equal(found[name], weight) for name, weight in first.items()), (world, placement)
 
 
+def first_values(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5 + group.rank())
+    return state(ShardedEmbeddingBagCollection(TABLES, group=group, deadline_s=30.0))
+
+
+def test_first_values_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
+    first = None
+    for world in (1, 2, 3):
+        found: dict[str, torch.Tensor] = {}
+        for one in pool.run(first_values, ranks=world):
+            found |= one
+        first = first or found
+        assert first.keys() == found.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in first.items())
+
+
 def per_sample(group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int]]:
     """The gradient of this rank's per-sample weights, and the lengths of its features."""
     module = made(group, is_weighted=True, optimizer=weft.SGD(lr=0.0))
