@@ -141,6 +141,8 @@ def embedding_all_to_all(
         if not isinstance(weights, (list, Sequence, torch.Tensor)):
             raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
         plan = _written(sharding), transport, order, slice_size, bounds_check, hash, outputs
+        if isinstance(update, FusedUpdate):
+            update.require_tables(weights)
         training = training_of(update, sparse, requires_grad, device_of(weights, features, group))
         return form_of(plan, list(weights), features, rank_of(group), batch_sizes, training)
 
