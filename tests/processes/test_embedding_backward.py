@@ -6,6 +6,7 @@ numbers out of the ordinary; then calls that are refused, and ranks that are lat
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_tor
 from support.on_ranks import error_of
 from support.reference import Problem, even, problem, tables_of
 from support.slow import slow
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft.embedding import EmbeddingBagConfig, EmbeddingOptimizer, FusedUpdate
@@ -413,7 +415,25 @@ def test_a_straggler_is_waited_for(pool: Pool) -> None:
         torch.testing.assert_close(weight, before - 0.1 * grad)
 
 
-# --- compiled programs ---
+# --- compiled programs, and dispatch modes ---
+
+
+def counted_on_one_rank(group: dist.ProcessGroup) -> bool:
+    """Whether a step has the same bits if the first rank counts its FLOPs, which takes another way through torch."""
+    p, rank, both = problem(2, (8, 4, 16), 12), group.rank(), []
+    for counts in (False, rank == 0):
+        weights = [weight.clone() for weight in p.local_weights(rank)]
+        update = FusedUpdate(weft.Adam(lr=0.1), weights)
+        with FlopCounterMode(display=False) if counts else contextlib.nullcontext():
+            for _ in range(2):
+                y = weft.embedding_all_to_all(weights, p.tupled(rank), p.sharding, group=group, update=update)
+                y.square().sum().backward()
+        both.append(weights)
+    return all(torch.equal(one, two) for one, two in zip(*both, strict=True))
+
+
+def test_a_rank_may_count_its_flops(pool: Pool) -> None:
+    assert pool.run(counted_on_one_rank, ranks=2) == [True, True]
 
 
 def compiled(group: dist.ProcessGroup, backend: str) -> list[bool]:
