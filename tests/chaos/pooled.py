@@ -14,7 +14,7 @@ from weft.embedding import hash_ids
 from weft.nn import ShardedEmbeddingBagCollection
 
 from .bad import DEADLINES, Form, each, put
-from .work import Given, Results, Work
+from .work import Differentiable, Given, Results
 
 UNUSED = 9  # a feature that no table has
 _SHARDINGS = {1: (1, "t", 1), 2: (0, "other t", 1), 3: (0, "t", 0)}
@@ -22,10 +22,9 @@ _SHARDINGS = {1: (1, "t", 1), 2: (0, "other t", 1), 3: (0, "t", 0)}
 BATCH_SIZES = [put("batch_sizes", [1]), put("batch_sizes", "even"), put("batch_sizes", [-1, 10**6])]
 
 
-class Embedding(Work):
+class Embedding(Differentiable):
     """The function; the modules differ in what they are given. Bags of 0, 1, 2 or 4 ids, so that means are exact too."""
 
-    differentiable = False
     arguments = ("values", "offsets")
     ROWS = 30
     last_dim = (
@@ -121,21 +120,44 @@ class Embedding(Work):
         values, lengths, _ = self._joined(own, list(range(self.world)), n)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         sizes = [self._batch(r, n) for r in range(self.world)]
-        return {"values": values, "offsets": offsets, "batch_sizes": sizes, "deadline_s": self.options["deadline_s"]}
+        tables = [table.clone().requires_grad_() for table in self.local] if self.backward else self.local
+        given = {"values": values, "offsets": offsets, "batch_sizes": sizes, "deadline_s": self.options["deadline_s"]}
+        return {**given, "tables": tables}
 
     def _settings(self) -> Given:
         names = ("transport", "order", "bounds_check", "outputs", "slice_size", "hash")
         return {name: self.options[name] for name in names if name in self.options}
 
-    @torch.no_grad()
     def forward(self, given: Given) -> Results:
         features = (given["values"], given["offsets"])
-        return [
-            weft.embedding_all_to_all(
-                self.local, features, self.sharding, group=self.group, batch_sizes=given["batch_sizes"],
-                deadline_s=given["deadline_s"], **self._settings(),
-            )
-        ]  # fmt: skip
+        with torch.set_grad_enabled(self.backward):
+            return [
+                weft.embedding_all_to_all(
+                    given["tables"], features, self.sharding, group=self.group, batch_sizes=given["batch_sizes"],
+                    deadline_s=given["deadline_s"], requires_grad=self.backward, **self._settings(),
+                )
+            ]  # fmt: skip
+
+    def wanted(self, given: Given) -> Results:
+        tables: Results = given["tables"]
+        return tables
+
+    def _weighing(self, rank: int, n: int) -> torch.Tensor:
+        return self.numbers(4000, rank, n, (self._batch(rank, n), sum(self.dims)))
+
+    def grads(self, n: int) -> tuple[Results, Results]:
+        of_tables = []
+        for i in self.sharding.local_tables(self.rank):
+            total, column = torch.zeros(self.ROWS, self.dims[i]), sum(self.dims[:i])
+            for rank in range(self.world):
+                ids, lengths, _ = self._bags(i, rank, n)
+                of_bags = self._weighing(rank, n)[:, column : column + self.dims[i]]
+                if self.tables[i].pooling == "mean":
+                    of_bags = of_bags / lengths.clamp(min=1)[:, None]
+                rows = hash_ids(ids, self.ROWS) if self.options.get("hash") else ids
+                total.index_add_(0, rows, of_bags.repeat_interleave(lengths, 0))
+            of_tables.append(total)
+        return [self.here(self._weighing(self.rank, n))], of_tables
 
     def expected(self, n: int) -> Results:
         columns = []
@@ -165,7 +187,7 @@ class Features:
 class Collection(Embedding):
     """The module. A local batch is distributed first; of a global batch every rank has its own features."""
 
-    is_module = True
+    is_module, differentiable = True, False
     local_batch: ClassVar[bool]
 
     @classmethod

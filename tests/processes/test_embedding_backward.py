@@ -6,6 +6,7 @@ numbers out of the ordinary; then calls that are refused, and ranks that are lat
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,12 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pool import assert_deadline
 from support import embedding_training as training
 from support.embedding_training import OPTIMIZERS, Steps, assert_as_exact_as_torch, gradients_by_torch, of_tables
 from support.on_ranks import error_of
 from support.reference import Problem, even, problem, tables_of
 from support.slow import slow
+from test_embedding_all_to_all import problems
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft.embedding import EmbeddingBagConfig, EmbeddingOptimizer, FusedUpdate
@@ -70,6 +75,29 @@ def test_gradients_of_tables(pool: Pool, name: str, world: int) -> None:
             assert grad.dtype == torch.float32
             if sparse:
                 assert torch.equal(grad._indices()[0], rows.nonzero()[:, 0])  # each row once, ascending
+
+
+@settings(max_examples=15)
+@given(p=problems(), sparse=st.booleans())
+def test_gradients_of_any_problem(pool: Pool, p: Problem, sparse: bool) -> None:
+    """Any tables, owners, bags, dtypes and weights, hashed ids too.
+
+    A sum of n products needs at most 2 n + 2 roundings to fp32, of at most the sum of magnitudes, and one to the tables' dtype.
+    """
+    step, upstream = next(iter(Steps(p)))
+    found = of_tables(
+        p, [grads for grads, _ in pool.run(training.gradients, Steps(p), sparse, ranks=len(p.batch_sizes))]
+    )
+    weights = [weight.double() for weight in p.weights]
+    exact = gradients_by_torch(step, upstream, weights)
+    count = sum(len(bags.values) for bags in step.bags.values())
+    for bags in step.bags.values():
+        bags.weights.abs_()
+    magnitudes = gradients_by_torch(step, upstream.abs(), weights)
+    limits = torch.finfo(p.sharding.dtype)
+    for grad, wanted, magnitude in zip(found, exact, magnitudes, strict=True):
+        bound = (2 * count + 2) * 2.0**-24 * magnitude + limits.eps / 2 * wanted.abs() + limits.smallest_normal
+        assert ((grad.to_dense().double() - wanted).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("transport", ["put", "serial"])
@@ -413,7 +441,25 @@ def test_a_straggler_is_waited_for(pool: Pool) -> None:
         torch.testing.assert_close(weight, before - 0.1 * grad)
 
 
-# --- compiled programs ---
+# --- compiled programs, and dispatch modes ---
+
+
+def counted_on_one_rank(group: dist.ProcessGroup) -> bool:
+    """Whether a step has the same bits if the first rank counts its FLOPs, which takes another way through torch."""
+    p, rank, both = problem(2, (8, 4, 16), 12), group.rank(), []
+    for counts in (False, rank == 0):
+        weights = [weight.clone() for weight in p.local_weights(rank)]
+        update = FusedUpdate(weft.Adam(lr=0.1), weights)
+        with FlopCounterMode(display=False) if counts else contextlib.nullcontext():
+            for _ in range(2):
+                y = weft.embedding_all_to_all(weights, p.tupled(rank), p.sharding, group=group, update=update)
+                y.square().sum().backward()
+        both.append(weights)
+    return all(torch.equal(one, two) for one, two in zip(*both, strict=True))
+
+
+def test_a_rank_may_count_its_flops(pool: Pool) -> None:
+    assert pool.run(counted_on_one_rank, ranks=2) == [True, True]
 
 
 def compiled(group: dist.ProcessGroup, backend: str) -> list[bool]:

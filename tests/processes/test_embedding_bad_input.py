@@ -93,6 +93,10 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "a table that is no tensor": (lambda a: a["weights"].__setitem__(0, None), ["weight of table 't1' is a NoneType", "Tensor"]),
     "a table too few": (lambda a: a["weights"].pop(), ["1 weight for", "owns 2 tables (t1, t2)"]),
     "updates by a value": (replace("update", lambda _: 0.1), ["update is a float", "FusedUpdate(weft.SGD(lr=...), weights)"]),
+    "updates of other tables": (
+        lambda a: a.update(update=weft.embedding.FusedUpdate(weft.Adam(lr=0.1), a["weights"][:1])),
+        ["update was made for tables of shapes [(31, 3)]", "weights have [(31, 3), (32, 16)]"],
+    ),
     "sparse updates": (
         lambda a: a.update(update=weft.embedding.FusedUpdate(weft.SGD(lr=0.1), a["weights"]), sparse=True),
         ["sparse=True goes with update=None"],

@@ -135,6 +135,22 @@ def test_bits_do_not_depend_on_ranks_or_placement(pool: Pool) -> None:
         assert all(torch.equal(found[name], weight) for name, weight in first.items()), (world, placement)
 
 
+def first_values(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5 + group.rank())
+    return state(ShardedEmbeddingBagCollection(TABLES, group=group, deadline_s=30.0))
+
+
+def test_first_values_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
+    first = None
+    for world in (1, 2, 3):
+        found: dict[str, torch.Tensor] = {}
+        for one in pool.run(first_values, ranks=world):
+            found |= one
+        first = first or found
+        assert first.keys() == found.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in first.items())
+
+
 def per_sample(group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int]]:
     """The gradient of this rank's per-sample weights, and the lengths of its features."""
     module = made(group, is_weighted=True, optimizer=weft.SGD(lr=0.0))
@@ -364,7 +380,17 @@ def in_ddp(group: dist.ProcessGroup, how: str) -> dict[str, torch.Tensor]:
     model = Model(made(group, optimizer=weft.Adagrad(lr=0.1)))
     ignored = weft.nn.ignore_tables(model)
     assert len(ignored) == len(model.embeddings.sharding.local_tables(rank))
-    wrapped: nn.Module = DistributedDataParallel(model, process_group=group) if how != "alone" else model
+    wrapped: nn.Module = model
+    if how in ("ddp", "compiled"):
+        wrapped = DistributedDataParallel(model, process_group=group)
+    elif how == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,))
+        for part in (model.before, model.after):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
     if how == "compiled":
         wrapped = torch.compile(wrapped, backend="aot_eager")
     optimizer = torch.optim.SGD([*model.before.parameters(), *model.after.parameters()], 0.1)
@@ -374,11 +400,12 @@ def in_ddp(group: dist.ProcessGroup, how: str) -> dict[str, torch.Tensor]:
         wrapped(dense[rank * BATCH // world : (rank + 1) * BATCH // world], features).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return state(model)
+    values = model.state_dict().items()
+    return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone() for name, one in values}
 
 
-@pytest.mark.parametrize("how", ["ddp", slow("compiled")])
-def test_a_model_in_ddp_learns_as_on_one_rank(how: str) -> None:
+@pytest.mark.parametrize("how", ["ddp", slow("fsdp"), slow("compiled")])
+def test_a_model_in_ddp_or_fsdp_learns_as_on_one_rank(how: str) -> None:
     with Pool(2) as own:  # Dynamo stays loaded
         (wanted,) = own.run(in_ddp, "alone", ranks=1, timeout_s=120)
         found: dict[str, torch.Tensor] = {}

@@ -38,6 +38,7 @@ class FusedUpdate:
             raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
         self.optimizer, self.factor = optimizer, float(factor)
         device = weights[0].device if len(weights) else torch.device("cpu" if device is None else device)
+        self._shapes = [tuple(weight.shape) for weight in weights]
         self.learning_rate = torch.tensor(optimizer.lr, dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         """The number of updates so far."""
@@ -68,6 +69,18 @@ class FusedUpdate:
     def nbytes(self) -> int:
         """Bytes of all states."""
         return sum(state.nbytes for state in self.tensors)
+
+    def require_tables(self, weights: Sequence[torch.Tensor]) -> None:
+        """Raise `ValueError` unless the states are of tables of these shapes, on their device."""
+        shapes = [tuple(getattr(weight, "shape", ())) for weight in weights]
+        if shapes != self._shapes:
+            raise ValueError(
+                f"update was made for tables of shapes {self._shapes} and weights have {shapes}: pass those tables"
+            )
+        if shapes and weights[0].device != self.step.device:
+            raise ValueError(
+                f"the states of update are on {self.step.device} and weights on {weights[0].device}: make it anew there"
+            )
 
     def move(self, device: torch.device) -> None:
         """Move the learning rate, the count and the states to `device`. From "meta" they start anew."""

@@ -141,6 +141,8 @@ def embedding_all_to_all(
         if not isinstance(weights, (list, Sequence, torch.Tensor)):
             raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
         plan = _written(sharding), transport, order, slice_size, bounds_check, hash, outputs
+        if isinstance(update, FusedUpdate):
+            update.require_tables(weights)
         training = training_of(update, sparse, requires_grad, device_of(weights, features, group))
         return form_of(plan, list(weights), features, rank_of(group), batch_sizes, training)
 
@@ -370,7 +372,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
         if both[0] is not None:
             found[:count] = [grad if want else None for grad, want in zip(both[0], wanted[:count], strict=True)]
         found[count + _OF_VALUES] = both[1]
-        if wanted[-1] and beside.tables is None:
+        if wanted[-1] and not beside.number:  # an operator of torch's returns one for each that is wanted
             found[-1] = grads[0].new_empty(0, dtype=torch.float32)
         return found
 
