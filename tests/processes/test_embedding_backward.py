@@ -132,6 +132,7 @@ def test_gradients_of_per_sample_weights(pool: Pool, pooling: str, world: int) -
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_updates(pool: Pool, optimizer: EmbeddingOptimizer, world: int) -> None:

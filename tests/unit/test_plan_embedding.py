@@ -19,8 +19,8 @@ from weft.builders import EmbeddingAllToAll
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.plan import plan_of, problem_of
 from weft.hw import known_machines, load_machine
+from weft.operator import embedding_transport as choosing
 from weft.operator import this_machine
-from weft.ops import embedding_all_to_all as ops
 from weft.plan.choose import ALIKE_US, decide
 from weft.sim import model_of
 
@@ -145,22 +145,22 @@ def test_sizes_between_two_with_one_choice_are_not_planned(kernel_us: float, mon
         return decide(p, *rest, **options)  # type: ignore[arg-type]
 
     model = replace(model_of(load_machine("h100"), 2), signal_kernel_us=kernel_us)
-    monkeypatch.setattr(ops, "decide", spy)
+    monkeypatch.setattr(choosing, "decide", spy)
     monkeypatch.setattr(this_machine, "machine_model", lambda *_: model)
     monkeypatch.setattr(this_machine, "device_name", lambda _: "of a test")
-    monkeypatch.setattr(ops, "remembered", lambda *_: {})
+    monkeypatch.setattr(choosing, "remembered", lambda *_: {})
     tables = [weft.EmbeddingBagConfig(100_000, 64, f"t{i}", [f"f{i}"]) for i in range(26)]
     sharding = weft.place_tables(tables, 2)
     found = plan_of(sharding, EmbeddingOptions(transport="auto"))
     octaves = [2 ** (half / 2) for half in range(21)]
     problems = [plan.typical(problem_of(sharding, (max(1, round(size)),) * 2)) for size in octaves]
-    alone = [ops._planned(found, p, _OfTwo()) for p in problems]  # type: ignore[arg-type]  # each on a communicator of its own
+    alone = [choosing._planned(found, p, _OfTwo()) for p in problems]  # type: ignore[arg-type]  # each on a communicator of its own
     assert kernel_us < 1 or len(set(alone)) > 1
     for seed in range(3):
         asked.clear()
         comm, order = _OfTwo(), random.Random(seed).sample(range(len(problems)), len(problems))
-        assert [ops._planned(found, problems[i], comm) for i in order] == [alone[i] for i in order]  # type: ignore[arg-type]
+        assert [choosing._planned(found, problems[i], comm) for i in order] == [alone[i] for i in order]  # type: ignore[arg-type]
         assert len(asked) <= 3 + 6 * (len(set(alone)) - 1)
         asked.clear()
-        ops._planned(found, problems[0], comm)  # type: ignore[arg-type]
+        choosing._planned(found, problems[0], comm)  # type: ignore[arg-type]
         assert not asked

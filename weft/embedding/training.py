@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.update import FusedUpdate
 from weft.words import kind
 
@@ -67,3 +68,18 @@ def training_of(
 def _anchor(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.empty(0, device=device, requires_grad=True)
+
+
+def check_module_options(optimizer: Any, sparse: Any, gradients: Any) -> None:
+    """Raise `ValueError` for options of a module that are invalid or exclude each other."""
+    if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
+        raise ValueError(
+            f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...) or another of weft's, or None and "
+            "give the parameters to an optimizer of torch"
+        )
+    if not isinstance(sparse, bool):
+        raise ValueError(f"sparse={sparse!r} must be True or False")
+    if sparse and optimizer is not None:
+        raise ValueError("sparse=True goes with optimizer=None: an optimizer in backward leaves no gradient")
+    if gradients not in ("mean", "sum"):
+        raise ValueError(f"gradients={gradients!r} must be 'mean' or 'sum'")

@@ -26,7 +26,7 @@ from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
-from weft.embedding.training import NOT_TRAINED, Training, training_of
+from weft.embedding.training import NOT_TRAINED, Training, check_module_options, training_of
 from weft.embedding.update import FusedUpdate
 from weft.errors import DisagreementError, RefusedError
 from weft.nn import local_batch
@@ -38,7 +38,7 @@ from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
 from weft.runtime.embedding_backward import accumulate
 from weft.runtime.opaque import opaque
-from weft.words import by_rank, kind
+from weft.words import by_rank
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
@@ -127,7 +127,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
             if not isinstance(is_weighted, bool):
                 raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
-            _check_training(optimizer, sparse, gradients)
+            check_module_options(optimizer, sparse, gradients)
             device = _device_for(group, device)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
@@ -411,20 +411,6 @@ class ShardedEmbeddingBagCollection(nn.Module):
             f"rank {self.rank} of {self.sharding.world_size} on {self.device}, input={self.input!r}, "
             f"is_weighted={self._is_weighted}, {settings}\n{self.sharding.describe()}"
         )
-
-
-def _check_training(optimizer: Any, sparse: Any, gradients: Any) -> None:
-    if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
-        raise ValueError(
-            f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...) or another of weft's, or None and "
-            "give the parameters to an optimizer of torch"
-        )
-    if not isinstance(sparse, bool):
-        raise ValueError(f"sparse={sparse!r} must be True or False")
-    if sparse and optimizer is not None:
-        raise ValueError("sparse=True goes with optimizer=None: an optimizer in backward leaves no gradient")
-    if gradients not in ("mean", "sum"):
-        raise ValueError(f"gradients={gradients!r} must be 'mean' or 'sum'")
 
 
 def _rank_in(group: Any) -> int:

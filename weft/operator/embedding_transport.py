@@ -1,0 +1,121 @@
+"""The choice of embedding_all_to_all's transport: by the planner's model of this machine, or by measured times."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import env, plan
+from weft.builders import Candidate, EmbeddingAllToAll, named
+from weft.embedding.options import Transport
+from weft.embedding.plan import EmbeddingPlan
+from weft.errors import DisagreementError
+from weft.operator import measure, this_machine
+from weft.plan.autotune import remembered
+from weft.plan.choose import CLEARLY_US, decide, warn_once
+from weft.plan.nearby import between
+from weft.runtime.embedding import executor_of, executors_on
+from weft.symm import Communicator
+
+_NAME = "embedding_all_to_all"
+
+
+def is_open(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """True if there is a choice of transports. On GPUs ranks decide together, because only some ranks may have a machine file."""
+    world = group.size()
+    return world > 1 and (device.type == "cuda" or _is_tuned() or this_machine.machine_model(device, world) is not None)
+
+
+def _is_tuned() -> bool:
+    return plan.pinned() == plan.AUTOTUNE
+
+
+def choose_transport(
+    found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
+) -> Transport:
+    """Return the transport for batches of the half octave of `p`. Collective."""
+    tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
+    this_machine.know_machine(comm, patience_s)
+    planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
+    said = comm.all_gather((tuned, planned), what=f"choosing a transport of {_NAME}", deadline_s=patience_s)
+    if len({theirs for theirs, _ in said}) > 1:
+        text = f"some ranks called {_NAME} under weft.plan.use, others not: make the same calls on every rank"
+        comm.end(text)
+        raise DisagreementError(text)
+    transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[0][1]
+    return transport
+
+
+_MANY = 1 << 30  # samples: more than any batch
+_planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
+_planned_before = weakref.WeakKeyDictionary()
+"""The first rank's choices by a model, by half octave."""
+
+
+def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
+    """Return the choice by this machine's model, if it has a model, or by cached times, if every transport has a time.
+
+    A plan takes milliseconds, many times as long as a call. So the second half octave of samples that occurs is planned together
+    with the smallest and the largest ones, and most others lie between two with the same choice.
+    """
+    model, names = this_machine.machine_model(comm.device, comm.world_size), found.candidates
+    if model is None:
+        return "direct"
+    times = remembered(p, this_machine.device_name(comm.device), "queued")
+    if times.keys() >= names.keys():
+        choice = decide(p, model, mode="queued", measured={name: times[name] for name in names}, among=frozenset(names))
+        return _said(p, choice, names)
+    known = _planned_before.setdefault(comm, {}).setdefault(found, {})
+    ends = (p.resized(1), p.resized(p.size_of((_MANY,)))) if known else ()
+    for size in (*ends, p):
+        if between(known, plan.octave(size)) is not None:
+            continue
+        choice = decide(size, model, mode="queued", among=frozenset(names))
+        direct_us = next((row.us for row in choice.rows if row.candidate.name == "direct"), None)
+        is_close = direct_us is not None and direct_us - choice.predicted_us < CLEARLY_US
+        if choice.candidate.name == "serial" and is_close:
+            taken: Transport = "direct"  # one launch: the calls of serial keep the host busy several times as long
+        else:
+            taken = _said(p, choice, names) if size is p else names[choice.candidate.name]
+        known[plan.octave(size)] = taken
+    transport = between(known, plan.octave(p))
+    assert transport is not None
+    return transport
+
+
+def _said(p: EmbeddingAllToAll, choice: plan.Choice, names: Mapping[str, Transport]) -> Transport:
+    """Return the transport of a choice. Warn of a choice without overlap."""
+    if choice.candidate.name == "serial":
+        warn_once(p, "queued", f"{choice.reason}; weft.plan.explain gives details", near=True)
+    return names[choice.candidate.name]
+
+
+def _fastest(
+    found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float
+) -> Transport:
+    """Return the fastest transport for calls with this input, timed now or before (`weft.plan.autotune`). Close the losing
+    executors that were made for the measurement."""
+    mode: plan.Mode = "queued" if comm.device.type == "cuda" else "single"
+    names, made = found.candidates, executors_on(comm)
+    before = {other for other, executor in made.items() if not executor.gone}
+
+    def run(candidate: Candidate) -> float:
+        executor = executor_of(found.sent_by(names[candidate.name]), comm)
+        return measure.time_us(lambda: executor.run(tensors, deadline_s=deadline_s), comm, mode, deadline_s)
+
+    def slowest(mine: list[float]) -> list[float]:
+        times = comm.all_gather(mine, what=f"times of {_NAME}", deadline_s=deadline_s)
+        return [max(of_one) for of_one in zip(*times, strict=True)]
+
+    known = [named(p, name) for name in names]
+    times = plan.autotune(p, known, run, slowest, machine=this_machine.device_name(comm.device), mode=mode)
+    taken = names[min(names, key=lambda name: times[name])]
+    for transport in names.values():
+        other = found.sent_by(transport)
+        if transport != taken and other in made and other not in before:
+            made[other].close()
+    return taken
