@@ -27,7 +27,9 @@ def test_every_operator_with_gradients_is_here() -> None:
     for file in pkgutil.iter_modules(weft.ops.__path__):
         importlib.import_module(f"weft.ops.{file.name}")
     ours = {name: op for name, op in OPERATORS.items() if type(op).__module__.startswith("weft.ops.")}
-    assert {name for name, op in ours.items() if op.gradients_of} == set(SCHEDULES)
+    differentiable = {name for name, op in ours.items() if op.gradients_of}
+    # Tables are never fp64: tests/processes/test_embedding_backward.py compares their gradients with torch's.
+    assert differentiable == {*SCHEDULES, "embedding_all_to_all"}
 
 
 CHECKED = [(operator, "serial") for operator in SCHEDULES]

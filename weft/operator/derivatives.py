@@ -94,7 +94,7 @@ def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
 
 def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
     """Raise `ValueError` for tensors that autograd cannot save for backward. Autograd raises too, but only after the call."""
-    if any(t is not None and t.is_inference() for t in tensors):
+    if any(isinstance(t, torch.Tensor) and t.is_inference() for t in tensors):
         raise ValueError(
             f"{operator} with a tensor made in torch.inference_mode(), but gradients are wanted: autograd cannot "
             "save it for backward. Make it in torch.no_grad(), or pass its clone()"
