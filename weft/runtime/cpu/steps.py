@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, singledispatch
-from typing import Any
 
 import torch
 
 from weft import _core
 from weft.runtime.cpu.places import Place, Places, size
 from weft.runtime.cpu.sizes import numbered
+from weft.runtime.elementwise import ELEMENTWISE
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import (
     SCALED_MATMULS,
@@ -34,12 +34,6 @@ from weft.schedule.expr import Held
 from weft.schedule.kernels import TileKernel
 
 _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-_ELEMENTWISE: dict[str, Any] = {
-    "add": torch.ops.aten.add.out,
-    "silu": torch.ops.aten.silu.out,
-    "gelu": torch.ops.aten.gelu.out,
-    "relu": torch.ops.aten.relu.out,
-}
 
 
 @singledispatch
@@ -157,8 +151,8 @@ def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumula
         a, b, c = inputs
         return partial(torch.addmm, c, a, b, out=out)
     if not accumulate:
-        return partial(_ELEMENTWISE[op], *inputs, out=out)
-    return partial(_add_to, out, partial(_ELEMENTWISE[op], *inputs, out=torch.empty_like(out)))
+        return partial(ELEMENTWISE[op].into, *inputs, out=out)
+    return partial(_add_to, out, partial(ELEMENTWISE[op].into, *inputs, out=torch.empty_like(out)))
 
 
 def _sum(out: torch.Tensor, parts: list[torch.Tensor]) -> None:

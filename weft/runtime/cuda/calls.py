@@ -16,18 +16,13 @@ from weft.errors import ScheduleError
 from weft.runtime.collectives import all_gather_single, all_reduce_single, reduce_scatter_single, sendable
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions, RegionView
+from weft.runtime.elementwise import ELEMENTWISE
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 from weft.schedule.steps import of_kind
 
 ALIGNMENT = 256  # bytes: more than the alignments by which cuBLAS chooses kernels
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
-    "silu": torch.ops.aten.silu.out,
-    "gelu": torch.ops.aten.gelu.out,
-}
 
 
 class Operation(NamedTuple):
@@ -77,9 +72,9 @@ def _computing(step: Compute, out: RegionView, inputs: list[RegionView]) -> Oper
     if step.op in SCALED_MATMULS and not step.accumulate:
         fast = step.op == "scaled_matmul_fast"
         return Operation(lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t)))
-    if step.op not in _ELEMENTWISE or step.accumulate:
-        raise ScheduleError(f"streams cannot run {step}: use matmul, addmm or {', '.join(_ELEMENTWISE)}")
-    op = _ELEMENTWISE[step.op]
+    if step.op not in ELEMENTWISE or step.accumulate:
+        raise ScheduleError(f"streams cannot run {step}: use matmul, addmm or {', '.join(ELEMENTWISE)}")
+    op = ELEMENTWISE[step.op].into
     return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
 
 

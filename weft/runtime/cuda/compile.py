@@ -302,7 +302,8 @@ def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
     """Have `compiler` issue a step of fixed sizes, the first of `launch`.
 
     Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals beside them, are
-    kernels instead (`Compiler._launch`).
+    kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its kernel: an operation that
+    writes or adds to a peer's memory gives `Operation.aside`, which loads the kernel without that.
     """
     raise AssertionError(f"{step} was not refused")
 

@@ -27,6 +27,7 @@ from weft.runtime.collectives import (
     reduce_now,
     scatter_now,
 )
+from weft.runtime.elementwise import ELEMENTWISE
 from weft.runtime.layouts import READER
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -219,11 +220,11 @@ def _compute(step: Compute, here: Unfused) -> Call:
             done(t, turn, y)
 
         return scaled
-    if step.op not in _ELEMENTWISE or step.accumulate:
+    if step.op not in ELEMENTWISE or step.accumulate:
         raise ScheduleError(
-            f"schedule {here.schedule.name}: {step} has no unfused torch call: use matmul, addmm or {', '.join(_ELEMENTWISE)}"
+            f"schedule {here.schedule.name}: {step} has no unfused torch call: use matmul, addmm or {', '.join(ELEMENTWISE)}"
         )
-    op = _ELEMENTWISE[step.op]
+    op = ELEMENTWISE[step.op].call
     return lambda t, turn, group: done(t, turn, op(*(x(t) for x in inputs)))
 
 
@@ -285,11 +286,6 @@ def _reduce(step: Reduce, here: Unfused) -> Call:
         t[normed] = torch.nn.functional.rms_norm(t[out], weight(t).shape[1:], weight(t)[0], eps)
 
     return call
-
-
-_ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
-    "add": torch.add, "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
-}  # fmt: skip
 
 
 _COLLECTIVES: dict[str, Callable[..., torch.Tensor]] = {

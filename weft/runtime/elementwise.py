@@ -1,0 +1,26 @@
+"""The torch functions of elementwise steps (`weft.schedule.steps.computing.OPS`), for all executors.
+
+A new operation needs an entry in `OPS`, with its cost, and one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Elementwise(NamedTuple):
+    """One operation. call: returns a new tensor. into: writes to `out=`."""
+
+    call: Callable[..., torch.Tensor]
+    into: Callable[..., torch.Tensor]
+
+
+ELEMENTWISE = {
+    "add": Elementwise(torch.add, torch.add),
+    "relu": Elementwise(torch.relu, lambda x, out: torch.clamp_min(x, 0, out=out)),  # relu.out allocates
+    "silu": Elementwise(torch.nn.functional.silu, torch.ops.aten.silu.out),
+    "gelu": Elementwise(torch.nn.functional.gelu, torch.ops.aten.gelu.out),
+}
