@@ -11,7 +11,7 @@ from schedule_checks import applicable
 
 from weft.builders import AllGatherMatmul, candidates
 from weft.errors import UnreadableError
-from weft.schedule import RANK, Copy, Draft, Expr, Region, Schedule, Set, lookup
+from weft.schedule import RANK, Copy, Draft, Expr, Region, Schedule, Set, lookup, text
 from weft.schedule.text import fingerprint, from_json, to_json
 
 
@@ -286,3 +286,10 @@ def test_what_is_missing_is_named() -> None:
 def test_what_is_no_schedule_at_all_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"the schedule cannot be read|Expecting value"):
         from_json(text)
+
+
+def test_a_whole_number_is_a_float_where_a_field_is_one() -> None:
+    assert type(text._expect(float, 3, "eps")) is float
+    for wrong in (True, "3"):
+        with pytest.raises(ValueError, match=f"eps: {wrong!r} is not of type float"):
+            text._expect(float, wrong, "eps")

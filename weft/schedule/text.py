@@ -140,6 +140,8 @@ def _one_of(known: Collection[str], found: Any, where: str) -> str:
 
 
 def _expect(kind: type, found: Any, where: str) -> Any:
+    if kind is float and type(found) is int:  # Python writes 0 for the value 0 of a float field
+        return float(found)
     if type(found) is not kind:
         raise ValueError(f"{where}: {found!r} is not of type {kind.__name__}")
     return found
