@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from weft.embedding.check import CheckedInput
+from weft.arguments import check_tensor
+from weft.embedding.check import CheckedInput, check_weights
 from weft.embedding.jagged import JaggedInput, offsets_of
-from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.embedding.optimizers import EmbeddingOptimizer, state_shape
 from weft.embedding.plan import EmbeddingPlan
+from weft.embedding.tables import EmbeddingSharding
 from weft.errors import WeftError
 
 
@@ -25,6 +27,22 @@ class Tables(NamedTuple):
     states: list[list[torch.Tensor]]
     learning_rate: torch.Tensor
     step: torch.Tensor
+
+    def require_intact(self, sharding: EmbeddingSharding, rank: int) -> None:
+        """Raise `ValueError` if a table or a state has another dtype, shape, layout or device than in forward, or no memory."""
+        check_weights(self.weights, sharding, rank)
+        for weight, states in zip(self.weights, self.states, strict=True):
+            for (name, shape), state in zip(self.optimizer.states.items(), states, strict=True):
+                check_tensor(f"state {name!r}", state)
+                wanted = torch.Size(state_shape(weight.shape, shape))
+                if state.shape != wanted or state.dtype != torch.float32 or not state.is_contiguous():
+                    raise ValueError(
+                        f"state {name!r} is {state.dtype} {list(state.shape)} with strides {state.stride()}: it must stay "
+                        f"contiguous {torch.float32} {list(wanted)}"
+                    )
+        for tensor in (*self.weights, *(state for states in self.states for state in states)):
+            if tensor.device != self.step.device:
+                raise ValueError(f"a table or state is on {tensor.device} and its optimizer on {self.step.device}")
 
 
 @dataclass
@@ -42,6 +60,8 @@ class ForwardCall:
     tables: Tables | None
     factor: float
     sparse: bool
+    versions: tuple[int, ...] | None = None
+    """The versions of tables in forward, if gradients of per-sample weights need values that an optimizer may change."""
     is_updated: bool = field(default=False)
 
     @property
@@ -55,6 +75,15 @@ class ForwardCall:
             raise WeftError(
                 "backward through embedding_all_to_all a second time: its optimizer has updated the tables in the first backward. "
                 "Sum the losses and call backward once, or make the call again; without an optimizer gradients accumulate in .grad"
+            )
+
+    def require_values_of_forward(self) -> None:
+        """Raise `WeftError` if tables have changed since forward: gradients of per-sample weights need their values."""
+        assert self.tables is not None
+        if self.versions is not None and self.versions != tuple(weight._version for weight in self.tables.weights):
+            raise WeftError(
+                "backward of embedding_all_to_all for per_sample_weights: the tables have changed since forward, by the backward "
+                "of another call with the same optimizer. Sum the losses and call backward once, or use accumulate()"
             )
 
     @property

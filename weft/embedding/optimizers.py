@@ -24,10 +24,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 StateShape: TypeAlias = Literal["row", "element"]
+
+
+def state_shape(table: Sequence[int], shape: StateShape) -> tuple[int, ...]:
+    """Return the shape of a state of a table of shape `table`: [rows, columns] or [rows]."""
+    return tuple(table if shape == "element" else table[:1])
+
+
 Nonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.embedding.optimizers import EmbeddingOptimizer, state_shape
 from weft.words import kind
 
 
@@ -22,7 +23,7 @@ class FusedUpdate:
 
     Memory: the states that the optimizer documents, float32.
 
-    Raises `TypeError` for another optimizer.
+    Raises `TypeError` for another optimizer or a single tensor, `ValueError` for a factor that is not finite.
     """
 
     def __init__(
@@ -36,15 +37,20 @@ class FusedUpdate:
         """device: of a rank without tables."""
         if not isinstance(optimizer, EmbeddingOptimizer):
             raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
+        if isinstance(weights, torch.Tensor):
+            raise TypeError("weights is a tensor: pass a list with this rank's tables")
         self.optimizer, self.factor = optimizer, float(factor)
+        if not math.isfinite(self.factor):
+            raise ValueError(f"factor={factor} must be a finite number, such as 1 / world size")
         device = weights[0].device if len(weights) else torch.device("cpu" if device is None else device)
         self._shapes = [tuple(weight.shape) for weight in weights]
+        self._written_lr = optimizer.lr  # for tables on meta, which keep no values
         self.learning_rate = torch.tensor(optimizer.lr, dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         """The number of updates so far."""
         self.states: list[dict[str, torch.Tensor]] = [
             {
-                name: torch.zeros(weight.shape if shape == "element" else weight.shape[:1], device=weight.device)
+                name: torch.zeros(state_shape(weight.shape, shape), dtype=torch.float32, device=weight.device)
                 for name, shape in optimizer.states.items()
             }
             for weight in weights
@@ -54,10 +60,11 @@ class FusedUpdate:
     @property
     def lr(self) -> float:
         """The learning rate. Reading it waits for the device."""
-        return float(self.learning_rate)
+        return self._written_lr if self.learning_rate.is_meta else float(self.learning_rate)
 
     @lr.setter
     def lr(self, value: float) -> None:
+        self._written_lr = value
         self.learning_rate.fill_(value)
 
     @property
@@ -88,5 +95,5 @@ class FusedUpdate:
         def moved(tensor: torch.Tensor, first: float) -> torch.Tensor:
             return torch.full_like(tensor, first, device=device) if tensor.is_meta else tensor.to(device)
 
-        self.learning_rate, self.step = moved(self.learning_rate, self.optimizer.lr), moved(self.step, 0)
+        self.learning_rate, self.step = moved(self.learning_rate, self._written_lr), moved(self.step, 0)
         self.states = [{name: moved(state, 0) for name, state in states.items()} for states in self.states]

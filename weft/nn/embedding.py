@@ -41,6 +41,11 @@ from weft.runtime.opaque import opaque
 from weft.words import by_rank
 
 
+def _mark_again(module: Any, incompatible_keys: Any) -> None:
+    """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked ones."""
+    module._mark_tables()
+
+
 class ShardedEmbeddingBagCollection(nn.Module):
     """Embedding tables placed whole on the ranks of `group`; pooled vectors for each rank's own samples.
 
@@ -118,6 +123,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._optimizer, self._sparse, self._factor = optimizer, sparse, 1.0
         self._update: FusedUpdate | None = None
         self._fused_optimizer: FusedOptimizer | None = None
+        self._is_frozen = False
         self._is_trained = optimizer is None  # tables require gradients, on ranks without tables too
         self.embedding_bags = nn.ModuleDict()
         sharding, options, refusal = None, None, None
@@ -146,6 +152,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._settle(sharding, cast(torch.device, device))
         self._make_tables(seed)
         self._mark_tables()
+        self.register_load_state_dict_post_hook(_mark_again)
         self._features = {slot.feature for slot in self.sharding.slots}
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
@@ -226,19 +233,19 @@ class ShardedEmbeddingBagCollection(nn.Module):
             yield
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set whether the tables get gradients. Every rank must do the same, ranks without tables too.
+        """Set whether backward trains the tables. Every rank must do the same, ranks without tables too.
 
-        Raises `ValueError` with an optimizer in backward: to freeze its tables call this module in `torch.no_grad()`.
+        With an `optimizer`, False freezes the tables: backward leaves them alone. True lets backward update them again. Call it on
+        this module: on a module around it, PyTorch sets the parameters only, which an optimizer in backward ignores.
         """
-        if self._optimizer is not None and requires_grad:
-            raise ValueError(
-                "the tables are updated in backward and get no gradients: make the module with optimizer=None for that"
-            )
-        self._is_trained = requires_grad and self._optimizer is None
+        self._is_frozen = not requires_grad
+        if self._optimizer is not None:
+            return self
+        self._is_trained = requires_grad
         return super().requires_grad_(requires_grad)
 
     def _training(self) -> Training:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self._is_frozen and self._update is not None):
             return NOT_TRAINED
         is_trained = self._is_trained and self._update is None
         return training_of(self._update, self._sparse, is_trained, self._speaks_on(), self._factor)

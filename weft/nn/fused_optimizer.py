@@ -26,7 +26,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, update: FusedUpdate, tables: Mapping[str, nn.Parameter]) -> None:
         self._update = update
-        super().__init__([{"params": list(tables.values())}], {"lr": update.optimizer.lr, **update.optimizer.numbers})
+        super().__init__([{"params": list(tables.values())}], {"lr": update.lr, **update.optimizer.numbers})
         self.param_groups[0] = _Group(self.param_groups[0], update)
         for (name, parameter), states in zip(tables.items(), update.states, strict=True):
             if states:
@@ -59,6 +59,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Copy states, learning rate and number of updates. Raise `ValueError` before anything is copied if they are those of
         another optimizer or other tables."""
+        if missing := [name for name in ("param_groups", "state") if name not in state_dict]:
+            raise ValueError(
+                f"the state dict has no {' and no '.join(missing)}: pass what fused_optimizer.state_dict() returned"
+            )
         groups, given = state_dict["param_groups"], state_dict["state"]
         own = self.param_groups[0]
         if len(groups) != 1 or len(groups[0]["params"]) != len(own["params"]):
@@ -66,6 +70,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"the state dict has groups of {[len(g['params']) for g in groups]} parameters, and this rank has "
                 f"one group of {len(own['params'])} tables: load the state of the same rank and placement"
             )
+        if missing := [name for name in ("lr", "step") if name not in groups[0]]:
+            raise ValueError(f"the state dict has no {' and no '.join(missing)}: is it of an optimizer of torch?")
+        _checked_lr(groups[0]["lr"])
+        for index, parameter in enumerate(own["params"]):
+            names = self.state.get(parameter, {}).keys()
+            if unknown := [name for name in given.get(index, {}) if name not in names]:
+                raise ValueError(
+                    f"the state dict has {', '.join(unknown)}, and this optimizer {', '.join(names) or 'no states'}: is it of "
+                    "another optimizer?"
+                )
         for name, number in self._update.optimizer.numbers.items():
             if groups[0].get(name) != number:
                 raise ValueError(
@@ -79,8 +93,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for own_state, value in copies:
                 own_state.copy_(value)
-        self._update.step.fill_(groups[0].get("step", 0))
+        self._update.step.fill_(groups[0]["step"])
         own.update({name: value for name, value in groups[0].items() if name not in ("params", "step")})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce_ex__(0)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a fused optimizer cannot be copied or pickled: it writes to its module's states. Copy the module and take the copy's "
+            "fused_optimizer, or save state_dict()"
+        )
 
 
 class _Group(dict[str, Any]):
@@ -93,9 +116,7 @@ class _Group(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "lr":
-            value = float(value)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"lr={value} must be a finite number that is not negative")
+            value = _checked_lr(value)
             self._update.lr = value
         elif name in self._fixed and value != self._fixed[name]:
             raise ValueError(f"{name}={value}: a fused optimizer keeps {name}={self._fixed[name]}, only lr can change")
@@ -112,6 +133,13 @@ class _Group(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle as an ordinary dict."""
         return dict, (dict(self),)
+
+
+def _checked_lr(value: Any) -> float:
+    value = float(value)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"lr={value} must be a finite number that is not negative")
+    return float(value)
 
 
 def _of_state(states: Mapping[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:

@@ -348,8 +348,11 @@ class _EmbeddingAllToAll(Operator[_Call]):
             states, each = call.states, len(optimizer.states)
             of_tables = [states[i * each : (i + 1) * each] for i in range(len(call.weights))]
             tables = Tables(optimizer, call.weights, of_tables, call.learning_rate, call.step)
+        versions = None
+        if tables is not None and call.per_sample_weights is not None and call.per_sample_weights.requires_grad:
+            versions = tuple(weight._version for weight in call.weights)
         _, checked = _checked(call)
-        return ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse)
+        return ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse, versions)
 
     def require_backward(self, beside: ForwardCall) -> None:
         beside.require_first()

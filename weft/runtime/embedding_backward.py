@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from weft import symm
 from weft.embedding import EmbeddingSharding, JaggedInput
+from weft.embedding.check import check_weights
 from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, joined_calls
 from weft.embedding.tables import column_runs
 from weft.embedding.update import FusedUpdate
@@ -50,6 +51,7 @@ def gradients(
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
+    _require_intact(of, weights, wanted[1])
     if grad.device.type == "cpu":
         _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
     device = _on(grad.device)
@@ -92,9 +94,23 @@ def accumulate(update: FusedUpdate) -> Iterator[None]:
             _update(joined_calls(collected))
 
 
+def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
+    """Raise an error if tables or states are not as forward found them: kernels would write or read beyond their memory."""
+    try:
+        if of.tables is not None:
+            of.tables.require_intact(of.plan.sharding, of.rank)
+        elif reads_tables:
+            check_weights(weights, of.plan.sharding, of.rank)
+    except ValueError as error:
+        raise ValueError(f"backward of embedding_all_to_all, after a change since forward: {error}") from error
+    if reads_tables and of.tables is not None:
+        of.require_values_of_forward()
+
+
 def _update(call: Collected) -> None:
     of = call.of
     assert of.tables is not None
+    _require_intact(of, of.tables.weights, False)
     of.tables.step.add_(1)
     device = _on(call.received.device)
     device.update(of, of.tables, device.sorted_rows(of, call.jagged), call.received)

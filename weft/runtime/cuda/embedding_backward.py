@@ -170,7 +170,7 @@ def gradients_of_tables(of: ForwardCall, rows: Rows, received: torch.Tensor) -> 
         [0, 0, 0, value.data_ptr(), base, value.shape[1], first]
         for value, base, first in zip(values, shape.bases, first_runs, strict=True)
     ]
-    numbers = torch.zeros(device_code.NUMBERS, device=device)
+    numbers = torch.zeros(device_code.NUMBERS, dtype=torch.float32, device=device)
     numbers[device_code.FACTOR] = of.factor
     _launched(rows, received, _device_table(lines, device), numbers, _GRADIENT, of.sparse, False)
     if not of.sparse:
