@@ -45,7 +45,7 @@ from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 from weft.symm.groups import group_of, rank_of, size_of
 from weft.timeline import Timeline
-from weft.words import counted, kind
+from weft.words import counted, joined, kind
 
 Form = tuple[str, Transport, Order, int | None, BoundsCheck, bool, int]
 """A plan in the form that a call carries: the sharding as text, and the options."""
@@ -106,8 +106,8 @@ def embedding_all_to_all(
     update: an optimizer and its states for `weights`. Backward reduces the gradient of each row that the batch has read, updates
         the row in place, and leaves no gradient. A second backward of the call is a `WeftError`. Not in a compiled program.
     sparse: without `update`, gradients of tables are sparse COO tensors, each row once, ascending. Not in a compiled program.
-    requires_grad: without `update`, other ranks' tables require gradients. A rank without tables passes it, because it has no
-        weight that says so.
+    requires_grad: without `update`, True if other ranks' tables require gradients. Only a rank without tables needs it: the others
+        see it by their weights.
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). Backward has it too.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises).
 
@@ -299,8 +299,8 @@ class _EmbeddingAllToAll(Operator[_Call]):
     def given(self, call: _Call) -> str:
         if call.optimizer:
             return f"updated by {call.optimizer} with factor {call.factor!r}"
-        factor = f", with factor {call.factor!r}" if call.factor != 1.0 else ""
-        return f"{'with sparse gradients' * call.sparse}{factor}"
+        factor = f"with factor {call.factor!r}" if call.factor != 1.0 else ""
+        return joined("with sparse gradients" * call.sparse, factor)
 
     def wanted(self, call: _Call) -> tuple[bool, ...]:
         if not torch.is_grad_enabled():
