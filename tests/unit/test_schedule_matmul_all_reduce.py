@@ -320,7 +320,7 @@ def test_a_norm_is_written_read_and_named() -> None:
     assert plain["norm"] is None
     assert one["norm"]["eps"] == 1e-6
     for wrong, fault in (
-        ({"eps": 1}, "eps: 1 is not of type float"),
+        ({"eps": "1"}, "eps: '1' is not of type float"),
         ({"mean": 0}, "'mean' is not known"),
         ("rms", "'rms' is not of type dict"),
     ):
