@@ -198,3 +198,16 @@ def test_updates_of_nothing_sensible_are_refused(arguments: tuple[Any, ...], tex
     optimizer, weights, *factor = arguments
     with pytest.raises((TypeError, ValueError), match=text):
         weft.embedding.FusedUpdate(optimizer, weights, **({"factor": factor[0]} if factor else {}))
+
+
+def flags(group: dist.ProcessGroup) -> list[bool]:
+    """Return the parameters' requires_grad after a model around the module was frozen, loaded, converted and copied."""
+    model = torch.nn.Sequential(made(group)).requires_grad_(False)
+    model.load_state_dict(model.state_dict(), assign=True)
+    return [
+        parameter.requires_grad for one in (model, copy.deepcopy(model).bfloat16()) for parameter in one.parameters()
+    ]
+
+
+def test_loading_and_converting_leave_requires_grad_alone(pool: Pool) -> None:
+    assert pool.run(flags, ranks=1, timeout_s=60) == [[False] * 6]

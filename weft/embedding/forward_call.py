@@ -1,4 +1,4 @@
-"""What backward of embedding_all_to_all needs of a forward call, besides the tensors that autograd saves."""
+"""The record of a forward call of embedding_all_to_all that backward reads, besides the tensors that autograd saves."""
 
 from __future__ import annotations
 

@@ -151,6 +151,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
         self._make_tables(seed)
+        for parameter in self.parameters():
+            parameter.requires_grad_(self._is_trained)
         self._mark_tables()
         self.register_load_state_dict_post_hook(_mark_again)
         self._features = {slot.feature for slot in self.sharding.slots}
@@ -344,7 +346,6 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """Mark the parameters for DDP and `ignore_tables`, and make or move the optimizer's states."""
         for bag in self.embedding_bags.children():
             weight: Any = bag.weight
-            weight.requires_grad_(self._is_trained)
             weight._weft_table = weight._ddp_ignored = True
         if self._optimizer is None:
             return
