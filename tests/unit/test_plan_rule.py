@@ -15,8 +15,9 @@ from weft.builders import AllGatherMatmul, AllToAllMatmul, candidates, named
 from weft.hw import load_machine
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY_US, Choice, decide
 from weft.plan.predict import AT_LEAST, Mode, Row, predict
-from weft.schedule import For, Schedule
+from weft.schedule import Schedule
 from weft.sim import model_of
+from weft.sim.run_time import TORCH_CALLS
 
 module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
 PROBLEM = AllGatherMatmul.even(8192, 4096, 8192, 2)
@@ -97,15 +98,20 @@ def built(problem: AllGatherMatmul | AllToAllMatmul, name: str) -> Schedule:
     return next(candidate for candidate in candidates(problem) if candidate.name == name).build()
 
 
-def test_reading_sizes_costs_the_host_each_step_of_a_run() -> None:
-    schedule = built(AllToAllMatmul.even(64, 32, 16, 4, 2), "dispatch_by_expert[by=kernel,chunks=1]")
-    assert schedule.reads_on_host
-    steps = [step for lane in schedule.lanes for step in lane.steps]
-    assert not any(isinstance(step, For) for step in steps)
-    slow = replace(H200, host_late_us=0.0, host_step_us=1e4)
-    assert predict(schedule, slow, "queued") == pytest.approx(1e4 * len(steps))
-    slow = replace(H200, host_late_us=1e4, host_step_us=0.0)
-    assert predict(schedule, slow, "queued") >= 1e4
+def test_reading_sizes_costs_the_host_each_dynamic_step_of_a_run() -> None:
+    """Serial waits for sizes before all else and then makes several torch calls for a step; others issue it in native code."""
+    problem, slow = (
+        AllToAllMatmul.even(64, 32, 16, 4, 2),
+        replace(H200, host_dynamic_us=1e3, host_late_us=1e4, host_call_us=1e5),
+    )
+    for name, us in (
+        ("dispatch_by_expert[by=kernel,chunks=1]", 1e3 + 2 * 1e4),
+        ("dispatch_by_expert[by=kernel,chunks=2]", 1e3 + 4 * 1e4),
+        ("serial", 1e3 + 4 * TORCH_CALLS * 1e5),
+    ):
+        schedule = built(problem, name)
+        assert schedule.reads_on_host
+        assert predict(schedule, slow, "queued") == pytest.approx(us)
 
 
 def test_a_single_call_takes_at_least_what_the_host_needs_for_its_steps() -> None:

@@ -66,7 +66,7 @@ CONFIGS = (
     Config(64, 256, 64, 16, 4, 4),
     Config(64, 128, 64, 16, 4, 4, per_sm=2),
 )
-_MEDIUM, _SMALL, _NARROW = CONFIGS[3], CONFIGS[4], CONFIGS[5]
+_SHORT_K, _MEDIUM, _SMALL, _NARROW = CONFIGS[1], *CONFIGS[3:6]
 # Without tensor maps, addresses and masks take the registers that larger tiles need.
 PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
 
@@ -75,8 +75,8 @@ def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Con
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
-    segment, tiles of 64 rows waste less. With a short K, a tile's store has little computation to overlap with: two programs then
-    share a multiprocessor.
+    segment, tiles of 64 rows waste less. With a short K, stores take a large part of the time: a tile is then stored in two
+    pieces, whose memory holds one more stage of operands.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
@@ -84,7 +84,7 @@ def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Con
         return _MEDIUM if rows_per_segment > 192 else _NARROW
     if rows_per_segment <= 192:
         return _SMALL
-    return LARGE if k >= 1024 else _MEDIUM
+    return LARGE if k >= 768 else _SHORT_K
 
 
 @triton.jit
@@ -220,7 +220,10 @@ def grouped_matmul_kernel(
     by_source = tl.zeros([W_P2], tl.int32)
     in_whole = tl.zeros([W_P2], tl.int32)
     left_of = tl.zeros([W_P2], tl.int32)
-    for tile in range(program, all_row_tiles * N_TILES, programs):
+    # One loop over tiles and K: the next tile's operands arrive while this tile is stored. A tile that is read first would end
+    # the pipeline, and a large table of counts takes registers.
+    ONE_LOOP: tl.constexpr = TMA and not ADDS and W_P2 * E_P2 <= 512
+    for tile in tl.range(program, all_row_tiles * N_TILES, programs, flatten=ONE_LOOP):
         if tile >= end * N_TILES:
             before = ends <= tile // N_TILES
             expert = tl.sum(before.to(tl.int32), 0)
