@@ -105,13 +105,18 @@ def test_a_tile_is_one_units_work() -> None:
     """The unit computes it at its part of the rate, or loads its operands at its part of the cache's rate; then it stores the
     tile."""
     model = replace(gpu("h200", 2), tile_ramp=0.0, tile_half=0.0)
-    per_unit, of_unit = (
-        rate / model.compute_units for rate in (model.matmul_flops_per_us["bf16"], model.hbm_bytes_per_us)
+    assert model.unit_loads_bytes_per_us is not None
+    per_unit, of_unit, loads = (
+        rate / model.compute_units
+        for rate in (model.matmul_flops_per_us["bf16"], model.hbm_bytes_per_us, model.unit_loads_bytes_per_us)
     )
-    stored_us = 128 * 256 * 2 / of_unit
-    quick = replace(model, hbm_bytes_per_us=2 * model.hbm_bytes_per_us)  # whose cache is no limit
-    assert quick.tile_us(128, 256, 4096, "bf16") == pytest.approx(2 * 128 * 256 * 4096 / per_unit + stored_us / 2)
-    assert model.tile_us(16, 256, 4096, "bf16") == pytest.approx(((16 + 256) * 4096 + 16 * 256 * 2) * 2 / 2 / of_unit)
+    computing_us, stored_us = 2 * 128 * 256 * 4096 / per_unit, 128 * 256 * 2 / of_unit
+    quick = replace(model, unit_loads_bytes_per_us=2 * model.unit_loads_bytes_per_us)  # whose cache is no limit
+    assert quick.tile_us(128, 256, 4096, "bf16") == pytest.approx(computing_us + stored_us)
+    loading_us = (16 + 256) * 4096 * 2 / loads
+    assert model.tile_us(16, 256, 4096, "bf16") == pytest.approx(loading_us + stored_us / 8)
+    unknown = replace(model, unit_loads_bytes_per_us=None)  # then twice the memory's rate
+    assert unknown.tile_us(16, 256, 4096, "bf16") == pytest.approx((16 + 256) * 4096 / of_unit + stored_us / 8)
 
 
 def test_tiles_that_run_together_are_there_together() -> None:

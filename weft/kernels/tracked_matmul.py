@@ -24,6 +24,10 @@ and added in fp32. So a partial sum crosses a link while other tiles compute, wi
 Order: a tile's stores, a barrier, the increment with acquire and release at system scope. The program with the last increment has
 seen all others, and stores the flags with release. The loop contains no wait, which would break the compiler's pipelining.
 
+Speed. The loop over tiles and the loop over K become one, so that the next tile's operands arrive while a tile is stored. A
+barrier, a branch or a loop of Triton's behind a tile would prevent that. So on NVIDIA GPUs one thread counts and sets flags, in
+PTX, while the others go on (`_TRACK`).
+
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software, and
 7.7 (split-K GEMMs).
 """
@@ -34,6 +38,36 @@ import triton
 import triton.language as tl
 
 from weft.kernels.signals import write_token
+
+_TRACK = tl.constexpr(
+    # $1: a counter; $2: `sets`. Wait for the stores of all threads; one of them counts the tile.
+    "{.reg .pred p; .reg .u32 t; .reg .u64 come, total, word, end, at; "
+    "bar.sync 0; mov.u32 t, %tid.x; setp.ne.u32 p, t, 0; @p bra DONE; "
+    "atom.global.sys.acq_rel.add.u64 come, [$1], 1; ld.global.u64 total, [$1+8]; add.u64 come, come, 1; "
+    "setp.ne.u64 p, come, total; @p bra DONE; "
+    # The last tile: reset the counter, and store 1 at each address.
+    "mov.u64 come, 0; st.global.u64 [$1], come; ld.global.u64 word, [$1+16]; ld.global.u64 end, [$1+24]; mov.u32 t, 1; "
+    "NEXT: setp.ge.u64 p, word, end; @p bra DONE; shl.b64 at, word, 3; add.u64 at, $2, at; ld.global.u64 at, [at]; "
+    "st.release.sys.global.b32 [at], t; add.u64 word, word, 1; bra NEXT; "
+    "DONE: mov.u32 $0, 0;}"
+)
+
+
+@triton.jit
+def _count(counter, sets, PTX: tl.constexpr):
+    """Increment a counter when all threads of this program have stored. With its last increment, set its flags."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            _TRACK, "=r,l,l", [counter.to(tl.int64), sets.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()  # all lanes have stored
+        total = tl.load(counter + 1)
+        come = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
+        if come == total - 1:
+            tl.store(counter, tl.full([], 0, tl.int64))
+            for word in range(tl.load(counter + 2).to(tl.int32), tl.load(counter + 3).to(tl.int32)):
+                write_token(tl.load(sets + word), tl.full([], 1, tl.int32), True, PTX)
 
 
 @triton.jit
@@ -57,17 +91,8 @@ def _store_and_count(
         acc += tl.load(added + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :], mask=mask).to(tl.float32)
     tl.store(at, acc.to(DTYPE), mask=mask)
 
-    if SETS > 0:
-        tl.debug_barrier()  # all lanes have stored
-        for number in tl.static_range(SETS):
-            counter = counters + 4 * tl.load(entry + 6 + number)
-            wanted = tl.load(counter + 1)
-            come = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
-            if come == wanted - 1:
-                tl.store(counter, tl.full([], 0, tl.int64))
-                first, end = tl.load(counter + 2).to(tl.int32), tl.load(counter + 3).to(tl.int32)
-                for word in range(first, end):
-                    write_token(tl.load(sets + word), tl.full([], 1, tl.int32), True, PTX)
+    for number in tl.static_range(SETS):
+        _count(counters + 4 * tl.load(entry + 6 + number), sets, PTX)
 
 
 @triton.jit(
@@ -89,7 +114,8 @@ def tracked_matmul_kernel(
     scratch. arrived [tiles]: zero between launches. PART_K: the extent in K of each of the SPLITS.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    for unit in range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0)):
+    ONE_LOOP: tl.constexpr = TMA and PTX and SPLITS == 1
+    for unit in tl.range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0), flatten=ONE_LOOP):
         tile, begin = unit // SPLITS, unit % SPLITS * PART_K
         entry = table + tile * (6 + SETS + 2 * ADDS)
         row, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
@@ -97,7 +123,8 @@ def tracked_matmul_kernel(
 
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if TMA:
-            for k in range(begin, tl.minimum(begin + PART_K, K), BLOCK_K):
+            end = K if SPLITS == 1 else tl.minimum(begin + PART_K, K)
+            for k in range(0 if SPLITS == 1 else begin, end, BLOCK_K):
                 x = a.load([row, k])
                 if W_TRANSPOSED:
                     b = w.load([column, k]).T

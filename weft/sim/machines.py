@@ -9,6 +9,7 @@ compute.grouped_matmul                  share of the matmul rate that a kernel f
 compute.library_grouped_matmul          share of the matmul rate that torch's grouped kernel reaches, and
 memory.library_grouped_matmul           its share of memory.copy_bandwidth
 memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
+memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
 memory.copy_bandwidth, .l2              bytes read and written
 link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction. The topology
                                         (`weft.hw.topology`) says which key is read
@@ -96,6 +97,9 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         host_late_us=us("host.late"),
         host_dynamic_us=us("host.dynamic") if "host.dynamic" in machine.quantities else 0.0,
         tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
+        unit_loads_bytes_per_us=(
+            per_us("memory.operand_loads") if "memory.operand_loads" in machine.quantities else None
+        ),
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         stored_late_bytes=machine.bytes("link.stored_late") if "link.stored_late" in machine.quantities else 0.0,
         stored_end_us=us("link.stored_end") if "link.stored_end" in machine.quantities else 0.0,

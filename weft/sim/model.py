@@ -33,7 +33,7 @@ MatmulShape = tuple[int, int, int, str]
 _SPLITS = (1, 2, 4, 8)
 _SMALLEST_TILE = 32
 _UNIT_LOADS = 2.0
-"""Rate at which all units together load from the cache, over the memory's rate: 32 x 256 tiles, k = 4096, take 36 us on an H200."""
+"""Rate at which all units together load from the cache, over the memory's rate, if `unit_loads_bytes_per_us` is unknown."""
 _NEAREST = 8
 """Number of measured matmuls that correct the formula for another shape: on a grid, the corners of a cell."""
 
@@ -97,6 +97,8 @@ class Model:
     """Share of a library GEMM's busy units that later kernels do not get until it ends."""
     tile_signal_us: float = 0.0
     """Time that each signal of a tile adds to its kernel."""
+    unit_loads_bytes_per_us: float | None = None
+    """Rate at which all units together load operands of matmuls from the cache; None: `_UNIT_LOADS` of the memory's rate."""
     tile_part_us: float | None = None
     """Time that each unit adds to a tile that several units split. None: tiles are not split."""
     stored_late_bytes: float = 0.0
@@ -165,13 +167,15 @@ class Model:
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
         """Return the time of one tile on one unit, in a kernel that cuts a matmul into such tiles.
 
-        A unit loads operands no faster than its part of `_UNIT_LOADS` times the memory's rate. It computes nothing while it
-        stores the result.
+        A unit loads operands no faster than its part of `unit_loads_bytes_per_us`. It computes nothing while it stores the
+        result.
         """
+        loads = self.unit_loads_bytes_per_us or _UNIT_LOADS * self.hbm_bytes_per_us
+        load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (loads / self.compute_units)
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
         of_unit = self.hbm_bytes_per_us / self.compute_units / ITEM_BYTES[dtype]
         computing_us = 2 * rows * cols * (k + self.tile_ramp) / unit
-        return max(computing_us, (rows + cols) * k / (_UNIT_LOADS * of_unit)) + rows * cols / of_unit
+        return max(computing_us, load_us) + rows * cols / of_unit
 
     def matmul_us(self, m: int, n: int, k: int, dtype: str) -> float:
         """Return the time of a matmul alone on the GPU, with its launch."""
