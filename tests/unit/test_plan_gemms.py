@@ -116,11 +116,15 @@ def test_a_model_knows_what_was_measured_before_what_was_calibrated() -> None:
 
 
 def test_long_gemms_are_taken_to_be_slower_in_sustained_work() -> None:
+    """So are their pieces, by rows, columns or K; other short GEMMs are not."""
     long, short = (8192, 5120, 8192, "bf16"), (64, 4096, 4096, "bf16")
-    gemms.learn(NAME, [{long: 900.0, short: 30.0}])
+    pieces = [(1024, 5120, 8192, "bf16"), (8192, 512, 8192, "bf16"), (8192, 5120, 1024, "bf16")]
+    others = [(1024, 5120, 4096, "bf16"), (1024, 5120, 8192, "fp16"), (1024, 5376, 8192, "bf16")]
+    gemms.learn(NAME, [{long: 900.0, **dict.fromkeys((short, *pieces, *others), 30.0)}])
     model = gemms.informed(replace(H200, sustained=1.2), NAME)
     assert model.matmul_us(*long) == pytest.approx(900.0 * 1.2)
-    assert model.matmul_us(*short) == pytest.approx(30.0 * 1.02)
+    assert [model.matmul_us(*piece) for piece in pieces] == pytest.approx([30.0 * 1.2] * 3)
+    assert [model.matmul_us(*other) for other in (short, *others)] == pytest.approx([30.0 * 1.02] * 4)
 
 
 def test_slow_pieces_are_not_chosen() -> None:

@@ -10,8 +10,8 @@ fastest, whose pieces are only predicted. So there is a second round.
 
 The clock matters. An idle GPU starts at a higher clock, which its power limit lowers after 10 to 20 ms, but schedules are chosen
 for sustained work. So if any GEMM is long, the longest is timed first and runs for 15 ms before its timing starts. The others
-follow within a millisecond, while the device is warm. Sustained work is slower still: a long GEMM is assumed to take longer than
-measured, by the factor `Model.sustained`.
+follow within a millisecond, while the device is warm. Sustained work is slower still: a long GEMM, and each piece of it, is
+assumed to take longer than measured, by the factor `Model.sustained`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,21 @@ def informed(model: Model, machine: str) -> Model:
         return model
     before, known, found = _informed.get((machine, model.world_size), (None, None, model))
     if before is not model or known is not here:
-        slower = {shape: us * (1 + (model.sustained - 1) * min(1.0, us / _SUSTAINED_US)) for shape, us in here.items()}
+        slower = {shape: us * _slowdown(shape, here, model.sustained) for shape, us in here.items()}
         found = model.with_measured({**model.measured_us, **slower})
         _informed[machine, model.world_size] = model, here, found
     return found
+
+
+def _slowdown(shape: MatmulShape, known: Mapping[MatmulShape, float], sustained: float) -> float:
+    """Return the factor for a GEMM in sustained work. The pieces of a long GEMM, one after the other, are as long as it is."""
+    whole_us = max(us for other, us in known.items() if _is_piece(shape, other))
+    return 1 + (sustained - 1) * min(1.0, whole_us / _SUSTAINED_US)
+
+
+def _is_piece(shape: MatmulShape, of: MatmulShape) -> bool:
+    """True if `shape` is a part of the rows, the columns or K of another GEMM, or equals it."""
+    *sizes, dtype = shape
+    *sizes_of, dtype_of = of
+    smaller = [a != b for a, b in zip(sizes, sizes_of, strict=True)]
+    return dtype == dtype_of and sum(smaller) <= 1 and all(a <= b for a, b in zip(sizes, sizes_of, strict=True))
