@@ -4,11 +4,11 @@
     python examples/gemm_chain.py --trace chain/    # also draws a timeline
     python examples/gemm_chain.py --device cuda --rows 4096 --width 4096 --hidden 8192
 
-It is the MLP of a transformer under tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of w1, and
-computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. When the rows of a chunk have
-arrived, they go through the first GEMM and the activation, and then at once through the second GEMM, on a lane of its own. No
-GEMM waits for the whole x or for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain Compute
-Communication Overlap", figure 5: finer outputs make the following operations finer.)
+It is the MLP of a transformer under tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of
+w1. It computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. Rows of a chunk
+that has arrived go through the first GEMM and the activation. The second GEMM, on its own lane, then reads them at
+once. No GEMM waits for the whole x or for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain
+Compute Communication Overlap", figure 5: finer outputs make the following operations finer.)
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from .work import Differentiable, Given, Results
 
 UNUSED = 9  # a feature that no table has
 _SHARDINGS = {1: (1, "t", 1), 2: (0, "other t", 1), 3: (0, "t", 0)}
-"""By number: the offset of tables between ranks, the prefix of their names, and which of two tables uses mean pooling."""
+"""Values by number: the offset of tables between ranks, the prefix of their names, and which of two tables uses mean
+pooling."""
 BATCH_SIZES = [put("batch_sizes", [1]), put("batch_sizes", "even"), put("batch_sizes", [-1, 10**6])]
 
 

@@ -30,7 +30,7 @@ _NO_MEMORY_OF_THREAD = {
     -signal.SIGABRT: "Fatal glibc error: failed to register TLS destructor: out of memory",
     127: "cannot allocate memory for thread-local data: ABORT",
 }
-"""By the exit code, glibc's words."""
+"""Messages of glibc, by exit code."""
 
 
 def judge(injection: Injection, seen: Seen) -> list[Fault]:

@@ -1,9 +1,9 @@
 """Operators under injected faults: every operator, on whole numbers that no other step has. Each also says which calls are drawn
 for it, and what it cannot take. `operators` lists them.
 
-A fault may pair step n of one rank with step n + 1 of another, and such a result looks like any other one. So the data of a step
-are random whole numbers, a function of (seed, rank, step); sums of their products are exact in fp32; and a result is right if it
-has the same bits as torch's operators on the data of all ranks for that step.
+A fault may pair step n of one rank with step n + 1 of another, and such a result looks like any other one. So the data
+of a step are random whole numbers, a function of (seed, rank, step), and sums of their products are exact in fp32. A
+result is right if torch's operators on the data of all ranks for that step give the same bits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Ranks that give an operator different arguments on GPUs, where hosts meet only at the first call of a shape: calls are compared
-afterwards, by a digest, and the mode that compares more finds tables and values."""
+"""Ranks that give an operator different arguments on GPUs, where hosts meet only at the first call of a shape. Calls
+are compared afterwards, by a digest. WEFT_CHECK_CALLS=1 also compares tables and values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """embedding_all_to_all on two GPUs when a rank does not do its part: kernels that wait return, and say who, what, when.
 
-The host does not wait for peers, so errors appear at `check()` or at the next call. Deadlines are short where one
-is meant to be missed; a rank that is told of a failure must not wait for its deadline, which then says so by its name.
+The host does not wait for peers, so errors appear at `check()` or at the next call. Deadlines are short in tests that
+miss them. A notified rank must not wait for its deadline: if it does, it raises DeadlineError, and the test fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`), whose first call runs in memory of
-graphs, whose second is captured, and whose others are replays; and of modules (`make_graphed_callables`). Each call has fresh
-input and is compared with the eager one."""
+"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`) and of modules
+(`make_graphed_callables`). A compiled program's first call runs in memory of graphs, its second is captured, and later
+calls are replays. Each call has fresh input and is compared with the eager one."""
 
 from __future__ import annotations
 

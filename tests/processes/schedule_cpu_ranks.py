@@ -1,8 +1,9 @@
 """Shared code of the tests of schedules on CPU processes: problems and their data, runs into poisoned memory, a chain of GEMMs.
 
-Tolerance. The error against float64, in the norm of the whole output, is at most twice that of torch's own matmul in the same
-dtype, plus an fp32 rounding, because torch adds in another order for other shapes, and outputs here may have few elements. A
-schedule that accumulates pieces of k in the output (FiCCO's 2D) rounds it once per piece, which is allowed in addition.
+Tolerance. The error against float64, in the norm of the whole output, is at most twice that of torch's own matmul in
+the same dtype, plus an fp32 rounding. The rounding is needed because torch adds in another order for other shapes, and
+outputs here may have few elements. A schedule that accumulates pieces of k in the output (FiCCO's 2D) rounds it once
+per piece, which is allowed in addition.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """embedding_all_to_all when a rank does not do its part: the others do not hang, they say who, what and since when.
 
-First ranks that are late or raise, on groups of their own inside the shared pool; then ranks that are killed, in pools of
-their own. Deadlines are short where one is meant to be missed; where it is not, `deadline_s=5` makes a rank that only
-learns of a death by waiting fail with the wrong error.
+First ranks that are late or raise, on groups of their own inside the shared pool; then ranks that are killed, in pools
+of their own. Deadlines are short in tests that miss them. Elsewhere, `deadline_s=5` makes a rank fail with the wrong
+error if it learns of a death only by waiting.
 """
 
 from __future__ import annotations

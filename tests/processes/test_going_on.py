@@ -1,5 +1,5 @@
-"""`weft.on_failure`, and going on with the ranks that are left: the callback is called on every rank that lives, once, and what the
-living ranks compute on a new group is right.
+"""`weft.on_failure`, and continuing with the living ranks: each of them gets the callback once, and their results on a
+new group are right.
 
 The functions with a `group` argument run on the ranks.
 """

@@ -1,5 +1,6 @@
-"""weft.parallel's styles on CPU processes: a Llama that is divided by them learns as one divided by torch's does, with FSDP2 and
-activation checkpointing; a block compiles; and for every layout results, gradients and parameters of a layer are torch's."""
+"""weft.parallel's styles on CPU processes. A Llama with these styles learns like a Llama with torch's styles, also with
+FSDP2 and activation checkpointing. A block compiles. For every layout, results, gradients and parameters of a layer
+equal torch's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """weft.run_schedule, the public way to run a schedule of one's own.
 
-In this order: results and what they are made in; equal schedules share an executor, dynamic sizes; bad input is refused on every
-rank before anything is written, and the group lives on; what differs between ranks, faulty schedules.
+In this order: results and their memory; equal schedules, which share an executor; dynamic sizes. Then bad input, which
+every rank refuses before anything is written, and the group lives on. Last, calls that differ between ranks, and faulty
+schedules.
 """
 
 from __future__ import annotations

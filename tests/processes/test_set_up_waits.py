@@ -1,5 +1,6 @@
-"""Waits while ranks set something up together: they say who has not come, and who never will; they end early where somebody cannot
-come any more or has no descriptor or thread to come with; and a process that was stopped finds what came meanwhile.
+"""Waits of a collective set-up. They name the ranks that have not arrived and those that never will. They end early if
+a rank cannot arrive any more, or has no descriptor or thread left. A process that was stopped finds what arrived
+meanwhile.
 
 The functions with a `group` argument run on the ranks. Where a deadline may not be what ends a wait it is LONG_S.
 """

@@ -1,8 +1,8 @@
 """A call in which one rank alone meets an error, known shapes on CPU: the others are told, and no call pairs with another one.
 
-Cheapest first: errors before a rank has said that it takes part (refused, the group lives); after it (the group ends); steps of a
-training loop that one rank leaves in the middle; pauses of a process, which are no error. Each result is compared with what this
-very step must give, so that a result of another step is noticed.
+Cheapest first: errors before a rank has joined (refused, the group lives) and after it (the group fails). Then a
+training loop that one rank leaves in the middle, and pauses of a process, which are no error. Each result is compared
+with what this very step must give, so that a result of another step is noticed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that add to what is there: copies, GEMMs into a peer's buffer, sums, and the library's reductions; on CPU processes,
+"""Steps that accumulate: copies, GEMMs into a peer's buffer, sums, and gloo's reductions. They run on CPU processes,
 against float64, with all ranks adding to one place at once. What `verify` says of them.
 
 The functions with a `group` argument run on the ranks.
@@ -33,9 +33,9 @@ ON_CPU = DTYPES | {"fp64": torch.float64}
 
 
 def scattered(world: int, dtype: str, way: str) -> Schedule:
-    """y = this rank's rows of the sum of all ranks' x @ w. By `way`: "copy" and "compute" into each owner's buffer, "reduce" of
-    what peers have copied there, "remote" of what their GEMMs have stored there, or the library; "tracked" and "tracked remote"
-    likewise, by one GEMM whose tiles set signals. "pulled[...]": the schedule of that name."""
+    """y = this rank's rows of the sum of all ranks' x @ w. Write the schedule for a `way`: "copy" and "compute" into
+    each owner's buffer, "reduce" of peers' copies there, "remote" of peers' GEMMs there, or gloo's. "tracked" and
+    "tracked remote" do the same by one GEMM whose tiles set signals. "pulled[...]": the schedule of that name."""
     if way.startswith("pulled"):
         return named(MatmulReduceScatter(world, world * M, N, K, dtype), way).build()
     d = Draft(f"matmul, reduce-scatter by {way}", world)

@@ -1,8 +1,8 @@
 """Gradients against differences (`torch.autograd.gradcheck`): what runs on the ranks.
 
-gradcheck moves one number at a time, and asks for the gradient of one number of the result. So an operator is made one function of
-all ranks' tensors and of nothing else, which every rank computes alike: each takes its own part of the numbers (`_Own`), makes the
-call, and joins the results (`_Joined`).
+gradcheck moves one number at a time, and asks for the gradient of one number of the result. So an operator becomes a
+function of all ranks' tensors and of nothing else, which every rank computes alike. Each rank takes its own part of the
+numbers (`_Own`), makes the call, and joins the results (`_Joined`).
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def agrees(
     compiled: bool,
     calls: int,
 ) -> None:
-    """Results and all gradients of several calls in a row, against the stock layer in float64; errors may be twice those of
+    """Compare results and all gradients of several calls with the stock layer in float64. Errors may be twice those of
     torch's own products and sums in the same dtype. sequence_dim: None where nothing is divided along the sequence."""
 
     def part(t: torch.Tensor, rows: bool) -> torch.Tensor:

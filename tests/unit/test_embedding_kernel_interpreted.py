@@ -1,7 +1,7 @@
 """The Triton kernel of embedding_all_to_all under Triton's interpreter: no GPU, one process plays all ranks in turn.
 
-Peers are buffers of this process, so what a rank would wait for is there before it runs: every rank's "ready" is set
-beforehand, and in the cases that wait also "done" and the flags. `tests/support/interpreted.py` says how.
+Peers are buffers of this process, so all signals that a rank waits for are set before it runs. These are every rank's
+"ready", and in the cases that wait also "done" and the flags. `tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations

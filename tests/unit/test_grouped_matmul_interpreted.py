@@ -1,8 +1,8 @@
 """The grouped matmul kernel under Triton's interpreter: no GPU, one process plays one rank after the exchange.
 
-Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers; what must
-not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); launches that
-add up pieces of k, as schedules have them too; then tables that promise more rows than there are, and arguments that are refused.
+Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers. Rows of
+y that belong to no launched segment, memory around y, and the slots' unused rows (all NaN here) are not touched. Then
+launches that add pieces of k, as schedules also do; tables that promise more rows than there are; refused arguments.
 `tests/support/interpreted.py` says how.
 """
 

@@ -1,8 +1,9 @@
 """Every variant of the Triton kernel that the launcher can ask for compiles, for NVIDIA and for AMD, without a GPU.
 
-Triton compiles for whatever device its driver names: here a stand-in that names one, so that the launcher's own constants
-and types are what is compiled. For NVIDIA, ptxas also says what became of it: rows of aligned tables of one width are read
-16 bytes at a time and nothing is spilled; where widths differ, masks and strides take registers, and a little may be.
+Triton compiles for whatever device its driver names: here a stand-in that names one, so that the launcher's own
+constants and types are what is compiled. For NVIDIA, ptxas also shows the result. Rows of aligned tables of one width
+are read 16 bytes at a time and no register is spilled. If widths differ, masks and strides take registers, and a few
+may be spilled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Signatures of calls: equal where calls are alike but for where tensors lie, and different where anything else differs; none
-where a tensor is of a type that may keep its values elsewhere, or a gradient is wanted. Layouts of tensors say where they lie too.
+"""Signatures of calls. They are equal if calls differ only in tensor addresses, and different otherwise. A call has no
+signature if a tensor's type may keep its values elsewhere, or if a gradient is wanted. Layouts of tensors say where
+they lie too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A schedule is added by one builder of under 60 lines and nothing else: it is then verified, kept, printed, simulated, traced,
-run and weighed by the planner as those of the house are. On processes: `tests/processes/test_made_up_schedule_ranks.py`."""
+"""One builder of under 60 lines, and nothing else, adds a schedule. It is then verified, serialised, printed,
+simulated, traced, run and planned like weft's own schedules. On processes:
+`tests/processes/test_made_up_schedule_ranks.py`."""
 
 from __future__ import annotations
 

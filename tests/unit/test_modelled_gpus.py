@@ -1,6 +1,7 @@
-"""Every schedule of GEMMs and experts, compiled as for GPUs and played on modelled ones (`modelled_gpus`, `played_gpus`): results
-in float64's neighbourhood in random orders of streams, several runs in a row on the same memory, with fresh data; all that a run
-does lies between the caller's writes before it and reads behind it; tokens come to the run that waits for them."""
+"""Every schedule of GEMMs and experts, compiled as for GPUs and played on modelled GPUs (`modelled_gpus`,
+`played_gpus`). Results are close to float64's in random orders of streams, in several runs on the same memory with
+fresh data. All work of a run is ordered between the caller's writes before it and reads after it. Flags reach the run
+that waits for them."""
 
 from __future__ import annotations
 

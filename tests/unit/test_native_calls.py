@@ -1,5 +1,6 @@
-"""Calls that native code repeats, on stand-ins for a group, its preparations and torch's collectives: what they run, count and
-return, where they take the slow path, and what remains after an error in any step. Cheapest first."""
+"""Calls that native code replays, on stand-ins for a group, its compiled operators and torch's collectives. Tested are
+what they run, count and return, when they take the slow path, and the state after an error in any step. Cheapest
+first."""
 
 from __future__ import annotations
 

@@ -479,8 +479,8 @@ def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size that was planned stands for those near it; a graph that nothing can be captured in runs nothing; and of a choice
-    between measured times it does not cover what was predicted."""
+    """The planned size stands for sizes near it. A graph in which nothing can be captured runs nothing. A choice
+    between measured times does not cover predicted candidates."""
     monkeypatch.setenv("WEFT_QUIET", "0")
 
     def said(problem: Problem, **options: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Gradients as one schedule, of an all-gather + GEMM and of a GEMM + all-gather: every candidate verifies, is taken by GPUs, and
+"""Gradients of all-gather + GEMM and of GEMM + all-gather as one schedule. Every candidate verifies, runs on GPUs, and
 gives the gradients in random legal orders over several runs. Small whole numbers: sums are exact in any order."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every registered way to do GEMM + all-gather: it verifies, keeps its value in JSON, can be issued from one thread, is taken by
-GPUs, and gathers the products in random legal orders over several runs.
+"""Every registered builder of GEMM + all-gather. Its schedule verifies, survives JSON, can be issued from one thread,
+runs on GPUs, and gathers the products in random legal orders over several runs.
 
 Small whole numbers, so that results are compared for equality.
 """

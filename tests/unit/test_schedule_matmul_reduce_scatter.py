@@ -1,5 +1,5 @@
-"""Every registered way to do GEMM + reduce-scatter: it verifies, keeps its value in JSON, can be issued from one thread, is taken
-by GPUs, and adds up the products in random legal orders over several runs.
+"""Every registered builder of GEMM + reduce-scatter. Its schedule verifies, survives JSON, can be issued from one
+thread, runs on GPUs, and reduces the products in random legal orders over several runs.
 
 Small whole numbers, so that sums are exact in any order and results are compared for equality.
 """

@@ -1,7 +1,7 @@
 """The order in which one thread issues a rank's steps, and what is certain to happen before what.
 
-That every candidate has an order which queues get through is in test_schedule_candidates.py; here are known orders, circles,
-and `HappensBefore` against its definition: x is before y if y never comes when x is held up.
+Known orders of issue, cycles, and `HappensBefore` against its definition: x is before y if y never runs while x is held
+up. test_schedule_candidates.py checks that every candidate can be issued.
 """
 
 from __future__ import annotations

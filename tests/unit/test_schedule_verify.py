@@ -347,8 +347,8 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, slow(4), slow(8)])
 def test_no_schedule_of_the_house_polls_for_what_it_keeps_from_coming(world: int) -> None:
-    """On whatever GPU: most wait, while they poll, for the run before, and a launch that polls for its own run does so by one
-    program, beside copies by kernel that need another."""
+    """No schedule of weft can deadlock on any GPU. Most of their launches poll for the previous run. A launch that
+    polls for its own run does so by one program, beside copies by kernel that need another unit."""
     rows, polls = world * max(4, world), 0
     for p in (AllGatherMatmul.even(rows, 2, 8, world), AllToAllMatmul.even(8, 2, 2, 2, world)):
         for candidate in candidates(p):

@@ -1,7 +1,6 @@
-"""The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors, against float64;
-no memory around them is written, or added to them; each word gets its token when all of its tiles have come, and not before;
-counters are zero again.
-`tests/support/interpreted.py` says how.
+"""The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors,
+against float64. No memory around them is written or read. Each word gets its flag when all of its tiles are stored, and
+not before. Counters are zero again. `tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations

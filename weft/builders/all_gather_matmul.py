@@ -6,18 +6,19 @@
 
 `weft.builders.ficco` has schedules that cut shards finer.
 
-**gather.** Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank puts
-its shard where the peers' GEMMs will read it, and sets one signal. This schedule wins if a GEMM takes as long for half the
-rows, because most of its reads are weights, and if NCCL's all-gather takes longer to start than to move the data.
+**gather.** Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank
+puts its shard where the peers' GEMMs will read it, and sets one signal. This schedule wins under two conditions. A GEMM
+takes as long for half the rows, because most of its reads are weights. And NCCL's all-gather takes longer to start than
+to move the data.
 
 **shard.**
 
     to peers: wait until rank + i has read the previous run's rows; put the shard into its `box`; set `arrived` there
     compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; set `free` at their sender
 
-Shards are put, not fetched: a put starts from the caller's own tensor, so nothing is copied into symmetric memory first, and the
-owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no two ranks send to
-the same rank.
+Shards are put, not fetched. A put starts from the caller's own tensor, so nothing is copied into symmetric memory
+first, and the owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no
+two ranks send to the same rank.
 
 If sending takes longer than the GEMM of the own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
 that chunk should be small ("3:1"). But small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The

@@ -23,10 +23,10 @@ may send to one peer, the blocks are larger by a factor of the number of ranks. 
 the other schedules. The benchmark of all_to_all_matmul measures this variant with NCCL, with just enough room for the
 tokens that it sends, as `padded`.
 
-Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (tokens go all-to-all
-before the GEMMs of experts), III-C with figure 5 (asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained
-Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM before it. These
-schedules fuse it with the GEMMs after it.
+Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all
+before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
+Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM
+before it. These schedules fuse it with the GEMMs after it.
 """
 
 from __future__ import annotations

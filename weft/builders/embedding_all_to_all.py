@@ -11,9 +11,9 @@ No rank stores into a peer that has not begun its run, because the peer's last r
 A slice is one sample's vectors of adjacent tables, by one program. The paper's slice is one table's vectors of several samples,
 by several work-groups; the last of them to finish, by a bitmask, sends it. This schedule cannot express such slices.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, different
-from these as explained above; flags; remote samples first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style
-Communication for Deep Learning Recommendation Systems", III-B (stores by the kernel that pools).
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices,
+different from these as explained above; flags; remote samples first). "Accelerating Multi-GPU Embedding Retrieval with
+PGAS-Style Communication for Deep Learning Recommendation Systems", III-B (stores by the kernel that pools).
 """
 
 from __future__ import annotations

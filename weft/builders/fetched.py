@@ -7,8 +7,8 @@ behind, so that no two ranks fetch from the same rank. A copy of own rows takes 
 NVLink. With `apart` another copy engine makes these copies beside the others.
 
 A rank that has fetched everything signals all others that it no longer reads this run's symmetric memory. They wait for
-this signal before they write there in the next run, even if other signals would order these accesses: a run of other sizes
-may place its chunks differently in the same memory.
+this signal before they write there in the next run, even if other signals would order these accesses. A run of other
+sizes may place its chunks differently in the same memory.
 """
 
 from __future__ import annotations

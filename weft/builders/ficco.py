@@ -1,7 +1,7 @@
 """FiCCO: chunks of a shard go to all peers at once, and each step computes on the chunks from all peers.
 
-A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that on a full
-mesh all links are busy, and computes on the chunks of that step. Three choices make eight schedules:
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that
+on a full mesh all links are busy. It computes on the chunks of that step. Three choices make eight schedules:
 
     1D | 2D           chunks are rows of the shard, or columns (then the steps accumulate: y += x[:, chunk] @ w[chunk, :])
     uniform | hetero  a step holds the own chunk too; or the own shard is computed whole, first, before any chunk arrives

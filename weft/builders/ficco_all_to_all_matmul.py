@@ -10,8 +10,9 @@ schedules:
 
     1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:
                       y += x[:, piece] @ w[piece])
-    uniform | hetero a step holds the own tokens of its piece too; or the own tokens are multiplied whole, before any piece
-    arrives fused | unfused one launch a step for the tokens of all sources, or one for each source
+    uniform | hetero  a step holds the own tokens of its piece too; or the own tokens are multiplied whole, before any
+                      piece arrives
+    fused | unfused   one launch a step for the tokens of all sources, or one for each source
 
 Pieces are nearly equal. Rows of one expert are not cut, so in 1D there cannot be more steps than a rank has experts. If possible,
 columns are cut at multiples of 16 bytes, which tensor maps need. Each step of a 2D schedule reads y, and rounds it to its dtype:

@@ -13,8 +13,9 @@ ring, pulled), and tracked. Their products travel, and are reduced, in the resul
 direct, tracked and ring are made from output maps (`weft.builders.output_map`), which contain only the destination of each
 chunk. `weft.builders.partial_products` has the order of computation and of reduction.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
-(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions that are not near memory).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives". Sections: 4.2 (track
+and trigger), 4.4 (staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions
+that are not near memory).
 """
 
 from __future__ import annotations

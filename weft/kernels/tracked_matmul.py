@@ -1,5 +1,5 @@
-"""Matrix multiplication that tracks its progress: it computes tiles in a given order, stores each at the address in a table, and
-sets signals as soon as their tiles are stored.
+"""Matrix multiplication that tracks its progress. It computes tiles in a given order, stores each at the address in a
+table, and sets signals as soon as their tiles are stored.
 
 It follows T3's tracker, which counts in the memory controller. At the end of a tile, a program increments a counter in this
 device's memory. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and

@@ -1,7 +1,7 @@
 """The specification of an operator: the normalised form of its calls, their checks, its problem, its buffers, its gradients.
 
-All other parts are made from it, in the same way for all operators: the comparison across ranks, the cache of shapes, the choice
-of a schedule, the unfused run, autograd in eager mode and under torch.compile, plans and benchmarks.
+Everything else is made from it, in the same way for all operators. That is the comparison across ranks, the cache of
+shapes, the choice of a schedule, the unfused run, autograd in eager mode and under torch.compile, plans and benchmarks.
 
 An operator is a class with one instance, in the file of its public function (`weft.ops`). The function normalises its arguments
 into the form of a call and passes it to `weft.operator.calls.made`.
@@ -79,8 +79,8 @@ class Operator(ABC, Generic[C]):
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Tags of the operator under torch.compile."""
     compiled: Any
-    """The operator in torch.ops. Registration sets it here, because an operator may be registered while a call of it is traced,
-    and Dynamo reads a table in the state at the start of the trace."""
+    """The operator in torch.ops. Registration sets it here, because an operator may be registered while a call is
+    traced, and Dynamo reads a table as it was at the start of the trace."""
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
     # --- the call and its problem ---

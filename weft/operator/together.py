@@ -173,9 +173,10 @@ def agree(
 ) -> list[int]:
     """Compare a call at the first call of a shape. Return the ranks' numbers. Collective.
 
-    check: returns a text and details that must be the same on all ranks, and this rank's number, or raises `ValueError`. Raises
-    `RefusedError` on every rank if a rank's check does, and `DisagreementError` if texts or details differ; the message shows
-    details, or their first line that differs, if the texts are equal. hint: advice if only sizes differ.
+    check: returns a text and details that must be the same on all ranks, and this rank's number, or raises
+    `ValueError`. Raises `RefusedError` on every rank if a rank's check does, and `DisagreementError` if texts or
+    details differ. If the texts are equal, the message shows details, or their first line that differs. hint: advice if
+    only sizes differ.
     """
     if group.size() == 1:
         return [check()[2]]

@@ -58,8 +58,9 @@ def matmul_all_gather(
     gather_dim: a dimension of the product, [..., N]. -1 or the last dimension concatenates columns, as after a column-parallel
         layer that gathers its output: rank r's columns begin at r * N. Any other dimension concatenates rows.
     group: a process group, or its name.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...), forward
-        only; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...),
+        forward only. "autotune": measure at the first call of a shape, select the fastest, and cache it
+        (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule and backward call NCCL, whose waits use the process group's timeout.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
@@ -78,11 +79,12 @@ def matmul_all_gather(
     the number of ranks. Backward is a reduce-scatter of the result's gradient and two GEMMs. If both gradients are requested, and
     if it is faster, rows that have arrived from all ranks are multiplied during the transfer of other rows.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
-    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
-    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
-    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
+    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
+    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
+    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
+    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+    derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
     """

@@ -65,9 +65,10 @@ def matmul_reduce_scatter(
     scatter_dim: a dimension of the product, [..., N], whose size is divisible by the number of ranks. -1 or the last dimension
         scatters columns: B^T @ A^T is computed and its rows are scattered. This copies the result, and B if it is row-major.
     group: a process group, or its name.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...),
-        forward only; "pulled[chunks=2,by=gemm]" (by=tracked) has not been timed on GPUs: it is not listed, and runs only if
-        pinned; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
+        "direct[chunks=2,by=dma,add=gemm]", ...), forward only. "pulled[chunks=2,by=gemm]" (by=tracked) has not been
+        timed on GPUs: it is not listed, and runs only if pinned. "autotune": measure at the first call of a shape,
+        select the fastest, and cache it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
@@ -82,11 +83,12 @@ def matmul_reduce_scatter(
     Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B. All calls that differ only in rows
     share the memory of the largest A, as for `weft.all_gather_matmul`. The serial schedule takes A @ B during the call.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
-    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
-    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
-    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
+    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
+    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
+    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
+    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+    derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
     """

@@ -1,7 +1,7 @@
 """The tests that every operator gets, on CPU processes and on GPUs. These functions run on the ranks, for an operator by name.
 
-results, every schedule and many sizes in a row against float64; gradients; operands in another layout on one rank; refused
-arguments; a rank that differs, or does not arrive; timelines; torch.compile and CUDA graphs.
+results, every schedule and many sizes in a row against float64; gradients; operands in another layout on one rank;
+refused arguments. Also a rank that differs, or does not arrive; timelines; torch.compile and CUDA graphs.
 """
 
 from __future__ import annotations

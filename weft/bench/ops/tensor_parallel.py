@@ -11,8 +11,8 @@ Also timed: `compute`, the same work on one rank's part, without any communicati
 variant) / (serial - compute): 0 if all communication is exposed, 1 if none is. For compiled variants it includes other gains of
 the compiler, so tables show it for `weft` alone.
 
-Presets that end in -whole, which run only if named, keep all activations on every rank between blocks: `serial` is then torch's
-all-reduce, forward behind the block and backward before it.
+Presets that end in -whole keep all activations on every rank between blocks, and run only if named. `serial` is then
+torch's all-reduce, in forward after the block and in backward before it.
 """
 
 from __future__ import annotations

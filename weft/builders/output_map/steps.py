@@ -14,8 +14,8 @@ place on the arrived chunk), and waits for it. add=reduce: a kernel behind the G
 Updates from several peers are reduced in fp32, in the order of the ring behind the receiver, so that equal calls give equal
 bits.
 
-gemm=tracked: one kernel computes all chunks in the order of production, and sets a chunk's signal when all its tiles are stored,
-here or in a peer's slot: T3's tracker in software. The kernel does not wait, so it needs add=reduce.
+gemm=tracked: one kernel computes all chunks in the order of production: T3's tracker in software. It sets a chunk's
+signal when all its tiles are stored, here or in a peer's slot. The kernel does not wait, so it needs add=reduce.
 
 A slot is filled again when its last reader signals it (`free`) to each rank that fills slots here. The signal covers all slots of
 that rank, since a run of other sizes may place its chunks differently.
