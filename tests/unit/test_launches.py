@@ -29,15 +29,15 @@ def grouped(*steps: Step, **options: bool) -> list[str]:
     assert [step for one in found for step in one.steps] == list(steps)
     assert [one.first for one in found] == [sum(len(o.steps) for o in found[:i]) for i in range(len(found))]
     for one in found:
-        assert {*one.opens, *one.waits, *one.body, *one.sets, *one.answers} == set(one.steps)
+        assert {*one.sets_before, *one.waits, *one.body, *one.sets, *one.waits_after} == set(one.steps)
     return ["".join(step.kind[0] for step in one.steps) for one in found]
 
 
 def test_a_copy_by_kernel_takes_signals_between_ranks_with_it() -> None:
     steps = WAIT, WAIT, copy(BOX.part()), SET, SET, WAIT
     (one,) = launches(steps, [True, True, False, True, True, True], BUFFERS)
-    assert (one.waits, one.body, one.sets, one.answers) == (steps[:2], steps[2:3], steps[3:5], steps[5:])
-    assert (one.first_wait, one.begin, one.first_answer, one.last, one.anchor) == (0, 2, 5, 5, 5)
+    assert (one.waits, one.body, one.sets, one.waits_after) == (steps[:2], steps[2:3], steps[3:5], steps[5:])
+    assert (one.first_wait, one.begin, one.first_wait_after, one.last, one.anchor) == (0, 2, 5, 5, 5)
     assert one.units == COPY_UNITS
     assert list(one.carried()) == [False, False, False, True, True, False]
 

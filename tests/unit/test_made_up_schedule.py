@@ -79,7 +79,7 @@ def test_what_is_wrong_with_it_is_found() -> None:
 
 
 def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() -> None:
-    assert {token.key: token.setter for token in flags_of(ring(LARGE))[1].values()} == {
+    assert {flag.key: flag.setter for flag in flags_of(ring(LARGE))[1].values()} == {
         ("free", 0): 2,
         **{("there", hop): 0 for hop in range(3)},
     }

@@ -61,7 +61,7 @@ def test_kernels_are_loaded_without_a_change_of_what_peers_read(monkeypatch: pyt
     assert len(loaded) >= 2
 
 
-def test_tokens_of_experts_can_be_taken_in_time() -> None:
+def test_flags_of_experts_can_be_cleared_in_time() -> None:
     for problem, builders in (
         (AllToAllMatmul, ("dispatch", "dispatch_by_expert")),
         (partial(AllToAllMatmul, return_x=True), ("dispatch", "dispatch_by_expert")),
@@ -87,7 +87,7 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
 @pytest.mark.parametrize(
     ("previous", "heard", "safe"), [(False, True, True), (False, False, False), (True, True, False)]
 )
-def test_an_answer_protects_a_token_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
+def test_an_answer_protects_a_flag_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
     """Each rank notifies its peer at once in every run; the peer answers once its wait has ended. A rank that waits for the
     answer in another lane ends its run only then. That is in time for the flag of the next run, but too late for a flag that a
     wait for the previous run has left until then."""

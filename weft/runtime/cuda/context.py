@@ -27,7 +27,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 class RankSchedule:
     """A schedule as one rank sees it.
 
-    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. tokens: flags of all ranks.
+    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. flags: of all ranks.
     lanes: the first is the caller's stream.
     """
 

@@ -38,8 +38,9 @@ class CopyShape:
 class CopyLaunch:
     """Signals, waits, a copy, signals, and waits again, as one launch. Each of them may be missing.
 
-    opens, waits, sets, answers: addresses of flags (`weft.runtime.cuda.flags`). targets: addresses of further copies of the
-    source. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, and ends.
+    sets_before, waits, sets, waits_after: addresses of flags (`weft.runtime.cuda.flags`). targets: addresses of further
+    copies of the source. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed
+    its waits, and ends.
     sizes: the address of (first row of the source, first row of the target, rows) in device memory; `shape.rows` is then the
     number of rows in the target. early: nothing that the launch waits for writes the source, so the kernel reads it before the
     waits end. programs: the most programs. adds: the dtype, if the copy adds to the target; else "".
@@ -51,10 +52,10 @@ class CopyLaunch:
         *,
         shape: CopyShape,
         targets: Sequence[int] = (),
-        opens: Sequence[int] = (),
+        sets_before: Sequence[int] = (),
         waits: Sequence[int] = (),
         sets: Sequence[int] = (),
-        answers: Sequence[int] = (),
+        waits_after: Sequence[int] = (),
         begins: Sequence[tuple[int, int]] = (),
         passes: Sequence[tuple[int, int]] = (),
         ends: Sequence[tuple[int, int]] = (),
@@ -64,13 +65,13 @@ class CopyLaunch:
         adds: str = "",
     ) -> None:
         self._shape, self._item = shape, ITEM_BYTES[adds] if adds else 8
-        tables: list[Sequence[int]] = [targets, opens, waits, sets, answers]
+        tables: list[Sequence[int]] = [targets, sets_before, waits, sets, waits_after]
         tables += [[number for pair in pairs for number in pair] for pairs in (begins, passes, ends)]
         listed = [*itertools.chain(*tables), 0]
         words = lasting(device, lambda: torch.tensor(listed, dtype=torch.int64, device=device))
         first = itertools.accumulate((len(table) for table in tables), initial=0)
         *parts, arrivals = [words[at:] for at in first]
-        counts = [len(n) for n in (targets, opens, waits, sets, answers, begins, passes, ends)]
+        counts = [len(n) for n in (targets, sets_before, waits, sets, waits_after, begins, passes, ends)]
         self._tables = (*itertools.chain(*zip(parts, counts, strict=True)), arrivals)
         self._sizes, self._early = sizes, int(early)
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))

@@ -108,6 +108,6 @@ def _polled(
         for one in launches(lane.steps, crossing, buffers, may_answer=may_answer):
             if one.units and (one.waits or one.body[0].meets):
                 found.add((one.units, one.first_wait, one.begin))
-            if one.answers:
-                found.add((1, one.first_answer, one.last))
+            if one.waits_after:
+                found.add((1, one.first_wait_after, one.last))
     return found
