@@ -40,7 +40,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
     h = d.buffer("h", world * rows, hidden, "fp32", "scratch")
     arrived = d.signals("arrived", world * chunks)  # for each rank's chunk: it is in the box
     active = d.signals("active", world * chunks)  # for each chunk: its rows of h are computed
-    free = d.signals("free", world)  # for each reader: it has read this rank's rows
+    credit = d.signals("credit", world)  # for each reader: it has read this rank's rows
     first, second = d.lane("GEMM 1"), d.lane("GEMM 2")
     size = rows // chunks
 
@@ -48,7 +48,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
         to = peer(world, distance)
         lane = d.lane(f"to +{distance}", "copy")
         if c == 0:
-            lane.wait(free, to, previous=True)
+            lane.wait(credit, to, previous=True)
         part = x.part(rows=(c * size, size))
         lane.copy(part, box.part(rows=(RANK * rows + c * size, size), at=to)).set(arrived, RANK * chunks + c, at=to)
 
@@ -68,7 +68,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
             send(distance, c)
             use(distance, c)
     for distance in range(1, world):
-        first.set(free, RANK, at=peer(world, -distance))
+        first.set(credit, RANK, at=peer(world, -distance))
     return d.schedule()
 
 

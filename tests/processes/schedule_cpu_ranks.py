@@ -152,10 +152,10 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
     box = d.buffer("box", world_size * rows, k, "fp32", "symmetric")
     h = d.buffer("h", world_size * rows, hidden, "fp32", "scratch")
     arrived, done = d.signals("arrived", world_size * chunks), d.signals("done", world_size * chunks)
-    free = d.signals("free", 1)
+    credit = d.signals("credit", 1)
     size = rows // chunks
     first, second, send = d.lane("compute"), d.lane("compute 1"), d.lane("send", "copy")
-    send.wait(free, count=world_size, previous=True)
+    send.wait(credit, count=world_size, previous=True)
     for c in range(chunks):
         for distance in range(world_size):
             to, source = (RANK + distance) % world_size, (RANK + world_size - distance) % world_size
@@ -166,7 +166,7 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
             second.wait(done, number).compute("silu", h.part(rows=piece), h.part(rows=piece))
             second.matmul(y.part(rows=piece), h.part(rows=piece), w1.part())
     for rank in range(world_size):
-        first.set(free, at=rank)
+        first.set(credit, at=rank)
     return d.schedule()
 
 

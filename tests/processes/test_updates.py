@@ -265,8 +265,8 @@ def adding(*, first: bool = True, read_between: bool = False) -> Schedule:
         last.wait(there, 1).compute("relu", y.part(), total.part())
     else:
         last.wait(there, 1).wait(done, 0).wait(done, 1).compute("relu", y.part(), total.part())
-    last.set(free := d.signals("free", 1))
-    one.steps.insert(0, d.lane("spare").wait(free, previous=True).steps.pop())
+    last.set(credit := d.signals("credit", 1))
+    one.steps.insert(0, d.lane("spare").wait(credit, previous=True).steps.pop())
     return d.schedule()
 
 

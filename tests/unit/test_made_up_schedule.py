@@ -80,7 +80,7 @@ def test_what_is_wrong_with_it_is_found() -> None:
 
 def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() -> None:
     assert {flag.key: flag.setter for flag in flags_of(ring(LARGE))[1].values()} == {
-        ("free", 0): 2,
+        ("credit", 0): 2,
         **{("there", hop): 0 for hop in range(3)},
     }
     one_counter = edited(ring(LARGE), lambda step: replace(step, index=0) if isinstance(step, Set) else step)

@@ -135,9 +135,9 @@ def test_what_cannot_overlap_is_refused_with_the_reason(change: dict[str, int], 
 @pytest.mark.parametrize(
     ("p", "name", "signals"),
     [
-        (GATHERED[2], "direct", ("arrived", "computed", "there", "free")),
-        (JOINED[4], "direct[chunks=2]", ("there", "free")),
-        (JOINED[5], "direct[chunks=4,last=columns]", ("there", "free")),
+        (GATHERED[2], "direct", ("arrived", "computed", "there", "credit")),
+        (JOINED[4], "direct[chunks=2]", ("there", "credit")),
+        (JOINED[5], "direct[chunks=4,last=columns]", ("there", "credit")),
     ],
     ids=str,
 )

@@ -141,7 +141,7 @@ def test_nobody_writes_into_a_peer_that_has_not_said_it_is_through_with_the_run_
             for lane in lanes:
                 heard = set[int]()
                 for step in lane.steps:
-                    if isinstance(step, Wait) and step.signal == "free":
+                    if isinstance(step, Wait) and step.signal == "credit":
                         heard.add(setter[rank, step.signal, step.index])
                     inner = step.tile(0) if isinstance(step, Tiles) else (step,)
                     written = {a.region.at for s in inner for a in s.accesses() if a.writes} - {rank}

@@ -32,7 +32,7 @@ def test_who_changes_what_a_step_sets_changes_no_other_step() -> None:
     assert {len(sets) for sets in before} == {0, 1}
     for step in steps:
         with contextlib.suppress(TypeError):  # it may be read only
-            step.sets()[0, "free", 0] = 7  # type: ignore[index]
+            step.sets()[0, "credit", 0] = 7  # type: ignore[index]
     assert [dict(step.sets()) for step in steps] == before
 
 
@@ -41,10 +41,10 @@ def test_first_chunks_leave_first_and_nothing_stands_behind_a_wait() -> None:
     parameters = {"chunks": 2, "send": "at_once", "by": "dma"}
     schedule = next(c for c in candidates(problem, ("shard",)) if dict(c.parameters) == parameters).build()
     assert [line.split("[")[0] for line in in_words(schedule, 0)] == [
-        "to +1: wait free",
+        "to +1: wait credit",
         "to +1: copy x_shard",
         "to +1: set arrived@1",
-        "to +2: wait free",
+        "to +2: wait credit",
         "to +2: copy x_shard",
         "to +2: set arrived@2",
         "compute: matmul y0",
@@ -53,9 +53,9 @@ def test_first_chunks_leave_first_and_nothing_stands_behind_a_wait() -> None:
         "to +2: copy x_shard",
         "to +2: set arrived@2",
         *["compute: wait arrived", "compute: matmul y0"] * 2,
-        "compute: set free@2",
+        "compute: set credit@2",
         *["compute: wait arrived", "compute: matmul y0"] * 2,
-        "compute: set free@1",
+        "compute: set credit@1",
     ]
 
 

@@ -29,10 +29,10 @@ def push() -> Schedule:
     d = Draft("push", 2)
     x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
     box = d.buffer("box", 4, 8, "fp32", "symmetric")
-    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    arrived, credit = d.signals("arrived", 1), d.signals("credit", 1)
     peer = 1 - RANK
-    d.lane("out", "copy").wait(free, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
-    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(free, at=peer)
+    d.lane("out", "copy").wait(credit, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
+    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(credit, at=peer)
     return d.schedule()
 
 
@@ -77,14 +77,14 @@ def test_missing_set() -> None:
 
 def test_a_wait_for_more_than_is_set_in_the_previous_run() -> None:
     text = faults(edited(push(), lambda s: replace(s, count=2) if isinstance(s, Wait) and s.previous else s))
-    assert "lane out, step 1: wait free[0] x2 of the previous run | 2 sets are waited for, and a run makes 1" in text
+    assert "lane out, step 1: wait credit[0] x2 of the previous run | 2 sets are waited for, and a run makes 1" in text
 
 
 def test_a_circle() -> None:
     text = faults(edited(push(), lambda s: replace(s, previous=False) if isinstance(s, Wait) else s))
     assert text.startswith("schedule push hangs:")
     for rank in range(2):
-        assert f"rank {rank}, lane out, step 1: wait free[0]: 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane out, step 1: wait credit[0]: 0 of 1 sets come before it" in text
         assert f"rank {rank}, lane compute, step 1: wait arrived[0]: 0 of 1 sets come before it" in text
 
 

@@ -213,10 +213,10 @@ def _chain(world: int) -> Draft:
     d = Draft("chain", world)
     x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10, 25, "fp32", "symmetric")
     y = d.buffer("y", 10, 25, "fp32", "output")
-    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    arrived, credit = d.signals("arrived", 1), d.signals("credit", 1)
     right, left = (RANK + 1) % world, (RANK + world - 1) % world
-    d.lane("copy", "copy").wait(free, previous=True).copy(x.part(), box.part(at=right)).set(arrived, at=right)
-    d.lane("compute").wait(arrived).compute("relu", y.part(), box.part()).set(free, at=left)
+    d.lane("copy", "copy").wait(credit, previous=True).copy(x.part(), box.part(at=right)).set(arrived, at=right)
+    d.lane("compute").wait(arrived).compute("relu", y.part(), box.part()).set(credit, at=left)
     return d
 
 
@@ -233,7 +233,7 @@ def test_a_wait_ends_when_the_signal_has_come() -> None:
 def test_runs_wait_for_the_run_before() -> None:
     """A rank's second run begins when its lanes have ended; its copy then waits until the receiver has read the first."""
     first, third = (simulate(_chain(3).schedule(), SIGNALS, runs=n) for n in (1, 3))
-    assert third.end_us == pytest.approx(3 * first.end_us + 2 * 2)  # the signal `free` travels between runs
+    assert third.end_us == pytest.approx(3 * first.end_us + 2 * 2)  # the signal `credit` travels between runs
     assert third.per_run_us == pytest.approx(first.end_us + 2)
     assert [len(ends) for ends in third.ends_us] == [3, 3, 3]
     (waits,) = {

@@ -108,13 +108,13 @@ def test_an_answer_protects_a_flag_only_if_it_is_heard_in_time(previous: bool, h
 @pytest.mark.parametrize(
     ("name", "standing", "come", "wanted"),
     [
-        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"free"}, None),  # idle: rows of the run before have been read
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"credit"}, None),  # idle: rows of the run before have been read
         ("shard[chunks=1,send=in_turn,by=dma]", 0, set(), "arrived"),  # room was there and is taken, or never was
-        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"arrived"}, "free"),
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"arrived"}, "credit"),
         ("gather[by=kernel]", 0, set(), None),
-        ("gather[by=kernel]", 1, set(), "room"),
+        ("gather[by=kernel]", 1, set(), "credit"),
         ("gather[by=kernel]", 2, set(), "arrived"),
-        ("gather[by=kernel]", 1, {"room"}, "arrived"),
+        ("gather[by=kernel]", 1, {"credit"}, "arrived"),
     ],
 )
 def test_what_a_run_waits_for_is_told_from_its_words(

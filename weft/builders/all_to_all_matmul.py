@@ -196,7 +196,7 @@ class Sending(_Dispatch):
         self._by, self._chunks = by, chunks
         self._segments: dict[tuple[int, Index], tuple[Index, Index, Index]] = {}
         self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
-        known, self._free = self.signals("known", world), self.signals("free", world)
+        known, self._credit = self.signals("known", world), self.signals("credit", world)
         self._arrived = self.signals("arrived", world * chunks)
         self.compute = self.lane("compute")
         names = [f"to +{distance}" if send == "at_once" else "to peers" for distance in range(1, world)]
@@ -205,7 +205,7 @@ class Sending(_Dispatch):
         told, own_row = self.signals("told", 1), (RANK, 1)
         for distance in range(1, world):
             to = peer(world, distance)
-            self.compute.wait(self._free, to, previous=True)
+            self.compute.wait(self._credit, to, previous=True)
             self.compute.copy(self.splits.part(), self.counts.part(rows=own_row, at=to), "kernel")
             self.compute.set(known, RANK, at=to)
         self.compute.copy(self.splits.part(), self.counts.part(rows=own_row), "kernel")
@@ -262,7 +262,7 @@ class Sending(_Dispatch):
             for i in range(len(self._senders)):
                 self.compute.wait(self._taken, i)
         for distance in range(1, self.world_size):
-            self.compute.set(self._free, RANK, at=peer(self.world_size, -distance))
+            self.compute.set(self._credit, RANK, at=peer(self.world_size, -distance))
         return self.schedule()
 
     def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:

@@ -50,10 +50,10 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     places = world if uniform and fused else world - 1
     d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
     rows = o.results(places * pieces[0][1]) if fused else []
-    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    lane, (arrived, credit) = d.lane("compute"), _signals(d, world, pieces)
     if not uniform:
         o.multiply_all(lane, x.part(), (RANK * m, m))
-    for sender, distance, to in _senders(d, world, free):
+    for sender, distance, to in _senders(d, world, credit):
         for s, (first, count) in enumerate(pieces):
             target = box.part((places * first + (distance - 1) * count, count), at=to)
             carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
@@ -73,7 +73,7 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
             for place, source in enumerate([*sources, RANK][:places]):
                 y = o.ys[i].part(rows=(source * m + first, count))
                 lane.copy(out.part(rows=(place * count, count)), y, "kernel")
-    return _released(d, world, free)
+    return _released(d, world, credit)
 
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
@@ -86,11 +86,11 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
-    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    lane, (arrived, credit) = d.lane("compute"), _signals(d, world, pieces)
     if not uniform:
         for w, y in zip(ws, ys, strict=True):
             lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
-    for sender, distance, to in _senders(d, world, free):
+    for sender, distance, to in _senders(d, world, credit):
         begin: Index = RANK * m if uniform else (distance - 1) * m
         for s, chunk in enumerate(pieces):
             target = box.part(rows=(begin, m), cols=chunk, at=to)
@@ -116,7 +116,7 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
         for place in range(world - 1):
             target = y.part(rows=(peer(world, -place - 1) * m, m))
             lane.copy(out.part(rows=(place * m, m)), target, "kernel")
-    return _released(d, world, free)
+    return _released(d, world, credit)
 
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4))
@@ -201,18 +201,18 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
-    """Return (arrived, free)."""
-    return d.signals("arrived", world * len(pieces)), d.signals("free", world)
+    """Return (arrived, credit)."""
+    return d.signals("arrived", world * len(pieces)), d.signals("credit", world)
 
 
-def _senders(d: Draft, world: int, free: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
+def _senders(d: Draft, world: int, credit: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
     """Yield (lane, distance, rank) of every peer; the lane has waited for the peer's buffer."""
     for distance in range(1, world):
         to = peer(world, distance)
-        yield d.lane(f"to +{distance}", "copy").wait(free, to, previous=True), distance, to
+        yield d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True), distance, to
 
 
-def _released(d: Draft, world: int, free: Signals) -> Schedule:
+def _released(d: Draft, world: int, credit: Signals) -> Schedule:
     for distance in range(1, world):
-        d.lane("compute").set(free, RANK, at=peer(world, -distance))
+        d.lane("compute").set(credit, RANK, at=peer(world, -distance))
     return d.schedule()

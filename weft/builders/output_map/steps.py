@@ -17,7 +17,7 @@ bits.
 gemm=tracked: one kernel computes all chunks in the order of production: T3's tracker in software. It sets a chunk's
 signal when all its tiles are stored, here or in a peer's slot. The kernel does not wait, so it needs add=reduce.
 
-A slot is filled again when its last reader signals it (`free`) to each rank that fills slots here. The signal covers all slots of
+A slot is filled again when its last reader signals it (`credit`) to each rank that fills slots here. The signal covers all slots of
 that rank, since a run of other sizes may place its chunks differently.
 """
 
@@ -86,7 +86,7 @@ class _Plan:
     """The parts of the schedule that all ranks share: memory, signals, and the last readers of slots.
 
     m: rows that a rank owns. slots, made_slots: by node, the first part in `box` of the updates that it receives, and in `made`
-    of its product, counted in m rows. frees: for each rank, the (rank, lane) pairs that signal that its slots there are free.
+    of its product, counted in m rows. grants: for each rank, the (rank, lane) pairs that signal that its slots there are free.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class _Plan:
         telling: dict[int, set[tuple[int, str]]] = defaultdict(set)
         for rank, place, nth, source in routes.arrivals():
             telling[source] |= {(rank, lane) for lane in self.last_readers(rank, place, nth)}
-        self.frees = {
+        self.grants = {
             source: sorted(told, key=lambda one: ((one[0] - source) % routes.world, self.lanes.index(one[1])))
             for source, told in telling.items()
         }
         self._counts = {
-            "free": max((len(told) for told in self.frees.values()), default=0),
+            "credit": max((len(told) for told in self.grants.values()), default=0),
             "there": boxes * routes.per_rank,
             "computed": sent,
             "added": sent,
@@ -249,7 +249,7 @@ class _RankLanes:
             self._send(place)
         if not routes.sums:
             self._receive()
-        self._free()
+        self._grant_credit()
 
     def _compute_gathered(self, place: int) -> None:
         """Compute a chunk that stays and that other ranks get too."""
@@ -397,15 +397,15 @@ class _RankLanes:
             (arrived,) = self._arrived(receiver, place)
             receiver.copy(arrived, self._result(place))
 
-    def _free(self) -> None:
+    def _grant_credit(self) -> None:
         plan, world = self.plan, self.routes.world
         if plan.fetched:
             return
         for distance in range(1, world):
             source = (self.rank - distance) % world
-            for index, (rank, name) in enumerate(plan.frees.get(source, ())):
+            for index, (rank, name) in enumerate(plan.grants.get(source, ())):
                 if rank == self.rank:
-                    self.lane(name).set(plan.signals("free"), index, at=self.at(source))
+                    self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Wait for free slots before a lane first fills slots of a rank in a run.
@@ -423,11 +423,11 @@ class _RankLanes:
             lane.wait(self.plan.signals("opened"), opened)
         if behind_gemm:
             return
-        for index, (rank, _) in enumerate(self.plan.frees[self.rank]):
+        for index, (rank, _) in enumerate(self.plan.grants[self.rank]):
             if rank == to and self.plan.fetched:
                 self.plan.fetched.wait_for(lane, index)
             elif rank == to:
-                lane.wait(self.plan.signals("free"), index, previous=True)
+                lane.wait(self.plan.signals("credit"), index, previous=True)
         if lane.name == "compute" and forwards:
             lane.set(self.plan.signals("opened"), opened)
 
