@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from weft.builders import AllGatherMatmul, NotApplicableError, builder, unregister
-from weft.builders.operands import all_gather_matmul_operands, peer, starts
+from weft.builders.operands import all_gather_matmul_operands, offsets, peer
 from weft.schedule import RANK, Index, Schedule, Wait, lookup
 from weft.schedule.kernels import TileKernel
 
@@ -43,7 +43,7 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     left, right = peer(world, -1), peer(world, 1)
 
     def rows_of(rank: Index) -> tuple[Index, Index]:
-        return lookup(starts(p.rows), rank), lookup(p.rows, rank)
+        return lookup(offsets(p.rows), rank), lookup(p.rows, rank)
 
     compute, pull = d.lane("compute"), d.lane("pull", "copy")
     pull.wait(credit, previous=True).copy(x.part(), box.part(rows=rows_of(RANK)), by).set(there, 0, at=right)

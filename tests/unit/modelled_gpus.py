@@ -30,7 +30,7 @@ from weft.runtime.cuda.context import Context, LastRun, Tensors, own_buffers, ra
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.regions import Regions
 from weft.schedule import Collective, Compute, Schedule, Tiles
-from weft.schedule.expr import Held
+from weft.schedule.expr import PrefixSums
 from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import substitute
 
@@ -267,7 +267,7 @@ class Gemms:
         host().issue(host().stream, "call", partial(self._multiply, dict(tensors)))
 
     def _multiply(self, tensors: Tensors) -> None:
-        held = {self._counts: Held(self._held.flatten().tolist())}
+        held = {self._counts: PrefixSums(self._held.flatten().tolist())}
         for tile in range(substitute(self._step.extent, held)):
             for step in self._step.body:
                 gemm = substitute(step, {**held, self._step.index: tile})

@@ -7,7 +7,7 @@ import pytest
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
 from weft.schedule.kernels import PooledBags, TileKernel, TrackedMatmul
 from weft.schedule.launches import crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
-from weft.schedule.steps import COPY_UNITS, LATE_COPY_UNITS, Tiles
+from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Tiles
 from weft.schedule.verify.issue_order import issue_order
 
 d = Draft("buffers", 2)
@@ -88,11 +88,11 @@ def test_dynamic_copies_end_a_launch_and_share_few_units() -> None:
         for _ in range(2):
             lane.copy(x.part(rows=rows), box.part(rows=rows, at=(RANK + 1) % 2), "kernel")
     schedule = draft.schedule()
-    assert units_of_dynamic_copies(schedule, "copy") == LATE_COPY_UNITS // 2
+    assert units_of_dynamic_copies(schedule, "copy") == DYNAMIC_COPY_UNITS // 2
     lanes, buffers = [lane.name for lane in schedule.lanes], {b.name: b for b in schedule.buffers}
     found = launches_of_rank(schedule, 0, lanes, issue_order(schedule)[0], (), buffers)
     assert sorted((one.lane, one.units) for one in found if one.copies) == [
-        (0, COPY_UNITS), *[(1, LATE_COPY_UNITS // 2)] * 2, *[(2, LATE_COPY_UNITS // 2)] * 2,
+        (0, COPY_UNITS), *[(1, DYNAMIC_COPY_UNITS // 2)] * 2, *[(2, DYNAMIC_COPY_UNITS // 2)] * 2,
     ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.builders.operands import Operands, Pieces, carry, cut, peer, starts
+from weft.builders.operands import Operands, Pieces, copy_rows, offsets, peer, split
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
@@ -62,13 +62,13 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     o = Operands("gather", p)
     d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
     arrived, credit = d.signals("arrived", world), d.signals("credit", world)
-    own = (lookup(starts(p.rows), RANK), lookup(p.rows, RANK))
+    own = (lookup(offsets(p.rows), RANK), lookup(p.rows, RANK))
     compute, peers = d.lane("compute"), [peer(world, distance) for distance in range(1, world)]
     if by == "dma":
         for distance, to in enumerate(peers, start=1):
             sender = d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True)
-            carry(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
-        carry(compute, x.part(), box.part(own), "kernel")
+            copy_rows(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
+        copy_rows(compute, x.part(), box.part(own), "kernel")
     else:  # one source after the other, to all peers and to the own place: one launch for each source
         for to in peers:
             compute.set(credit, RANK, at=to)
@@ -108,12 +108,12 @@ def shard(
         raise NotApplicableError("there is one peer to send to")
     o = Operands("shard", p)
     d, x, gathered, box = o.d, o.x, o.gathered, o.rows("box", p.m, "symmetric")
-    begin = starts(p.rows)
+    begin = offsets(p.rows)
     own = (lookup(begin, RANK), lookup(p.rows, RANK))
     compute = d.lane("compute")
     readers = [compute, d.lane("copy out", "copy")] if gathered else [compute]
     whole: list[tuple[int, Index]] = [(0, lookup(p.rows, RANK))]
-    pieces = whole if chunks == 1 else cut(p.rows[0], chunks, what="rows of a shard")
+    pieces = whole if chunks == 1 else split(p.rows[0], chunks, what="rows of a shard")
     arrived = d.signals("arrived", world * len(pieces))
     credit = d.signals("credit", world * len(readers))
 
@@ -127,7 +127,7 @@ def shard(
             sender.wait(credit, to * len(readers) + i, previous=True)
         for c, (first, count) in enumerate(pieces):
             target = box.part((lookup(begin, RANK) + first, count), at=to)
-            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + c, at=to)
+            copy_rows(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + c, at=to)
             rows = (lookup(begin, source) + first, lookup(p.rows, source) if chunks == 1 else count)
             came = source * len(pieces) + c
             compute.wait(arrived, came)

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from weft.builders.operands import cut, peer
+from weft.builders.operands import peer, split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, lookup, total
@@ -99,7 +99,7 @@ def dispatch(
 def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
     """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: one launch when all tokens have
     arrived."""
-    pieces = cut(p.experts, chunks, what="experts of a rank")
+    pieces = split(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
         d.send(*piece, chunk=c)

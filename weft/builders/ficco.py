@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from weft.builders.operands import Operands, all_gather_matmul_operands, carry, cut, peer
+from weft.builders.operands import Operands, all_gather_matmul_operands, copy_rows, peer, split
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index
@@ -56,11 +56,11 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     for sender, distance, to in _senders(d, world, credit):
         for s, (first, count) in enumerate(pieces):
             target = box.part((places * first + (distance - 1) * count, count), at=to)
-            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
+            copy_rows(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
     for s, (first, count) in enumerate(pieces):
         own, sources = x.part((first, count)), [peer(world, -i) for i in range(1, world)]
         if uniform and fused:
-            carry(lane, own, box.part((places * first + (world - 1) * count, count)), "kernel")
+            copy_rows(lane, own, box.part((places * first + (world - 1) * count, count)), "kernel")
         if uniform and not fused:
             o.multiply_all(lane, own, (RANK * m + first, count))
         for place, source in enumerate(sources):
@@ -197,7 +197,7 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
         raise NotApplicableError(
             "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather"
         )
-    return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
+    return p.world_size, p.rows[0], split(extent, steps or p.world_size, what="a shard")
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from weft.builders.all_to_all_matmul import Columns, Sending, dispatch_by_expert
-from weft.builders.operands import cut
+from weft.builders.operands import split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.schedule import Schedule
@@ -46,7 +46,7 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     """Cut tokens by expert. steps: pieces of a rank's experts; 0: the number of ranks, which the planner tries. Other
     numbers can be pinned."""
     _require_peers(p)
-    pieces = cut(p.experts, steps or p.world_size, what="experts of a rank")
+    pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
     if (start, gemms) == ("uniform", "fused"):
         return dispatch_by_expert(p, by=by, chunks=len(pieces), send="at_once" if p.world_size > 2 else "in_turn")
     return _ficco(p, "1D", start, gemms, by, [(*piece, (0, p.k)) for piece in pieces])
@@ -58,7 +58,7 @@ def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     _require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]
     unit = unit if p.k % unit == 0 and p.k >= steps * unit else 1
-    pieces = cut(p.k // unit, steps, what="columns of tokens")
+    pieces = split(p.k // unit, steps, what="columns of tokens")
     return _ficco(p, "2D", start, gemms, by, [(0, p.experts, (unit * a, unit * n)) for a, n in pieces])
 
 

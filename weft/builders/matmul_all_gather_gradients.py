@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.builders.operands import cut, peer
+from weft.builders.operands import peer, split
 from weft.builders.partial_products import Chunk
 from weft.builders.problems.matmul_all_gather_gradients import MatmulAllGatherGradients
 from weft.builders.registry import NotApplicableError, builder
@@ -79,8 +79,8 @@ def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "c
         raise NotApplicableError("there is nothing to multiply")
     o = _ProductGradients("direct", p)
     d, peers = o.d, [peer(p.world_size, distance) for distance in range(1, p.world_size)]
-    *before, tail = cut(p.m, chunks, what="rows of a product")
-    blocks = cut(p.n, 1 if last == "rows" or chunks == 1 else ":".join("1" * chunks), what="columns of a product")
+    *before, tail = split(p.m, chunks, what="rows of a product")
+    blocks = split(p.n, 1 if last == "rows" or chunks == 1 else ":".join("1" * chunks), what="columns of a product")
     pieces = [*((rows, (0, p.n)) for rows in before), *((tail, cols) for cols in blocks)]
     box = d.buffer("box", len(peers) * p.m, p.n, p.dtype, "symmetric")
     own = d.buffer("own", p.m, p.n, p.dtype, "scratch")

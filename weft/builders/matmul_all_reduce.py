@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Literal
 
 from weft.builders.fetched import ChunkRegion, Fetched
-from weft.builders.operands import cut, starts
+from weft.builders.operands import offsets, split
 from weft.builders.partial_products import Add, By, Chunk, PartialProducts
 from weft.builders.partial_sums import direct_sums, tracked_sums
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
@@ -181,11 +181,11 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. A chunk is reduced behind
     the GEMM of the next chunk, during which its parts arrive."""
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
-    result, peers, pieces = _Result(o, p), len(o.peers), cut(p.m, chunks, what="rows of a product")
+    result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y
     parts = [-(-count // world) for _, count in pieces]
     begins, rows = (
-        starts(tuple(parts)),
+        offsets(tuple(parts)),
         sum(parts),
     )  # each part's first row, and the number of rows, that a rank reduces
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from weft.builders.operands import cut, peer
+from weft.builders.operands import peer, split
 from weft.builders.partial_products import By
 from weft.builders.problems.matmul_all_to_all import MatmulAllToAll
 from weft.builders.registry import NotApplicableError, builder
@@ -161,7 +161,7 @@ class _Sending(_Combine):
             raise NotApplicableError(
                 "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel or store"
             )
-        self.pieces = cut(p.experts, chunks, what="experts of a rank")
+        self.pieces = split(p.experts, chunks, what="experts of a rank")
         read_by: ReadBy = "host" if by == "dma" else "device"
         self._by, peers = by, p.world_size - 1
         room = peers * p.most, p.n, p.dtype

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias, cast
 from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import ITEM_BYTES, Buffer, Region
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import COPY_UNITS, LATE_COPY_UNITS, Copy, Lane, Set, Step, Wait, variables_of, walk
+from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, Lane, Set, Step, Wait, variables_of, walk
 
 Key: TypeAlias = tuple[str, int]
 """A counter of a rank: the signals' name, and the index."""
@@ -191,7 +191,7 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
     """Return the most units of a copy by kernel of dynamic size on a lane of this resource.
 
-    On copy lanes it runs beside GEMMs: all these lanes share `LATE_COPY_UNITS`. On a compute lane no GEMM runs at the same time.
+    On copy lanes it runs beside GEMMs: all these lanes share `DYNAMIC_COPY_UNITS`. On a compute lane no GEMM runs at the same time.
     """
     if resource == "compute":
         return COPY_UNITS
@@ -201,7 +201,7 @@ def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
         for lane in schedule.lanes
         if held and lane.resource == "copy"
     )
-    return max(1, LATE_COPY_UNITS // max(1, lanes))
+    return max(1, DYNAMIC_COPY_UNITS // max(1, lanes))
 
 
 def launches_of_rank(

@@ -39,7 +39,7 @@ from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.schedule.launches import Launch, crosses, launches_of_rank
 from weft.schedule.spans import span_name
-from weft.schedule.steps import LATE_COPY_UNITS, of_kind
+from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
@@ -423,7 +423,7 @@ def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compil
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and s.tile_kernel][-1]
     beside = sending and (step is not last or isinstance(kernel, ReturningMatmul))
-    spare = LATE_COPY_UNITS // 2 if beside else 0
+    spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
     call = Gemms(context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare)
     compiler.items.prepares.append(call.prepare)
     compiler.items.dynamic(lane, call)

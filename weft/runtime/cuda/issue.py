@@ -22,7 +22,7 @@ from weft.runtime.cuda.move import Stamps
 from weft.runtime.cuda.regions import Regions
 from weft.timeline import Timeline
 
-_NATIVE, _CALL, _LAUNCH, _LATE = range(4)
+_NATIVE, _CALL, _LAUNCH, _DYNAMIC = range(4)
 
 
 class _Item(NamedTuple):
@@ -60,7 +60,7 @@ class StreamItems:
         self._add(_LAUNCH, launch, lane)
 
     def dynamic(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
-        self._add(_LATE, what, lane)
+        self._add(_DYNAMIC, what, lane)
 
     def stamp(self, lane: int, index: int) -> None:
         stamps = self.stamps
