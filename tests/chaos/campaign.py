@@ -35,9 +35,9 @@ class Campaign:
     indices: Sequence[int]
     at_once: int
     until: float  # by time.monotonic: no injection begins after it
-    faults: bool  # or the same calls, with nothing injected
+    faults: bool  # run the same calls with nothing injected
     families: Sequence[str]  # of faults; none: all
-    keep: Path  # folder for the traces of those that go wrong
+    keep: Path  # folder for the traces of failed injections
 
     def run(self) -> Iterator[Record]:
         """Records as they come."""

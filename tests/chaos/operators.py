@@ -1,4 +1,4 @@
-"""Every operator under test, by the name that injections are drawn with. An entry and its class are all that a new one needs."""
+"""Every operator under test, by the name used in draws. A new operator needs an entry here and its class."""
 
 from __future__ import annotations
 

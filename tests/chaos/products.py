@@ -1,4 +1,4 @@
-"""Operators under injected faults, continued: GEMMs in front of a collective; `work` has GEMMs behind one."""
+"""Operators under injected faults, continued: GEMMs before a collective; `work` has GEMMs after a collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import weft.ops.matmul_all_gather
 import weft.ops.matmul_all_reduce
 import weft.ops.matmul_all_to_all
 import weft.ops.matmul_reduce_scatter
-import weft.ops.scaled_matmul_reduce_scatter  # now, and not in a call that is interrupted
+import weft.ops.scaled_matmul_reduce_scatter  # imported now, not in an interrupted call
 
 from .bad import DEADLINES, Form, each, put
 from .work import FP8, AllToAllMatmul, Differentiable, Given, Results, folded
@@ -27,11 +27,11 @@ class Products(Differentiable):
     arguments = ("x", "w")  # x and w first
     of_rows: ClassVar[tuple[str, ...]] = ("x",)  # the arguments whose rows may be two dimensions
     bad_settings: ClassVar[list[Form]]
-    """Wrong values of what only this operator has."""
+    """Return wrong values of arguments that only this operator has."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors of its calls."""
+        """Return the names of the tensors of its calls."""
         return self.arguments
 
     @classmethod
@@ -96,7 +96,7 @@ class Products(Differentiable):
 
     @abstractmethod
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weighing of the result of `rank`."""
+        """Return the random weights by which the result of `rank` is summed."""
 
     @abstractmethod
     def of_product(self, n: int) -> torch.Tensor:
@@ -151,8 +151,8 @@ class MatmulReduceScatter(Products):
 
 
 class ScaledMatmulReduceScatter(MatmulReduceScatter):
-    """fp8: these numbers are exact in it, scales are powers of two, and products and their sums exact in 16 bits. by_row: whether
-    each row has a scale. bias: whether each rank adds one."""
+    """fp8: these numbers are exact in it. Scales are powers of two, so products and their sums are exact in 16 bits.
+    by_row: whether each row has a scale. bias: whether each rank adds a bias."""
 
     MOST = 1
     differentiable, other_dtype, scatters_columns = False, "float16", False
@@ -227,11 +227,9 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
 
 class MatmulAllReduce(Products):
-    """The work of matmul_all_reduce. bias, residual, norm: True if the sum is followed by it.
-
-    Before a norm the residual turns every sum into 1 or -1, and eps adds up to 4 or 16 with the mean of their squares. So the
-    norm divides by 2 or 4, and the norm and its gradients are exact, for numbers of columns that are powers of two.
-    """
+    """The work of matmul_all_reduce. bias, residual, norm: True if they follow the sum. Before a norm the residual
+    turns every sum into 1 or -1, and eps adds up to 4 or 16 with the mean of their squares. So the norm divides by 2 or
+    4. The norm and its gradients are exact for numbers of columns that are powers of two."""
 
     arguments = ("x", "w", "bias", "residual", "norm")
     plain: ClassVar[Given] = {"bias": False, "residual": False, "norm": False}
@@ -277,7 +275,7 @@ class MatmulAllReduce(Products):
         return {**op, **({"eps": self.options.get("eps", 3.0)} if self.options["norm"] else {})}
 
     def _following(self, n: int) -> dict[str, torch.Tensor]:
-        """The same on all ranks, but for the norm's weight."""
+        """Return the arguments after the sum, which are the same on all ranks, except the norm's weight."""
         m, columns = self._m(n), self._n()
         bias, residual = self.numbers(5, 0, n, (columns,)), self.numbers(6, 0, n, (m, columns))
         if self.options["norm"]:
@@ -308,7 +306,7 @@ class MatmulAllReduce(Products):
         return [folded(y, self.outer) for y in made]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weighing of the sum."""
+        """Return the random weights by which the sum is summed."""
         return self.weighing_like(rank, n, self._m(n), self._n())
 
     def _of_normed(self, rank: int, n: int) -> torch.Tensor:
@@ -333,7 +331,7 @@ class MatmulAllReduce(Products):
 
 
 class MatmulAllGather(Products):
-    """columns: whether they are joined, and not rows."""
+    """columns: whether columns are joined, instead of rows."""
 
     bad_settings: ClassVar[list[Form]] = [put("gather_dim", "0"), put("gather_dim", 7)]
 
@@ -377,7 +375,7 @@ def averages(world: int) -> list[Given]:
 
 
 def _received(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
-    """Other counts of rows to send, and as many rows."""
+    """Other counts of rows to send, with the same total."""
 
     def form(given: Given) -> Given:
         received, h = _counts(given["received"], change), given["h"].detach()
@@ -389,7 +387,7 @@ def _received(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
 
 
 def _splits(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
-    """Other counts of rows to receive, and as many wanted."""
+    """Other counts of rows to receive, with the same total."""
 
     def form(given: Given) -> Given:
         splits = _counts(given["splits"], change)
@@ -406,7 +404,7 @@ def _counts(table: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _moved(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One row less where there are most, and one more `by` places behind; by=0: none more."""
+    """One row less on the rank with the most rows, and one more `by` places behind; by=0: none more."""
 
     def change(counts: torch.Tensor) -> torch.Tensor:
         at = int(counts.argmax())
@@ -424,7 +422,7 @@ def _more(counts: torch.Tensor) -> torch.Tensor:
 
 
 class MatmulAllToAll(AllToAllMatmul):
-    """With the traffic of `AllToAllMatmul`. rows: whether the host is told how many tokens there are."""
+    """With the traffic of `AllToAllMatmul`. rows: whether the host is given the number of tokens."""
 
     padded = False
     arguments = ("h", "w_experts", "received", "splits")
