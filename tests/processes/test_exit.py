@@ -45,7 +45,7 @@ LEAVES = """
 
     def call(deadline_s):
         options = {"schedule": "serial", "return_A": False, "deadline_s": deadline_s}
-        x, w = torch.ones(4, 8), torch.ones(8, 3, requires_grad=True)  # of which the library gathers x again
+        x, w = torch.ones(4, 8), torch.ones(8, 3, requires_grad=True)  # backward gathers x again by gloo
         return weft.all_gather_matmul(x, [w], 0, dist.group.WORLD, **options)[1][0].sum()
 
     y = call(30)

@@ -28,7 +28,7 @@ from weft.runtime.cpu.schedule import CpuSchedule
 BAD_RANK = 1
 THREE = AllGatherMatmul(3, (4, 4, 4), (5,), 8, "fp32")
 LONG_S = 30.0
-# A step of rank 1 on a thread of its own, one on the caller's, and one of the library's collective.
+# A step of rank 1 on a thread of its own, one on the caller's, and one of gloo's collective.
 STEPS = [("shard", "copy x_shard -> box@2"), ("shard", "matmul y0"), ("serial", "all_gather x_shard -> gathered")]
 
 

@@ -17,7 +17,7 @@ from weft.runtime.unfused import experts
 
 @contextlib.contextmanager
 def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
-    """Calls of it that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
+    """Let backward's calls of `dual` take this schedule for new shapes; yield the names of unfused exchanges."""
     choose, send, sent = select.choose, experts.send, list[str]()
 
     def chosen(p: Any, comm: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:

@@ -120,7 +120,7 @@ def _from_root(
 
 
 class Case:
-    """Operands of all ranks, what this rank must get, and what it gets by torch's GEMM and the library's collective."""
+    """Operands of all ranks, this rank's expected result, and its result by cuBLAS (or CPU) GEMM and NCCL or gloo."""
 
     def __init__(
         self, group: dist.ProcessGroup, collective: str, rows: int, n: int, k: int, dtype: Any, seed: int

@@ -1,11 +1,11 @@
-"""GPUs of several ranks, modelled in this process: what the GPU executor works with stands in for what is missing here.
+"""GPUs of several ranks, modelled in this process: stand-ins for all parts of CUDA that the GPU executor uses.
 
-Schedules are compiled as for GPUs (`weft.runtime.cuda.compile`), and issued by the executor's own code. Native operations, calls of
-the library and our kernels are put into the queues of streams, which `played_gpus` empties: there kernels do what they promise. A
-host is a thread, which runs as far as it is let, and stands still where it waits for the device. Events hold as CUDA's do: for the
-last record that the host issued before.
+Schedules are compiled as for GPUs (`weft.runtime.cuda.compile`), and issued by the executor's own code. Native operations,
+calls of NCCL and cuBLAS, and weft's kernels are put into the queues of streams. `played_gpus` empties the queues: there
+kernels do what they promise. A host is a thread, which runs until it waits for the device. Events have CUDA's semantics:
+a wait refers to the last record that the host issued before it.
 
-Only real GPUs show what kernels and engines do by themselves, and how fast.
+Only real GPUs show what kernels and engines really do, and how fast.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class TrackedTiles:
 
 
 class Together(NamedTuple):
-    """In place of a call of the library that all ranks make: the n-th of a run."""
+    """Stand in for a call of NCCL that all ranks make: the n-th of a run."""
 
     nth: int
     op: str

@@ -123,7 +123,7 @@ def test_results_are_right_in_any_order_of_streams(monkeypatch: pytest.MonkeyPat
     given = Given(serial, RUNS)
     exact, overlapping = given.exact(serial), 0
     for number, candidate in enumerate(candidates(p)):
-        if candidate.name == "serial":  # which the library runs
+        if candidate.name == "serial":  # which NCCL and cuBLAS run
             continue
         try:
             schedule = candidate.build()

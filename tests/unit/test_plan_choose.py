@@ -282,7 +282,7 @@ def test_every_schedule_for_experts_has_a_time_or_a_reason(exact: bool, mode: pl
         assert (row.losses is not None) == (row.us is not None)
         assert row.gemms > 0 if row.us is not None else row.why_not
         if row.losses is not None:
-            least = H200.library_grouped[0] / H200.grouped_efficiency  # the library's kernel for experts is slower
+            least = H200.library_grouped[0] / H200.grouped_efficiency  # torch's kernel for experts is slower
             assert row.losses.gemm_decomposition >= min(1, least) - 1e-9
             assert row.us >= row.losses.ideal_us - H200.launch_us or mode == "single"
 
