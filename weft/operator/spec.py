@@ -145,8 +145,8 @@ class Operator(ABC, Generic[C]):
         return True
 
     def averages(self, call: C) -> bool:
-        """True if the public function divides the first result by the number of ranks, in place."""
-        return False
+        """True if the public function divides the first result by the number of ranks, in place: the form's field `average`."""
+        return bool(getattr(call, "average", False))
 
     def takes_rows(self, rows: int, world: int) -> bool:
         """True if a call may have `rows` rows in its first argument, given a valid call with another number of rows."""

@@ -360,22 +360,27 @@ def rounded_up(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, world: int) -> None:
-    """Raise `ValueError` for wrong shapes, dtypes or devices."""
-    shape = tuple(tokens.shape)
-    name_of_dtype("tokens", tokens)
+def check_experts(name: str, rows: torch.Tensor, fix: str, w: torch.Tensor, **tables: torch.Tensor) -> None:
+    """Raise `ValueError` unless these rows fit the weights of experts, and are on the device of the weights and tables."""
+    shape = tuple(rows.shape)
+    name_of_dtype(name, rows)
     if len(shape) != 2 or shape[1] == 0:
-        raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; flatten a batch first")
-    for name, t in (("w_experts", w), ("splits", splits)):
-        if t.device != tokens.device:
-            raise ValueError(f"{name} is on {t.device} and tokens on {tokens.device}: move it there")
+        raise ValueError(f"{name} has shape {shape}: pass {fix}")
+    for other, t in {"w_experts": w, **tables}.items():
+        if t.device != rows.device:
+            raise ValueError(f"{other} is on {t.device} and {name} on {rows.device}: move it there")
     if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
         raise ValueError(
-            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match tokens {shape}, with E and N "
-            "of at least 1"
+            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match {name} {shape}, with E and N of "
+            "at least 1"
         )
-    if w.dtype != tokens.dtype:
-        raise ValueError(f"w_experts is {w.dtype} and tokens {tokens.dtype}: use one dtype")
+    if w.dtype != rows.dtype:
+        raise ValueError(f"w_experts is {w.dtype} and {name} {rows.dtype}: use one dtype")
+
+
+def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, world: int) -> None:
+    """Raise `ValueError` for wrong shapes, dtypes or devices."""
+    check_experts("tokens", tokens, "[T, K] with K of at least 1; flatten a batch first", w, splits=splits)
     if splits.dtype != torch.int64:
         raise ValueError(f"splits is {splits.dtype}: use torch.int64")
     if splits.shape != (world * w.shape[0],):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,13 +21,12 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.layout import contiguous, strided
+from weft.operator.layout import contiguous, normal, strided
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS
 from weft.ops.matmul_all_gather_gradients import part_of_sum
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 
@@ -163,10 +163,7 @@ class _MatmulAllGather(Operator[_Call]):
         return [own @ w.t() if wanted[0] else None, grad_of_weight(x, own, w) if wanted[1] else None]
 
     def drawn(self, p: MatmulAllGather, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         return _Call(random(p.m, p.k), random(p.n, p.k).t(), p.columns)
 
     def expected(self, p: MatmulAllGather, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:

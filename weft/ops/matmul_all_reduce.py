@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor, checked_dimension
+from weft.arguments import check_reduction, check_tensor, checked_dimension
 from weft.builders import MatmulAllReduce
 from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
-from weft.operator.layout import contiguous, strided
+from weft.operator.layout import contiguous, normal, strided
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_reduce, all_reduce_, reduce_scatter
 from weft.runtime.unfused.turn import Turn
 from weft.schedule.regions import checked_eps
@@ -124,8 +124,7 @@ def matmul_all_reduce(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         check_tensor("x", x)
         check_tensor("w", w)
-        if not isinstance(op, str) or op not in ("sum", "avg"):
-            raise ValueError(f'op={op!r}: use "sum" or "avg"')
+        check_reduction("op", op)
         if op == "avg" and not (bias is None and residual is None and norm is None):
             raise ValueError('op="avg" does not support bias, residual and norm: apply them to the result yourself')
         checked_dimension(x, 0, names=("x", "dimension"))
@@ -209,9 +208,6 @@ class _MatmulAllReduce(Operator[_Call]):
                 )
         return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None, eps)
 
-    def averages(self, call: _Call) -> bool:
-        return call.average
-
     def given(self, call: _Call) -> str:
         return joined('op="avg"' * call.average, outer_text("x", call.outer))
 
@@ -276,10 +272,7 @@ class _MatmulAllReduce(Operator[_Call]):
         return [whole @ w.t() if wanted[0] else None, grad_of_weight(x, whole, w) if wanted[1] else None, *local]
 
     def drawn(self, p: MatmulAllReduce, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         x, w = random(p.m, p.k), random(p.n, p.k).t()
         generator = torch.Generator(generator.device).manual_seed(
             0

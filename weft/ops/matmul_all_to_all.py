@@ -22,7 +22,7 @@ from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
-from weft.ops.all_to_all_matmul import expert_weights, rounded_up
+from weft.ops.all_to_all_matmul import check_experts, expert_weights, rounded_up
 from weft.runtime.unfused import experts
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
 from weft.runtime.unfused.permutation import in_expert_order
@@ -338,20 +338,8 @@ def _transposed(w: torch.Tensor) -> torch.Tensor:
 def _check_shapes(call: _Call, world: int) -> None:
     """Raise `ValueError` for wrong shapes, dtypes or devices."""
     h, w, received, splits, *_ = call
-    shape = tuple(h.shape)
-    name_of_dtype("h", h)
-    if len(shape) != 2 or shape[1] == 0:
-        raise ValueError(f"h has shape {shape}: pass [R, K] with K of at least 1, as all_to_all_matmul returns it")
-    for name, t in (("w_experts", w), ("received", received), ("splits", splits)):
-        if t.device != h.device:
-            raise ValueError(f"{name} is on {t.device} and h on {h.device}: move it there")
-    if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
-        raise ValueError(
-            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match h {shape}, with E and N of "
-            "at least 1"
-        )
-    if w.dtype != h.dtype:
-        raise ValueError(f"w_experts is {w.dtype} and h {h.dtype}: use one dtype")
+    fix = "[R, K] with K of at least 1, as all_to_all_matmul returns it"
+    check_experts("h", h, fix, w, received=received, splits=splits)
     experts = w.shape[0]
     for name, t, wanted in (("received", received, (world, experts)), ("splits", splits, (world * experts,))):
         if t.dtype not in _INTEGERS:

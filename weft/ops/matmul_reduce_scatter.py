@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor, checked_dimension
+from weft.arguments import check_reduction, check_tensor, checked_dimension
 from weft.builders import MatmulReduceScatter
 from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
@@ -21,7 +22,7 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.layout import contiguous, strided
+from weft.operator.layout import contiguous, normal, strided
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
@@ -96,8 +97,7 @@ def matmul_reduce_scatter(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         check_tensor("A", A)
         check_tensor("B", B)
-        if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
-            raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
+        check_reduction("reduce_op", reduce_op)
         dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"), last=True)
         if dim == A.dim() - 1:  # columns of A @ B are rows of B^T @ A^T
             check_weights(A, [B], what="A", each="B")
@@ -152,9 +152,6 @@ class _MatmulReduceScatter(Operator[_Call]):
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
 
-    def averages(self, call: _Call) -> bool:
-        return call.average
-
     def takes_rows(self, rows: int, world: int) -> bool:
         return rows % world == 0
 
@@ -191,10 +188,7 @@ class _MatmulReduceScatter(Operator[_Call]):
         return [grad_x, grad_of_weight(x, whole, B) if wanted[1] else None]
 
     def drawn(self, p: MatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         return _Call(random(p.m, p.k), random(p.n, p.k).t())
 
     def expected(self, p: MatmulReduceScatter, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from weft import _core
 from weft.kernels import move as device_code
-from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
+from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded_kernel, record_one_of
 from weft.schedule.steps import COPY_UNITS, ITEM_BYTES
 from weft.symm.lasting import lasting
 
@@ -108,10 +108,7 @@ class CopyLaunch:
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
         ]
-        known = [(step, call) for step, call in calls if call is not None]
-        if len(known) == len(calls):
-            program.launch(stream, known)
-        return len(known) == len(calls)
+        return record_one_of(program, stream, calls)
 
     def _arguments(
         self, step: int, source: Any, target: Any, source_rows: int = 0, target_rows: int | None = None
@@ -158,7 +155,7 @@ def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any
     constants = _constants(step, adds)
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
-    return loaded(
+    return loaded_kernel(
         device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], _COPY_WARPS, constants
     ), tuple(constants.values())
 
@@ -167,7 +164,7 @@ def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any
 def _compiled_small(device: torch.device, name: str) -> Any:
     kernel = getattr(device_code, name)
     arguments = [1 if n == "index" else torch.int64 for n in kernel.arg_names[:-1]]
-    return loaded(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
+    return loaded_kernel(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
 
 
 def _greatest_power_of_two(*numbers: int) -> int:
