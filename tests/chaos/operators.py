@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .combine import MatmulAllToAll
 from .pooled import Embedding, GlobalBatch, LocalBatch
-from .products import MatmulAllGather, MatmulAllReduce, MatmulAllToAll, MatmulReduceScatter, ScaledMatmulReduceScatter
+from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
 from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Work
 
 OPERATORS: dict[str, type[Work]] = {

@@ -23,9 +23,9 @@ from weft.operator import calls
 
 from . import bad, report
 from . import record as records
+from .combine import MatmulAllToAll
 from .draw import KINDS, MODULES, STEPS, TURN, Injection, draw
 from .operators import OPERATORS
-from .products import MatmulAllToAll
 from .trial import Seen
 from .verdict import judge, outcome
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.on_ranks import BF16, F16, F32, FP8
 from support.operators.call import Case
-from support.operators.cases import by
 from support.operators.experts import Experts
 from support.operators.gemms import Gathered, Gemm
+from support.operators.row import by
 from support.operators.scaled import ScaledGathered, ScaledGemm
 
 from weft.builders import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Problem, ScaledMatmulReduceScatter
