@@ -19,12 +19,11 @@ import torch.distributed as dist
 from weft.builders import Problem
 from weft.builders.problem import PROBLEMS
 from weft.operator.select import Chosen
+from weft.runtime.executors import Tensors
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 
 C = TypeVar("C", bound=tuple[Any, ...])
-Tensors: TypeAlias = dict[str, Any]
-"""Tensors by buffer of the problem. For an output with a dynamic number of rows, a function from that number to a tensor."""
 
 Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
 """The comparison of an argument across ranks:

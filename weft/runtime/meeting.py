@@ -99,9 +99,9 @@ class Meeting:
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse."""
         self._layers.take()
-        said = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
+        message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
-            return _refusals(self._publish(_REFUSAL + said, "the call that it refuses", deadline_s))
+            return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s))
         except WeftError as error:
             raise type(error)(f"{error}. This rank had refused the call: {text}") from error
 
@@ -188,7 +188,7 @@ def meeting_of(comm: Communicator) -> Meeting:
     return of_communicator(_meetings, comm, Meeting)
 
 
-def said_on(group: dist.ProcessGroup) -> int:
+def published_on(group: dist.ProcessGroup) -> int:
     """Return how many calls this rank has published to its peers on CPU."""
     for comm, meeting in _meetings.items():
         if comm.is_of(group):
