@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.on_ranks import told
+from support.slow import slow
 
 import weft
 from weft.launch import Pool
@@ -176,7 +177,7 @@ def otherwise(group: dist.ProcessGroup, name: str) -> tuple[list[str], list[str]
     return forward, transformed
 
 
-@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul"])
+@pytest.mark.parametrize("name", [slow("all_gather_matmul"), slow("matmul_all_reduce"), "all_to_all_matmul"])
 def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
     for forward, transformed in pool.run(otherwise, name, ranks=2, timeout_s=100):
         for number, text in enumerate(forward):

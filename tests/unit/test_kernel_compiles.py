@@ -203,11 +203,11 @@ def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **ke
     "key",
     [
         {},
-        {"transposed": True},
-        {"world_size": 64, "experts": 16},
-        {"back": True},
+        slow({"transposed": True}),
+        slow({"world_size": 64, "experts": 16}),
+        slow({"back": True}),
         {"back": True, "transposed": True},
-        {"adds": True},
+        slow({"adds": True}),
         {"adds": True, "transposed": True},
     ],
     ids=str,
@@ -231,7 +231,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
 
 @pytest.mark.parametrize(
     "key",
-    [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}, {"back": True}, {"adds": True}],
+    [slow({}), slow({"transposed": True}), {"aligned": False, "k": 100, "n": 33}, {"back": True}, {"adds": True}],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
@@ -276,7 +276,7 @@ def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "key", [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}, {"adds": True}], ids=str
+    "key", [slow({}), slow({"transposed": True}), {"aligned": False, "k": 100, "n": 33}, {"adds": True}], ids=str
 )
 def test_tracked_matmul_with_pointers(key: dict[str, Any]) -> None:
     for dtype in (torch.float16, torch.float32):

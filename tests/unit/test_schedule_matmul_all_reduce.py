@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from support.slow import mostly, slow
+from support.slow import mostly
 
 from weft import plan
 from weft.builders import MatmulAllReduce, NotApplicableError, candidates, named
@@ -93,7 +93,8 @@ def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -
         assert simulate(schedule, NULL).end_us >= 0
 
 
-@pytest.mark.parametrize("world", [5, slow(8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [5, 8])
 def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
     for m in (150 * world, 30 * world - 1):
         found = applicable(MatmulAllReduce(world, m, 20, 4, "bf16"))
