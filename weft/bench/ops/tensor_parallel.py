@@ -135,14 +135,14 @@ class Comparison(Variants):
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         return {"length": self.length}
 
-    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+    def derived(self, mode: Mode, name: str, found: Results) -> Record:
         serial, compute, mine = (found.ms(mode, of) for of in (BASELINE, COMPUTE, name))
-        judged: Record = (
+        derived: Record = (
             {"hidden": None, "error": None} if name == COMPUTE else {"hidden": hidden(serial, compute, mine)}
         )
-        return judged | ({"fused_by_torch": fused_by_torch(partial(self.call, name))} if name == ASYNCTP else {})
+        return derived | ({"fused_by_torch": fused_by_torch(partial(self.call, name))} if name == ASYNCTP else {})
 
-    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+    def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         return OPERATOR.notes(records)
 
 
