@@ -77,7 +77,7 @@ def play(name: str, device: torch.device) -> None:
                 for how in case.parts
             ]
             normed, weight = (Memory(how, case.rows, case.cols, case.dtype, device) for how in ("given", "given row"))
-        else:  # the caller's lie elsewhere
+        else:  # the caller's tensors have other addresses
             anew = {
                 id(m): Memory(how, case.rows, case.cols, case.dtype, device)
                 for m, how in [*zip(parts, case.parts, strict=True), (out, case.out)]

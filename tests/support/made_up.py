@@ -20,7 +20,7 @@ from weft.schedule.kernels import TileKernel
 
 @dataclass(frozen=True, slots=True)
 class Kernel(TileKernel):
-    """One that no executor has an entry for, whatever its tiles do."""
+    """A kernel that no executor has an entry for."""
 
     kind: ClassVar[str] = "made_up"
     name: str = "made_up"
@@ -65,7 +65,7 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
 
 
 def hasty(p: AllGatherMatmul) -> Schedule:
-    """`ring`, in which nobody waits until the box has been read in the run before: a race."""
+    """Build `ring` without waiting until the box has been read in the run before: a race."""
     made = ring(p, by="dma")
     lanes = [
         replace(lane, steps=tuple(s for s in lane.steps if not (isinstance(s, Wait) and s.previous)))

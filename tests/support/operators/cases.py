@@ -74,7 +74,7 @@ MATMUL_REDUCE_SCATTER = Row(
     },
     every=dtypes(
         lambda world, _: BUILDERS.get(world, {*BUILDERS[2], "ring"}),
-        # Several tiles, and a part of one.
+        # Several tiles, and a part of a tile.
         lambda world, dtype: Gemm(((300 if dtype == F32 else 50) * world, 24), 40, dtype),
         4,
         *((2, F32), (3, BF16)),
@@ -111,13 +111,13 @@ TWO_SHOT = "two_shot[chunks=2,by=dma,add=gemm]"
 
 
 def summed_everywhere(world: int, m: int) -> set[str]:
-    """Return the builders of an all-reduce of m rows: `tracked` needs as many for each rank."""
+    """Return the builders of an all-reduce of m rows. `tracked` needs equally many rows for each rank."""
     overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if m % world == 0 else set())
     return {"serial"} | (overlapping if world > 1 else set())
 
 
 def followed(bias: bool, residual: bool) -> list[Any]:
-    """Return sums with this behind them."""
+    """Return sums followed by these operations."""
     return dtypes(
         lambda world, _: summed_everywhere(world, 14),
         lambda _, dtype: Following((2, 7, 24), 40, dtype, bias=bias, residual=residual),
@@ -128,7 +128,7 @@ def followed(bias: bool, residual: bool) -> list[Any]:
 
 
 def normed(fewer: int) -> list[Any]:
-    """Return sums that are normed: with as many rows for each rank, and a residual, or with fewer for the last."""
+    """Return normed sums: with equally many rows for each rank and a residual, or with fewer rows for the last rank."""
     return dtypes(
         lambda world, _: summed_everywhere(world, 12 * world - fewer),
         lambda world, dtype: Following(
@@ -141,7 +141,7 @@ def normed(fewer: int) -> list[Any]:
 
 
 def whole(world: int, dtype: torch.dtype) -> int:
-    """Several tiles, and a part of one."""
+    """Several tiles, and a part of a tile."""
     return (300 if (world, dtype) == (2, F32) else 50) * world
 
 
@@ -160,7 +160,7 @@ MATMUL_ALL_REDUCE = Row(
         "nothing to sum over": Gemm((12, 0), 6),
     },
     every=[
-        # With as many rows for each rank, and with fewer for the last.
+        # With equally many rows for each rank, and with fewer for the last.
         one
         for fewer in (0, 1)
         for one in dtypes(
@@ -189,7 +189,7 @@ MATMUL_ALL_REDUCE = Row(
     ],
     late=[Gemm((5, 8), 3, schedule="one_shot[by=dma]")],
     gradients=[
-        (Gemm((12, 16), 5), (True, True)),  # as many rows for each rank, and not
+        (Gemm((12, 16), 5), (True, True)),  # equally many rows for each rank, and not
         (Gemm((2, 5, 16), 5, op="avg"), (True, True)),
         (Gemm((12, 16), 5), (True, False)),
         (Gemm((12, 16), 5, op="avg"), (False, True)),
