@@ -107,7 +107,8 @@ def poison(executor: CpuSchedule) -> None:
 
 
 def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
-    """A run after which rank `last` goes on only when the others are done with it: what it does then does not spoil theirs."""
+    """Run, and let rank `last` continue only when the others have finished the run: its next actions must not spoil
+    theirs."""
     comm = executor.comm
     done = symm.Signal(group=comm.group)
     executor.run(tensors)
@@ -118,7 +119,7 @@ def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
 
 
 def wait_for_failure(comm: Communicator) -> None:
-    """Do nothing until this rank has heard that its group failed."""
+    """Do nothing until this rank is notified that its group failed."""
     until = time.monotonic() + 30
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
@@ -174,8 +175,8 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
 
 
 def all_candidates(group: dist.ProcessGroup, p: AllGatherMatmul, seed: int, runs: int) -> int:
-    """Every candidate, several runs in a row with new data; how many there were. Who copies makes no difference on CPU: beyond two
-    ranks, of schedules that differ in nothing else, one is tried."""
+    """Run every candidate several times with new data, and return their number. The kind of copy makes no difference on
+    CPU: beyond two ranks, only one of the schedules that differ in nothing else is run."""
     comm, rank, count = comm_of(group), group.rank(), 0
     tried: set[Schedule] = set()
     for candidate, schedule in applicable(p):

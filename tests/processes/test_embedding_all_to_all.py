@@ -247,7 +247,7 @@ def test_any_problem(pool: Pool, p: Problem, slice_size: int, order: str) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ten_shapes_in_a_row_on_poisoned_buffers(pool: Pool, transport: str) -> None:
-    """Larger, smaller and empty batches in turn through one operator; nothing of a call is left in a later one."""
+    """Alternate larger, smaller and empty batches through one operator; nothing of a call is left in a later one."""
     tables, owners = tables_of((8, 3, 16, 1, 70)), (0, 1, 2, 0, 1)
     sizes = [
         (3, 4, 5),

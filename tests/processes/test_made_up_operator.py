@@ -54,7 +54,7 @@ def serial(p: MatmulScatter) -> Schedule:
 
 @builder(MatmulScatter)
 def straight(p: MatmulScatter) -> Schedule:
-    """The rows of each peer leave when they are computed; the own ones come last, and are added to what has come."""
+    """The rows of each peer leave when they are computed. The own rows are last, and are added to the arrived rows."""
     d, (x, w, y) = _operands("straight", p)
     world, rows = p.world_size, p.m // p.world_size
     staged = d.buffer("staged", p.m, p.n, p.dtype, "scratch")

@@ -1,7 +1,5 @@
-"""A schedule that somebody made up, on CPU processes: right results through the public operator, and in the order of its lanes.
-
-The functions with a `group` argument run on the ranks.
-"""
+"""A user's schedule on CPU processes: right results through the public operator, and in the order of its lanes. The
+functions with a `group` argument run on the ranks."""
 
 from __future__ import annotations
 

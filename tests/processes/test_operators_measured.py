@@ -1,4 +1,4 @@
-"""Operators whose GEMM comes before a collective are measured by `weft bench` and planned by `weft plan`."""
+"""`weft bench` measures, and `weft plan` plans, operators whose GEMM precedes a collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURED = {
     "matmul_all_gather": "direct[chunks=2,by=dma]",
     "matmul_all_gather_gradients": "direct[chunks=2]",
 }
-# Shape, options, what is said of them, and a schedule in the table.
+# Shape, options, their text, and a schedule in the table.
 PLANNED = [
     ("matmul_reduce_scatter", "8192,8192,4096", [], "", "tracked[chunks=4,to=dma]"),
     ("matmul_all_reduce", "8191,8192,4096", [], "", "one_shot[by=load]"),

@@ -229,7 +229,8 @@ SCHEDULES: dict[str, Any] = {"schedule": "shifted", "ranks": shifted(4)}
 
 
 def refused(group: dist.ProcessGroup, name: str) -> list[str]:
-    """Rank 1's input is bad, in a first call and in a later one: what each rank is told, and whether y was written meanwhile."""
+    """Pass bad input on rank 1, in a first call and in a later one. Return each rank's error, and whether y was written
+    meanwhile."""
     own, rank, world, found = own_group(group), group.rank(), group.size(), []
     for _ in range(2):
         given = tensors_of(rank)
@@ -415,7 +416,7 @@ def test_faulty_schedules_and_unknown_steps_are_refused_by_name(pool: Pool) -> N
 
 
 def late(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Rank 1 does not come to the second call."""
+    """Let rank 1 leave out the second call."""
     own, rank = own_group(group), group.rank()
     weft.run_schedule(shifted(2), tensors_of(rank), own)
     if rank == 1:

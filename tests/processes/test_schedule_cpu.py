@@ -278,7 +278,7 @@ def struck_while_binding(group, p, builder):
                 executor._program._call = call
             executor.run(tensors)
             assert_right(p, tensors, nth, f"struck at step {nth}")
-            held.append(tensors)  # so that each lies elsewhere
+            held.append(tensors)  # so that each has another address
     return struck
 
 

@@ -276,7 +276,7 @@ def test_where_ranks_compile_and_measure_the_deadline_of_calls_holds(pool: Pool,
 
 
 def stopped_past_its_deadline(group, rounds):
-    """Rank 0 is stopped while it waits, and rank 1's part comes while it cannot look. Its watchdog is the last thread to go on."""
+    """Stop rank 0 while it waits; rank 1's part arrives meanwhile. Its watchdog is the last thread to continue."""
     native = Control._read
 
     def read_late(control: Control, rank: int) -> bool:
@@ -398,7 +398,7 @@ def call(group: dist.ProcessGroup) -> None:
 
 
 def without_descriptors(group, function, rooms, late):
-    """Rank 1 has few descriptors, and comes first or last."""
+    """Let rank 1 have few descriptors, and arrive first or last."""
     function(own_group(group))  # loads modules
     found: list[tuple[tuple[str, str, float], tuple[str, str, float]]] = []
     for room in rooms:

@@ -70,7 +70,8 @@ def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
 
 
 def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
-    """With norms; compiled or not, recomputed in backward or not. Gradients of what ranks have whole are everybody's."""
+    """With norms; compiled or not, recomputed in backward or not. Gradients of replicated activations are equal on all
+    ranks."""
     (one,) = pool.run(ranks.block_gradients, False, False, ranks=1, timeout_s=100)
     ways = [(2, False, False), (2, True, False), (2, False, True), (4, False, True), (2, False, True, True)]
     for world, *how in ways:

@@ -89,8 +89,8 @@ def scattered(world: int, dtype: str, way: str) -> Schedule:
 
 
 def tracked(d: Draft, x: Buffer, w: Buffer, y: Buffer, part: Buffer, *, remote: bool) -> Schedule:
-    """One GEMM, the next rank's rows first and the own ones last, in tiles. What is complete is sent while it goes on; or its tiles
-    are stored where they belong, and set signals there."""
+    """Compute one GEMM in tiles, the next rank's rows first and the own rows last. Complete chunks are sent while it
+    runs; or its tiles are stored at their owners, and set signals there."""
     world, t = d.world_size, Expr("t")
     down, across = -(-M // TILE), -(-N // TILE)
     per_rank = down * across
@@ -280,7 +280,7 @@ def test_a_read_among_updates_is_a_race() -> None:
 
 
 def test_updates_of_nothing_are_found() -> None:
-    """Though each of them might come after the other one."""
+    """Though each of them might come after the other."""
     with pytest.raises(ScheduleError, match=r"it reads total@0\[0:\+2, 0:\+2\], which no step has written in this run"):
         verify(adding(first=False))
 

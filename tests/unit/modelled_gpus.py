@@ -34,7 +34,7 @@ from weft.schedule.expr import PrefixSums
 from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import substitute
 
-WORDS = 1 << 50  # where a rank's words lie, as an address: this times 1 + its rank
+WORDS = 1 << 50  # the address of a rank's words: this times 1 + its rank
 CPU = torch.device("cpu")
 
 
@@ -344,7 +344,7 @@ def collect(op: str, sources: list[torch.Tensor], targets: list[torch.Tensor]) -
 
 
 class Words:
-    """Their addresses are no memory's: what lies in them is `Played.words`."""
+    """Their addresses are not in memory: `Played.words` has their contents."""
 
     def address(self, rank: int) -> int:
         return WORDS * (1 + rank)

@@ -123,7 +123,7 @@ class Recorded:
 
 
 class Played:
-    """A known call of (x_shard, [w]), and what is around it."""
+    """A known call of (x_shard, [w]), and its surroundings."""
 
     def __init__(self, *, overlapped: bool = False, **changes: Any) -> None:
         assert READER is not None

@@ -99,7 +99,7 @@ class Played:
             self.words[rank][word] = None
 
     def _come(self, one: Issued, addresses: list[int]) -> Iterator[bool]:
-        """Continue when the flag in each of these words is set, and know what it tells."""
+        """Continue when the flag in each of these words is set, and check the run that set it."""
         for address in addresses:
             rank, word = address // WORDS - 1, address % WORDS // 8
             assert rank == one.rank

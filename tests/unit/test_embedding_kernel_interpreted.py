@@ -152,7 +152,7 @@ class Ranks:
 
 
 def play(case: Case) -> None:
-    """All calls of a case, and what must hold after each."""
+    """Make all calls of a case, and check the conditions after each."""
     ranks = Ranks(case)
     wanted = without_bad(case)
     to_nearest = case.p.sharding.dtype != torch.bfloat16  # the interpreter cuts bits off, GPUs round
@@ -186,7 +186,7 @@ def without_bad(case: Case) -> Problem:
 
 
 def check_signals(ranks: Ranks, rank: int, epoch: int) -> None:
-    """Every peer has heard "ready" with the right buffer from this rank, and with `direct` "done"."""
+    """Check that every peer got "ready" with the right buffer from this rank, and with `direct` "done"."""
     for reader in range(ranks.world):
         if reader != rank:
             word = int(ranks.signals[reader, 2 * rank + 1])

@@ -121,8 +121,8 @@ class Rank:
     def check(
         self, y: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True, added: int = 0
     ) -> None:
-        """Segments that were launched against float64; all other rows are as they were. added: how often to what was there,
-        which is rounded each time."""
+        """Compare launched segments with float64; all other rows are unchanged. added: how often products were added,
+        each time with a rounding."""
         # Half a unit in the last place: the result's rounding; where the interpreter cuts bits off, a whole one.
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         at = 0

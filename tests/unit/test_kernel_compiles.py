@@ -44,7 +44,7 @@ PUT = {"transport": "put", "slice_size": 3}
 
 
 class NamedDevice:
-    """The compiler's questions to Triton's driver: which device is current, and what it is."""
+    """Stand in for Triton's driver: the current device, and its target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -82,7 +82,8 @@ def compiled(
 
 
 def registers_and_stack(cubin: bytes, folder: Path) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, as the assembler wrote them down; spilled registers lie on the stack."""
+    """Return registers and bytes of stack of a thread from the assembler's output; spilled registers are on the
+    stack."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -222,7 +223,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     stores = 2 if "back" in key else 1  # to the own result or to the outbox
     assert stores >= len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) / config.parts >= 1
     assert "wgmma.mma_async" in ptx
-    assert ("ld.global.v4" in ptx) == ("adds" in key)  # what is there already, 16 bytes at a time
+    assert ("ld.global.v4" in ptx) == ("adds" in key)  # the present contents, 16 bytes at a time
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
     assert config.per_sm * config.warps * 32 * registers <= 65536

@@ -128,7 +128,7 @@ def test_layouts_of_anything_else_there_are_none(item: Any) -> None:
 
 
 def test_threads_do_not_read_among_each_other() -> None:
-    """Under a mode torch asks Python for what is read, and threads take turns there."""
+    """Under a mode, torch asks Python for the attributes, and threads alternate there."""
     calls = [tuple(torch.zeros(rows, cols) for cols in range(1, 5)) for rows in (3, 5)]
     wanted, wrong = [signature(call) for call in calls], []
 

@@ -172,7 +172,7 @@ def test_measured_times_and_pins_choose_it_too() -> None:
 def test_one_for_another_operator_is_weighed_by_the_planner_too() -> None:
     @builder(AllToAllMatmul)
     def own_rows_only(p: AllToAllMatmul) -> Schedule:
-        """Leaves out what others sent, and therefore wins."""
+        """A builder that leaves out others' rows, and therefore wins."""
         d = Draft("own_rows_only", p.world_size)
         rows = p.rows[0] // p.world_size
         tokens = d.buffer("tokens", rows, p.k, p.dtype, "input")

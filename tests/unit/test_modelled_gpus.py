@@ -260,7 +260,7 @@ def test_rows_of_a_rank_whose_table_differs_are_spoilt(monkeypatch: pytest.Monke
 
 
 def test_what_is_copied_as_it_lies_must_lie_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is enqueued. The library's calls take rows and columns as they lie."""
+    """Refused before anything is enqueued: NCCL's calls read rows and columns as they are stored."""
     model(monkeypatch)
     for what in ("current_stream", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, what, lambda *_: contextlib.nullcontext())
@@ -277,7 +277,7 @@ def test_what_is_copied_as_it_lies_must_lie_without_gaps(monkeypatch: pytest.Mon
 
 
 def test_tiles_add_to_memory_of_the_schedules_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose address is known before a run. What is the caller's is refused by name."""
+    """Only memory with an address known before a run. The caller's tensors are refused by name."""
     model(monkeypatch)
     for role in ("scratch", "input"):
         d = Draft("added", 1)

@@ -312,7 +312,7 @@ def test_measured_times_of_a_graph_are_those_of_what_can_be_captured() -> None:
 
 
 def test_where_the_host_reads_sizes_issuing_a_call_bounds_it() -> None:
-    """The device would be done sooner: with results of as many rows as come the host is never far ahead."""
+    """The device would be done sooner: with results of exactly the arriving rows the host is never far ahead."""
     p = AllToAllMatmul.even(8192, 1536, 2048, 64, 2)
     free = decide(p, replace(H200, host_late_us=0.0, host_dynamic_us=0.0), mode="queued")
     usual = decide(p, H200, mode="queued")

@@ -1,4 +1,4 @@
-"""The one warning of the planner: what it says, when it says nothing, and what its times are of."""
+"""The one warning of the planner: its text, its times, and when there is none."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_each_wait_is_needed(p: Problem, name: str, signals: tuple[str, ...]) ->
 @pytest.mark.parametrize("name", ["direct[chunks=4]", "direct[chunks=4,last=columns]"])
 @pytest.mark.parametrize("columns", [False, True])
 def test_each_element_is_rounded_once_and_copy_engines_send(name: str, columns: bool) -> None:
-    """GEMMs add to nothing, and write each element of both gradients once; nobody packs columns."""
+    """GEMMs do not accumulate, and write each element of both gradients once; no step packs columns."""
     p = MatmulAllGatherGradients(3, 26, 18, 4, "bf16", columns)
     (compute, sender) = named(p, name).build().of_rank(1)
     written = {buffer: np.zeros(shape, int) for buffer, shape in (("grad_x", (p.m, p.k)), ("grad_w", (p.k, p.n)))}
@@ -203,7 +203,7 @@ def test_the_planner_hides_both_exchanges() -> None:
 
 def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output layer of Llama-3-8B on eight ranks, behind both GEMMs. Joined columns cost the unfused way one more copy."""
-    monkeypatch.setenv("WEFT_QUIET", "1")  # what is too small to gain from overlap is done without
+    monkeypatch.setenv("WEFT_QUIET", "1")  # sizes that are too small to gain from overlap run without it
     for world, last in ((2, ""), (8, ",last=columns")):
         of_serial = []
         for columns in (False, True):

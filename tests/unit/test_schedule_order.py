@@ -60,7 +60,7 @@ def test_first_chunks_leave_first_and_nothing_stands_behind_a_wait() -> None:
 
 
 def test_a_step_that_waits_for_a_peer_is_behind_what_the_peer_waits_for() -> None:
-    """Lane a comes first and waits for the peer's lane b: issued lane by lane, both ranks' queues would stop."""
+    """Lane a is first and waits for the peer's lane b: issued lane by lane, both ranks' queues would stop."""
     d = Draft("crossed", 2)
     ready = d.signals("ready", 1)
     d.lane("a").wait(ready)
@@ -171,7 +171,7 @@ def test_before_means_that_it_cannot_come_without(ranks: list[tuple[Lane, ...]])
 
 
 def test_a_fast_ranks_second_set_may_stand_in_for_a_slow_ranks_first() -> None:
-    """Rank 2 waits for two sets; ranks 0 and 1 set once a run and wait for nobody. Rank 0 alone may make both."""
+    """Rank 2 waits for two sets; ranks 0 and 1 set once per run and wait for nothing. Rank 0 alone may make both."""
     lanes = {
         "free": [(Lane("a", "compute", (Set("both", 0, 2),)),)] * 2,
         "bound": [(Lane("a", "compute", (Set("both", 0, 2), Wait("both", 1))),)] * 2,

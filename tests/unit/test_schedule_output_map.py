@@ -98,7 +98,7 @@ def test_the_papers_example() -> None:
 
 
 def test_a_function_that_asks_for_its_rank() -> None:
-    """Ranks 0 and 1, 2 and 3 first add up what they compute; of each pair one sends the sum to the owner."""
+    """Ranks 0 and 1, and ranks 2 and 3, first add their products; one of each pair sends the sum to the owner."""
 
     def in_pairs(rank: int) -> OutputMap:
         made = OutputMap(20, 4, order=(0, 1, 2, 3))
@@ -125,7 +125,7 @@ def test_a_function_that_asks_for_its_rank() -> None:
     gemm=st.booleans(),
 )
 def test_random_trees(seed: int, world: int, collective: str, gemm: bool) -> None:
-    """With add="gemm", too, unless GEMMs would wait for one another: that is said, with the remedy."""
+    """With add="gemm" too, unless GEMMs would wait for one another: the error gives the fix."""
     one = output_maps.random_map(random.Random(seed), collective, world, ROWS)
     gemm = gemm and "gemm" not in one.options
     if gemm:
@@ -164,7 +164,7 @@ def test_who_fills_a_slot_again_too_early_is_noticed(name: str) -> None:
 
 
 def scatter(*, world: int = 4, ranks: dict[int, Callable[[OutputMap], OutputMap]] | None = None) -> Schedule:
-    """A ring in which some ranks write their maps anew."""
+    """Return a ring in which some ranks rewrite their maps."""
     changed = ranks or {}
     of_each = [changed.get(r, lambda made: made)(maps.ring_reduce_scatter(20, world, rank=r)) for r in range(world)]
     return schedule_of(of_each, MatmulReduceScatter(world, 20, N, K, "fp32"))

@@ -145,7 +145,7 @@ def test_an_uninitialised_read() -> None:
 
 
 def test_what_an_earlier_run_has_written_is_nothing() -> None:
-    """Each of two ranks reads what it writes only afterwards, in each of three runs."""
+    """Let each of two ranks read elements that it writes only afterwards, in each of three runs."""
     d = Draft("late", 2)
     x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
     d.lane("compute").compute("silu", y.part(), box.part()).copy(x.part(), box.part())
@@ -290,7 +290,8 @@ def test_a_run_begins_when_all_lanes_of_its_rank_have_ended_the_one_before() -> 
 
 
 def test_what_ranks_do_before_a_collective_is_done_when_it_ends() -> None:
-    """They write into each other's memory, and one collective tells that it has come, another that it was read."""
+    """Two ranks write into each other's memory; one collective signals that data have arrived, another that they were
+    read."""
 
     def exchange(heard: bool) -> Schedule:
         d = Draft("exchange", 2)

@@ -89,7 +89,7 @@ def test_only_copies_by_kernel_leave_the_host_out() -> None:
 
 
 class Numbers:
-    """In place of `Totals`: as many sizes as it is asked for, at addresses of its own."""
+    """Stand in for `Totals`: as many sizes as requested, at its own addresses."""
 
     made: list[Numbers]
 

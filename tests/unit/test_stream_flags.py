@@ -41,7 +41,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "scattered to 2 ranks", "scattered to 4 ranks"))
 def test_kernels_are_loaded_without_a_change_of_what_peers_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A new layout's kernels are loaded while peers may be in the run before, or have sent what is for the next one."""
+    """A new layout's kernels are loaded while peers may be in the run before, or have sent data of the next run."""
     model(monkeypatch)
     for what in ("current_stream", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, what, lambda *_: contextlib.nullcontext())
@@ -129,7 +129,8 @@ def test_what_a_run_waits_for_is_told_from_its_words(
 
 
 def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
-    """One of three ranks did not come: flags of the other have arrived and are cleared, and both lack the same flag."""
+    """One of three ranks did not arrive: the other's flags have arrived and are cleared, and both lack the same
+    flag."""
     schedule = next(c for c in candidates(PROBLEMS["3 ranks, uneven"]) if c.name.startswith("shard[chunks=1")).build()
     flags = flags_of(schedule)[2]
     found = missing(flags, [0] * len(flags), 0)
@@ -138,7 +139,8 @@ def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
 
 
 def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
-    """In one hardware queue they would never come: each rank's copy lane waits for the set of the other's launch."""
+    """In one hardware queue the flags would never arrive: each rank's copy lane waits for the set of the other's
+    launch."""
     d = Draft("two lanes", 2)
     x, y, box = (
         d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output"), d.buffer("box", 8, 8, "fp32", "symmetric"),

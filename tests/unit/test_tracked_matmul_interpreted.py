@@ -27,8 +27,8 @@ class Case:
     sets: int = 1
     launches: int = 2
     splits: int = 1  # along k
-    missing: int = 0  # of the tiles that a counter waits for, how many never come
-    adds: int | None = None  # columns that rows of what is added are further apart than there are
+    missing: int = 0  # of the tiles that a counter waits for, the number that never arrive
+    adds: int | None = None  # columns by which rows of the addend are further apart than they are wide
 
 
 CASES = {
