@@ -2,9 +2,9 @@
 
     python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--samples 512] [--json FILE] [--profile]
 
-It times an embedding module (26 tables of D 64, 512 samples per rank, global batches, cycling through 50) and GEMM operators at
-small shapes, and for comparison the code that a user would write with NCCL. It reports the slowest rank's median of five
-alternating rows, and appends one JSON object to FILE.
+It times an embedding module and GEMM operators at small shapes, and for comparison the code that a user would write
+with NCCL. The module has 26 tables of D 64 and takes 512 samples per rank, in global batches, cycling through 50. It
+reports the slowest rank's median of five alternating rows, and appends one JSON object to FILE.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Draws docs/speedups.png, the README's picture of GPU results: `python docs/speedups.py`.
 
-It has a row for each `<!-- gain:... -->` mark of the README whose record is of the first one's machine, so that the picture, the
-table and the text are of the same variants and records. A dot is one shape; the bar is the geometric mean that the README shows.
-The file's description has the numbers, by
-which a test sees that the picture is out of date. Nothing here is installed with weft.
+It has a row for each `<!-- gain:... -->` mark of the README whose record is of the first row's machine. So the picture,
+the table and the text show the same variants and records. A dot is one shape; the bar is the geometric mean that the
+README shows. The file's description has the numbers, by which a test sees that the picture is out of date. Nothing here
+is installed with weft.
 """
 
 from __future__ import annotations

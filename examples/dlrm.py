@@ -5,10 +5,11 @@
     python examples/dlrm.py --dense-only       # without sparse features: what they are worth
     torchrun --nproc-per-node 2 examples/dlrm.py --criteo train.txt
 
-A bottom MLP turns 13 dense features into a vector, the pooled embeddings of 26 sparse features join it, all pairs interact by dot
-product, and a top MLP gives the logit of a click. (The model is that of "Deep Learning Recommendation Model for Personalization and
-Recommendation Systems", with small sizes.) Backward updates the tables by Adagrad; torch.optim.Adam updates the MLPs. Every rank
-trains on its part of each batch. The loss is that of training batches, the area under the ROC curve (AUC) that of held-out ones.
+A bottom MLP turns 13 dense features into a vector, which joins the pooled embeddings of 26 sparse features. All pairs
+interact by dot product, and a top MLP gives the logit of a click. (The model is that of "Deep Learning Recommendation
+Model for Personalization and Recommendation Systems", with small sizes.) Backward updates the tables by Adagrad;
+torch.optim.Adam updates the MLPs. Every rank trains on its part of each batch. The loss is that of training batches,
+the area under the ROC curve (AUC) that of held-out ones.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/dlrm_inference.py --device cpu --check
 
-Each rank scores its own samples: a bottom MLP turns 13 dense features into a vector, the pooled embeddings of 26 sparse
-features join it, all pairs interact by dot product, and a top MLP gives a logit. (The model is that of "Deep Learning
-Recommendation Model for Personalization and Recommendation Systems", with small sizes.) `--check` compares the logits
-with a model whose tables are not sharded.
+Each rank scores its own samples: a bottom MLP turns 13 dense features into a vector, which joins the pooled embeddings
+of 26 sparse features. All pairs interact by dot product, and a top MLP gives a logit. (The model is that of "Deep
+Learning Recommendation Model for Personalization and Recommendation Systems", with small sizes.) `--check` compares the
+logits with a model whose tables are not sharded.
 """
 
 from __future__ import annotations

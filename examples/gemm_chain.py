@@ -4,11 +4,11 @@
     python examples/gemm_chain.py --trace chain/    # also draws a timeline
     python examples/gemm_chain.py --device cuda --rows 4096 --width 4096 --hidden 8192
 
-It is the MLP of a transformer under tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of w1, and
-computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. When the rows of a chunk have
-arrived, they go through the first GEMM and the activation, and then at once through the second GEMM, on a lane of its own. No
-GEMM waits for the whole x or for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain Compute
-Communication Overlap", figure 5: finer outputs make the following operations finer.)
+It is the MLP of a transformer under tensor parallelism. Each rank has some rows of x, its columns of w0 and its rows of
+w1. It computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. Rows of a chunk
+that has arrived go through the first GEMM and the activation. The second GEMM, on its own lane, then reads them at
+once. No GEMM waits for the whole x or for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain
+Compute Communication Overlap", figure 5: finer outputs make the following operations finer.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
     h = d.buffer("h", world * rows, hidden, "fp32", "scratch")
     arrived = d.signals("arrived", world * chunks)  # for each rank's chunk: it is in the box
     active = d.signals("active", world * chunks)  # for each chunk: its rows of h are computed
-    free = d.signals("free", world)  # for each reader: it has read this rank's rows
+    credit = d.signals("credit", world)  # for each reader: it has read this rank's rows
     first, second = d.lane("GEMM 1"), d.lane("GEMM 2")
     size = rows // chunks
 
@@ -48,7 +48,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
         to = peer(world, distance)
         lane = d.lane(f"to +{distance}", "copy")
         if c == 0:
-            lane.wait(free, to, previous=True)
+            lane.wait(credit, to, previous=True)
         part = x.part(rows=(c * size, size))
         lane.copy(part, box.part(rows=(RANK * rows + c * size, size), at=to)).set(arrived, RANK * chunks + c, at=to)
 
@@ -68,7 +68,7 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
             send(distance, c)
             use(distance, c)
     for distance in range(1, world):
-        first.set(free, RANK, at=peer(world, -distance))
+        first.set(credit, RANK, at=peer(world, -distance))
     return d.schedule()
 
 

@@ -3,10 +3,10 @@
     python examples/survivors.py                    # 3 CPU processes; rank 1 is killed in the middle
     python examples/survivors.py --ranks 4 --victim 0
 
-A program needs three things for this: it registers a callback (`weft.on_failure`), makes a new group of the living ranks, and
-returns to the last step that all of them have finished. When a rank dies, one survivor may have received all of its data for a
-step, and another not, so they may be a step apart. Modules belong to a group and are made again; calls set up their memory
-themselves.
+A program does three things for this. It registers a callback (`weft.on_failure`), makes a new group of the living
+ranks, and returns to the last step that all of these have finished. When a rank dies, one survivor may have received
+all of its data for a step, and another not, so they may be a step apart. Modules belong to a group and are made again;
+calls set up their memory themselves.
 """
 
 from __future__ import annotations

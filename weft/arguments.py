@@ -108,6 +108,12 @@ def check_flag(name: str, given: Any) -> None:
     raise ValueError(f"{name}={given!r} is {kind(given)}: pass True or False")
 
 
+def check_reduction(name: str, given: Any) -> None:
+    """Raise `ValueError` unless `given` is "sum" or "avg"."""
+    if not isinstance(given, str) or given not in ("sum", "avg"):
+        raise ValueError(f'{name}={given!r}: use "sum" or "avg"')
+
+
 def checked_dimension(
     A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim"), last: bool = False
 ) -> int:

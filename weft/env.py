@@ -74,8 +74,8 @@ def _is_on(variable: str, default: str = "0") -> bool:
 
 
 def self_calibration() -> bool:
-    """`WEFT_SELF_CALIBRATION`: 0 (default 1): plan by derived numbers on GPUs that have neither a machine file nor a calibration,
-    instead of measuring them at a group's first call, which takes up to 2 seconds, once for a machine."""
+    """`WEFT_SELF_CALIBRATION`: 0 (default 1): plan by derived numbers on GPUs that have neither a machine file nor a
+    calibration. By default a group's first call measures them, which takes up to 2 seconds, once for a machine."""
     return _is_on("WEFT_SELF_CALIBRATION", "1")
 
 

@@ -5,9 +5,9 @@ rank in milliseconds. It has no threads and no CUDA context, so forking it is sa
 Ranks meet through a file in a private temporary directory: no port can collide, and the death of no rank removes the meeting
 place.
 
-The function must be importable by name (a top-level function), and its arguments and results must be picklable; tensors travel by
-value. After a run in which any rank raised, died or exceeded the limit, all workers are killed and the next run starts new ones,
-so that no failure affects the next run.
+The function must be importable by name (a top-level function), and its arguments and results must be picklable; tensors
+travel by value. If a rank raises, dies or exceeds the limit, all workers are killed, and the next run starts new ones.
+So no failure affects the next run.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def run_ranks(
     CUDA device is set to rank modulo the number of devices. If there are more ranks than GPUs, ranks share them: everything works
     (NCCL then sends through sockets), but measured times mean nothing.
 
-    Raises the error of the first rank that failed, with its traceback as the cause, and does not wait for the others;
-    `RankDiedError` if a process ended without a result; `TimeoutError` with the stack of every rank still running after
-    `timeout_s` seconds. `return_exceptions=True` waits for all and returns errors in the list instead. No process is left in any
-    of these cases.
+    Raises the error of the first rank that failed, with its traceback as the cause, and does not wait for the others.
+    `RankDiedError` if a process ended without a result. `TimeoutError`, with the stack of every running rank, after
+    `timeout_s` seconds. `return_exceptions=True` waits for all and returns errors in the list instead. No process is
+    left in any of these cases.
     """
     with Pool(world_size, backend=backend) as pool:
         return pool._run(_with_rank, (function, *args), world_size, timeout_s, return_exceptions)

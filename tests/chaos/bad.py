@@ -1,7 +1,7 @@
-"""Input that no operator can take, by kind: what one rank (or every rank) passes in place of a good argument.
+"""Invalid arguments, by kind: the value that one rank (or every rank) passes in place of a good argument.
 
-Each form changes the arguments of one call. What is wrong must be told to all ranks, and the group must live on. Which forms an
-operator has, its `Work` says.
+Each form changes the arguments of one call. Every rank must be notified of the error, and the group must live on. An
+operator's `Work` lists its forms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Form = Callable[["Given"], "Given"]
 
 
 def each(name: str, change: Callable[[Any], Any]) -> Form:
-    """The argument changed; of a list the first of it."""
+    """Return the argument changed; of a list, its first tensor."""
 
     def form(given: Given) -> Given:
         value = given[name]
@@ -32,7 +32,7 @@ def put(name: str, value: Any) -> Form:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """fp8 as fp32: torch has fewer kinds of tensors of it."""
+    """Return fp8 as fp32: torch has fewer kinds of tensors of fp8."""
     x = x.detach()
     return x.float() if x.itemsize == 1 else x
 
@@ -62,7 +62,7 @@ def _freed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _view_of_freed(x: torch.Tensor) -> torch.Tensor:
-    """A view, which has an offset that is not null."""
+    """Return a view with an offset other than zero."""
     view = x.detach().new_empty(64 + x.numel())[64:].view(x.shape)
     view.untyped_storage().resize_(0)
     return view
@@ -88,11 +88,8 @@ _mesh: Any = None
 
 
 def mesh() -> Any:
-    """Return a mesh of all ranks, made once. Collective.
-
-    torch imports hundreds of modules for its first DTensor, so one is made here. Made on the passing rank alone, it would make
-    that rank come too late.
-    """
+    """Return a mesh of all ranks, made once. Collective. torch imports hundreds of modules for its first DTensor, so
+    one is made here. If only the passing rank made it, that rank would be late."""
     global _mesh
     if _mesh is None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +104,7 @@ DEADLINES = [put("deadline_s", -1.0), put("deadline_s", "soon")]
 
 
 def forms(kind: str, of: type[Work], options: Given) -> list[tuple[str, Form]]:
-    """Named, so that a finding says which it was."""
+    """Return the forms of a kind, with names that findings report."""
     if kind == "other tables":
         return [(f"{kind} {i}", form) for i, form in enumerate(of.other_tables())]
     if kind in ("value", "size", "dtype"):

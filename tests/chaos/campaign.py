@@ -1,7 +1,8 @@
 """Faults injected on purpose: injections 0 to N - 1 of a seed, several at a time; each result is recorded as it comes.
 
-After every fault each rank that lives must have, of every call, the right result or a named error, in time, and nothing may be
-left behind: `verdict` says what is counted. A campaign that was stopped goes on where it was. Exit status 1 if anything is wrong.
+After a fault, each living rank must get the right result or a named error from every call, in time. Nothing may be left
+behind. `verdict` says what is counted. A campaign that was stopped goes on where it was. Exit status 1 if anything is
+wrong.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Campaign:
     indices: Sequence[int]
     at_once: int
     until: float  # by time.monotonic: no injection begins after it
-    faults: bool  # or the same calls, with nothing injected
+    faults: bool  # run the same calls with nothing injected
     families: Sequence[str]  # of faults; none: all
-    keep: Path  # folder for the traces of those that go wrong
+    keep: Path  # folder for the traces of failed injections
 
     def run(self) -> Iterator[Record]:
         """Records as they come."""

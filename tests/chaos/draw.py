@@ -16,16 +16,17 @@ from .operators import OPERATORS
 from .work import Work
 
 Phase = Literal["set-up", "first call", "steady", "backward"]
-STEPS, TURN = 36, 14  # steps of a rank; from step TURN on another shape is called
+STEPS, TURN = 36, 14  # steps of a rank; from step TURN on, another shape is called
 SET_UP, FIRST, STEADY, BACKWARD = "set-up", "first call", "steady", "backward"
 CALLED = (SET_UP, FIRST, STEADY)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """family: its row in the table. lives: the group must live on, and all later results be right. waits: peers notice it by their
-    deadline alone. second: steps may, or must ("always"), call a second operator or shape. told: the error that every rank must
-    have of the call, and no result. operators: those that it is for; none: all."""
+    """A kind of fault. family: its row in the table. lives: the group must live on, and all later results be right.
+    waits: peers notice it only by their deadline. second: steps may, or must ("always"), call a second operator or
+    shape. told: the error that every rank must get from the call, and no result. operators: those that it applies to;
+    none: all."""
 
     family: str
     phases: tuple[Phase, ...] = (*CALLED, BACKWARD)
@@ -46,13 +47,13 @@ WITH_ROWS = (
 MODULES = ("module, local batch", "module, global batch")
 KINDS: dict[str, Kind] = {
     "none": Kind("no fault", lives=True, devices=BOTH),
-    # Signals that somebody else sends, at any moment.
+    # Signals that another process sends, at any moment.
     "kill": Kind("kill", times=3, devices=BOTH),
     "short stop": Kind("stop", lives=True, times=3, devices=BOTH),
     "long stop": Kind("stop", waits=True, times=2, devices=BOTH),
     "interrupt": Kind("interrupt", times=4, devices=BOTH),
     "terminate": Kind("exit"),
-    # What a rank does at a certain place of its program.
+    # Actions of a rank at a certain place of its program.
     "exit": Kind("exit"),
     "leave": Kind("exit"),
     "short straggler": Kind("straggle", lives=True, devices=BOTH),
@@ -82,7 +83,7 @@ KINDS: dict[str, Kind] = {
     "dtype": Kind("bad input", CALLED, lives=True),
     "value": Kind("bad input", CALLED, lives=True, times=2),
     "size": Kind("bad input", CALLED, lives=True),
-    # Good calls, if all ranks made them.
+    # Valid calls, if all ranks made them.
     "other option": Kind("other option", CALLED, second="warm", times=2, told="DisagreementError"),
     "other option, new": Kind("other option", (FIRST, STEADY), second="cold", times=2, told="DisagreementError"),
     "other dimensions": Kind("other option", CALLED, second="warm", told="DisagreementError", operators=WITH_ROWS),
@@ -111,7 +112,7 @@ class Injection:
     operator: str
     options: dict[str, Any]
     second: tuple[str, dict[str, Any]] | None  # another operator, and its options
-    warm: bool  # whether all ranks have called the second one before
+    warm: bool  # whether all ranks have called the second operator before
     world: int
     size: int
     phase: str
@@ -166,7 +167,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     if of_kind.second != "never":
         second = _second(kind, operator, options, rng, deadline_s, device, world)
         warm = of_kind.second != "cold"
-    if phase == BACKWARD:  # of which not all operators have one: then between two calls
+    if phase == BACKWARD:  # not all operators have one: then between two calls
         if OPERATORS[operator].differentiable and device == "cpu":
             options["backward"], second = True, None
         elif second is None:
@@ -184,7 +185,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, 0.004) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
     steps, pace_s = (_LONG_RUN if kind == "short stop" else STEPS), 0.0
     if device == "cuda" and phase == SET_UP:
-        steps, pace_s = 130, 0.02  # for as long as signals may come
+        steps, pace_s = 130, 0.02  # for as long as signals may arrive
     return Injection(
         seed=seed, index=index, device=device, kind=kind, operator=operator, options=options, second=second, warm=warm,
         world=world, size=rng.randrange(2), phase=phase, step=step, place=place, victim=rng.randrange(world),
@@ -193,7 +194,7 @@ def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = (
     )  # fmt: skip
 
 
-_LONG_RUN = 250  # steps, where several pauses are to meet calls
+_LONG_RUN = 250  # steps in which several pauses are to meet calls
 _WHILE_MAKING = (
     "exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads", "other module",
 )  # fmt: skip
@@ -214,7 +215,8 @@ def _dealt(seed: int, index: int, kinds: list[str], device: str) -> str:
 
 
 def _deadline_s(kind: Kind, device: str) -> float:
-    """Short where it is to be missed. Long where missing it would be an error, which may not come from a machine that is busy."""
+    """Return a short deadline if it is to be missed, otherwise a long one. Missing a long one would be an error, and a
+    busy machine must not cause it."""
     if device == "cuda":
         return 20.0 if kind.lives else 4.0 if kind.waits else 8.0  # a first call may compile kernels
     return 8.0 if kind.lives or kind.told else 2.0
@@ -258,7 +260,7 @@ def _second(
 
 
 def _change(kind: str, operator: str, options: dict[str, Any], rng: random.Random, world: int) -> dict[str, Any]:
-    """Return what the victim gives in place of what is in `options`."""
+    """Return what the victim passes in place of the arguments in `options`."""
     work = OPERATORS[operator]
     if kind == "other module":
         return rng.choice(work.other_makings(world, options))
@@ -268,7 +270,7 @@ def _change(kind: str, operator: str, options: dict[str, Any], rng: random.Rando
     if "schedule" in options:
         others = [name for name in (None, "serial", *work.schedules(world, options)) if name != options["schedule"]]
         changes.append({"schedule": rng.choice(others)})
-        # Gradients are compared at the first call alone: later a rank that wants none makes the same call.
+        # Gradients are compared at the first call alone: later a rank that wants no gradients makes the same call.
         if kind == "other option, new" and work.differentiable:
             changes.append({"backward": not options["backward"]})
     return rng.choice(changes)

@@ -1,7 +1,7 @@
 """Faults on a rank, at a certain place of its program; signals come from outside (`trial`).
 
-`Sabotage` is asked before, between and after the calls of every step. It returns how the next call is to be made, or does not
-return, or raises. What a fault has done is written to the trace, and so is a fault that could not be done.
+`Sabotage` is called before, between and after the calls of every step. It returns how the next call is to be made, or
+raises, or does not return. It writes to the trace what a fault has done, or that it was impossible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Injected(Exception):
 
 
 class Leave(Exception):
-    """The program of this rank ends in order."""
+    """The program of this rank ends normally."""
 
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -60,7 +60,8 @@ class Sabotage:
         self.trace.write("fault", **what)
 
     def act(self, n: int, place: str, work: Work, given: Given) -> tuple[Given, Around]:
-        """Called on every rank at every place: what to pass instead, and what to put around the next call."""
+        """Run the fault of this place. Return what to pass instead, and a context for the next call. Called on every
+        rank at every place."""
         if not self.at(n, place):
             return given, contextlib.nullcontext
         injection, kind = self.injection, self.injection.kind
@@ -107,7 +108,7 @@ class Sabotage:
         return given, contextlib.nullcontext
 
     def swaps(self, n: int) -> bool:
-        """True if this rank calls something else in this step, or in another order."""
+        """True if this rank makes another call in this step, or makes calls in another order."""
         injection = self.injection
         swaps = injection.second is not None and injection.kind.startswith("other ")
         swapped = self.mine and n == injection.step and swaps and not self.done
@@ -205,8 +206,8 @@ _INSIDE_S = 20.0
 
 
 class _Held:
-    """The lock of a group's calls, held by the first thread until the second has tried it. So the second call begins before the
-    end of the first, however busy the machine is."""
+    """The lock of a group's calls, which the first thread holds until the second has tried to take it. So the second
+    call begins before the end of the first, however busy the machine is."""
 
     def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
         self.inside, self.tried = threading.Event(), threading.Event()
@@ -244,7 +245,7 @@ def _idle(sabotage: Sabotage, work: Work, given: Given) -> int:
 
 
 def _uses(sabotage: Sabotage, work: Work, given: Given) -> int:
-    """It must be told what it is, at once."""
+    """Make the call, which must raise a named error at once. Return how it ended."""
     try:
         work.forward(given)
     except (WeftError, ValueError) as error:
@@ -267,7 +268,7 @@ def _drops(sabotage: Sabotage, work: Work, given: Given) -> int:
     return RIGHT
 
 
-# --- no memory, and the like ---
+# --- no memory, descriptors and threads ---
 
 _OF_TORCH = (
     "empty", "empty_like", "zeros", "full", "full_like", "tensor", "cat", "mm", "arange", "stack", "from_dlpack", "from_numpy",
@@ -280,8 +281,8 @@ _OF_TENSOR = (
 
 @contextlib.contextmanager
 def _no_memory(sabotage: Sabotage, choice: int, first: bool, error: Callable[[], Exception]) -> Iterator[None]:
-    """Make one of torch's functions fail once inside the call, as if there were no memory for its result. choice: its number.
-    Calls of known shapes have few."""
+    """Make one of torch's functions fail once inside the call, as if there were no memory for its result. choice: its
+    number. Calls of known shapes call few of these functions."""
     left = choice % (16 if first else 4)
     told = False
 
@@ -334,7 +335,7 @@ def _address_space() -> int:
 
 
 def _descriptors() -> int:
-    """Return the number that the next descriptor would get: with it as the limit there is none."""
+    """Return the number of the next descriptor: with it as the limit, none can be opened."""
     free = os.dup(0)
     os.close(free)
     return free

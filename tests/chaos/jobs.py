@@ -1,7 +1,7 @@
-"""The program of a rank: steps of calls whose results are checked as they come. Like a program that catches its errors, it goes on
-with the next step whatever goes wrong.
+"""The program of a rank: steps of calls whose results are checked at once.
 
-It writes down every call: how long it took, and whether the result was right, wrong, or an error. `verdict` judges that.
+Like a program that catches its errors, it continues with the next step after any error. It records every call: its
+duration, and a right result, a wrong result, or an error. `verdict` judges the records.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from .operators import OPERATORS
 from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
 from .work import Differentiable, Given, Results, Work
 
-MOST_ERRORS = 4  # after so many steps that failed a rank ends
+MOST_ERRORS = 4  # a rank ends after so many failed steps
 _DOORS = (
     "call", "forward", "backward", *OPERATORS, "made", "__getattr__", "group_of", "__init__", "__enter__", "_begin", "calls_of",
     "begin", "_backward", "_gradients",
 )  # fmt: skip
-"""Functions whose first lines a call runs before weft counts it. Ctrl-C there is as Ctrl-C just before the call: the program makes
-the call again. A program that left it out would make another one in its place, and nobody could know."""
+"""Functions whose first lines a call runs before weft counts it. Ctrl-C there is like Ctrl-C just before the call: the
+program makes the call again. If it left the call out, it would make another call in its place, and nobody could
+know."""
 _PACKAGE = str(Path(weft.__file__).parent) + os.sep
 
 
 class Failed(Exception):
-    """A call raised, which is written down: the rest of the step is left out."""
+    """A call raised, and was recorded: the rest of the step is left out."""
 
 
 class Interrupts:
-    """Ctrl-C (or SIGTERM, as SystemExit) while a call of weft runs. In between it would make a program leave out a call, which only
-    the program can know, so there it is put off for a moment."""
+    """Ctrl-C (or SIGTERM, as SystemExit) while a call of weft runs. Between calls it would make a program leave out a
+    call, which only the program can know, so there it is delayed for a moment."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -106,12 +107,12 @@ class Job:
                 self._step(n)
             except Failed:
                 self.errors += 1
-            except Injected:  # which the program deals with
+            except Injected:  # which the program handles
                 pass
             time.sleep(self.injection.pace_s)
 
     def _made(self, work: Work, place: str) -> bool:
-        """Make modules together with the other ranks; after a failure try again, up to the number of steps."""
+        """Make modules together with the other ranks. After a failure try again, up to the number of steps."""
         while self.errors < MOST_ERRORS:
             try:
                 _, around = self.sabotage.act(-1, place, work, {})
@@ -176,7 +177,7 @@ class Job:
         around: Any,
         padded: bool = False,
     ) -> Results:
-        """Make it, look at its result, write both down."""
+        """Make a call, check its result, and record both."""
         begin, begun = time.monotonic(), self._begun()
         self.board.set(CALLING)
         try:
@@ -201,7 +202,7 @@ class Job:
         note = "" if found != "wrong" else self._like(results, n, name, padded)
         self.trace.write("call", n=n, call=name, begin=begin, end=end, result=found, note=note)
         if found == "wrong" and name == "forward" and self.work.backward:
-            raise Failed  # whose shape may not be that of its gradient
+            raise Failed  # whose shape may differ from its gradient's
         return results
 
     def _begun(self) -> int:
@@ -209,7 +210,7 @@ class Job:
         return calls_of(dist.group.WORLD).begun  # type: ignore[arg-type]
 
     def _raised(self, n: int, name: str, begin: float, error: BaseException) -> None:
-        """Written down; `Failed`, or `Leave` where weft has had no part in it, or the program is to end."""
+        """Record the error. Raise `Failed`, or `Leave` if weft had no part in it or the program is to end."""
         kind = self.injection.kind
         mine = self.rank == self.injection.victim and injected(error, kind)
         named = isinstance(error, WeftError | ValueError) and not isinstance(error, UnicodeError)
@@ -229,7 +230,7 @@ class Job:
         raise Failed from None
 
     def _like(self, results: Results, n: int, name: str, padded: bool) -> str:
-        """Return the step that wrong results belong to, as far as can be told."""
+        """Return the step that wrong results belong to, if it can be found."""
         work = self.second if name in ("second", "warm") else self.work
         if work is None or name in ("make", "backward"):
             return "differs"
@@ -249,7 +250,7 @@ class Job:
     # --- the end ---
 
     def leave(self) -> dict[str, Any]:
-        """Let go of everything; what is left of weft in this process then."""
+        """Drop everything, and return what is left of weft in this process."""
         self.sabotage.reap()
         self.work = self.second = bad._mesh = None  # type: ignore[assignment]
         gc.collect()
@@ -260,12 +261,12 @@ class Job:
         _start_afresh(self.device)
         until = time.monotonic() + 1.0
         while (left := traces_left())["threads"] and time.monotonic() < until:
-            time.sleep(0.02)  # threads that look now and then see at their next look that there is nothing left
+            time.sleep(0.02)  # threads that poll see at their next look that nothing is left
         return left
 
 
 def _start_afresh(device: torch.device) -> None:
-    """Make another group in this process, as a program does that continues with the surviving ranks, and destroy it."""
+    """Make another group in this process, like a program that continues with the living ranks, and destroy it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     symm.communicator(dist.group.WORLD, device).close()
     dist.destroy_process_group()
@@ -328,7 +329,7 @@ def main(injection: Injection, rank: int, directory: str) -> None:
         job.run()
     except Leave:
         trace.write("leaves")
-        return  # while the others are still at work
+        return  # while the others are still working
     trace.write("done")
     board.set(DONE)
     board.wait_until_sent_home()
@@ -356,7 +357,7 @@ def _settle_in(folder: Path, rank: int, injection: Injection) -> None:
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }  # fmt: skip
     if injection.device == "cuda" and injection.choice % 2:
-        os.environ["WEFT_CHECK_CALLS"] = "1"  # a mode for finding ranks that differ
+        os.environ["WEFT_CHECK_CALLS"] = "1"  # a mode that finds ranks that differ
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays in memory that processes share: a collection would copy all of it
+    gc.freeze()  # imported objects are in memory that processes share: a collection would copy all of it

@@ -1,9 +1,10 @@
-"""Every operator under test, by the name that injections are drawn with. An entry and its class are all that a new one needs."""
+"""Every operator under test, by the name used in draws. A new operator needs an entry here and its class."""
 
 from __future__ import annotations
 
+from .combine import MatmulAllToAll
 from .pooled import Embedding, GlobalBatch, LocalBatch
-from .products import MatmulAllGather, MatmulAllReduce, MatmulAllToAll, MatmulReduceScatter, ScaledMatmulReduceScatter
+from .products import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, ScaledMatmulReduceScatter
 from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Work
 
 OPERATORS: dict[str, type[Work]] = {

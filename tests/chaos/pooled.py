@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 import weft
-import weft.ops.embedding_all_to_all  # now, and not in a call that is interrupted
+import weft.ops.embedding_all_to_all  # imported now, not in an interrupted call
 from weft.embedding import hash_ids
 from weft.nn import ShardedEmbeddingBagCollection
 
@@ -18,20 +18,19 @@ from .work import Differentiable, Given, Results
 
 UNUSED = 9  # a feature that no table has
 _SHARDINGS = {1: (1, "t", 1), 2: (0, "other t", 1), 3: (0, "t", 0)}
-"""By number: the offset of tables between ranks, the prefix of their names, and which of two tables uses mean pooling."""
+"""Values by number: the offset of tables between ranks, the prefix of their names, and which of two tables uses mean
+pooling."""
 BATCH_SIZES = [put("batch_sizes", [1]), put("batch_sizes", "even"), put("batch_sizes", [-1, 10**6])]
 
 
 class Embedding(Differentiable):
-    """The function; the modules differ in what they are given. Bags of 0, 1, 2 or 4 ids, so that means are exact too."""
+    """The function. The modules differ in their arguments. Bags have 0, 1, 2 or 4 ids, so that means are exact too."""
 
     arguments = ("values", "offsets")
     ROWS = 30
-    last_dim = (
-        5  # of another size for each operator: a module's call is one of the function, and with equal tables the same
-    )
+    last_dim = 5  # differs between operators: a module calls the function, and calls with equal tables are the same
     weighted = False
-    told_sizes = True  # whether each rank is told how many samples all have
+    told_sizes = True  # whether each rank is given the number of samples of all ranks
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
@@ -45,7 +44,7 @@ class Embedding(Differentiable):
     @classmethod
     def bad_values(cls, options: Given) -> list[Form]:
         forms = [each("offsets", lambda o: o + 1), each("offsets", lambda o: o.flip(0) + 1), *cls.bad_calls()]
-        if options.get("bounds_check") == "fatal":  # else they are read as rows of zeros, with a warning
+        if options.get("bounds_check") == "fatal":  # otherwise they are read as rows of zeros, with a warning
             forms += [each("values", lambda v: torch.full_like(v, 10**6)), each("values", lambda v: v - 10**6)]
         return forms
 
@@ -98,7 +97,7 @@ class Embedding(Differentiable):
         return self.numbers(100 + i, 0, 0, (self.ROWS, self.dims[i]), 30)
 
     def _batch(self, rank: int, n: int) -> int:
-        """Samples of `rank`; results of another shape grow the buffers."""
+        """Return the number of samples of `rank`; results of another shape grow the buffers."""
         return (2, 9)[self.size] + 2 * (n >= self.turn) + (rank + self.options.get("batch_sizes", 0)) % 2
 
     def _bags(self, feature: int, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -172,7 +171,7 @@ class Embedding(Differentiable):
 
 
 class Features:
-    """The methods of a KeyedJaggedTensor that every object must have, with whatever tensors."""
+    """The methods of a KeyedJaggedTensor that every object must have, with any tensors."""
 
     def __init__(self, keys: list[str], values: Any, lengths: Any, offsets: Any, weights: Any, stride: int) -> None:
         self.fields = {"keys": keys, "values": values, "lengths": lengths, "offsets": offsets}
@@ -185,7 +184,7 @@ class Features:
 
 
 class Collection(Embedding):
-    """The module. A local batch is distributed first; of a global batch every rank has its own features."""
+    """The module. A local batch is distributed first. Of a global batch, every rank has its own features."""
 
     is_module, differentiable = True, False
     local_batch: ClassVar[bool]

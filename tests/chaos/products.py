@@ -1,10 +1,9 @@
-"""Operators under injected faults, continued: GEMMs in front of a collective; `work` has GEMMs behind one."""
+"""Operators under injected faults, continued: GEMMs before a collective; `work` has GEMMs after a collective."""
 
 from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -12,12 +11,11 @@ import torch
 import weft
 import weft.ops.matmul_all_gather
 import weft.ops.matmul_all_reduce
-import weft.ops.matmul_all_to_all
 import weft.ops.matmul_reduce_scatter
-import weft.ops.scaled_matmul_reduce_scatter  # now, and not in a call that is interrupted
+import weft.ops.scaled_matmul_reduce_scatter  # imported now, not in an interrupted call
 
 from .bad import DEADLINES, Form, each, put
-from .work import FP8, AllToAllMatmul, Differentiable, Given, Results, folded
+from .work import FP8, Differentiable, Given, Results, folded
 
 
 class Products(Differentiable):
@@ -27,11 +25,11 @@ class Products(Differentiable):
     arguments = ("x", "w")  # x and w first
     of_rows: ClassVar[tuple[str, ...]] = ("x",)  # the arguments whose rows may be two dimensions
     bad_settings: ClassVar[list[Form]]
-    """Wrong values of what only this operator has."""
+    """Return wrong values of arguments that only this operator has."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors of its calls."""
+        """Return the names of the tensors of its calls."""
         return self.arguments
 
     @classmethod
@@ -96,7 +94,7 @@ class Products(Differentiable):
 
     @abstractmethod
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weighing of the result of `rank`."""
+        """Return the random weights by which the result of `rank` is summed."""
 
     @abstractmethod
     def of_product(self, n: int) -> torch.Tensor:
@@ -151,8 +149,8 @@ class MatmulReduceScatter(Products):
 
 
 class ScaledMatmulReduceScatter(MatmulReduceScatter):
-    """fp8: these numbers are exact in it, scales are powers of two, and products and their sums exact in 16 bits. by_row: whether
-    each row has a scale. bias: whether each rank adds one."""
+    """fp8: these numbers are exact in it. Scales are powers of two, so products and their sums are exact in 16 bits.
+    by_row: whether each row has a scale. bias: whether each rank adds a bias."""
 
     MOST = 1
     differentiable, other_dtype, scatters_columns = False, "float16", False
@@ -227,11 +225,9 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
 
 class MatmulAllReduce(Products):
-    """The work of matmul_all_reduce. bias, residual, norm: True if the sum is followed by it.
-
-    Before a norm the residual turns every sum into 1 or -1, and eps adds up to 4 or 16 with the mean of their squares. So the
-    norm divides by 2 or 4, and the norm and its gradients are exact, for numbers of columns that are powers of two.
-    """
+    """The work of matmul_all_reduce. bias, residual, norm: True if they follow the sum. Before a norm the residual
+    turns every sum into 1 or -1, and eps adds up to 4 or 16 with the mean of their squares. So the norm divides by 2 or
+    4. The norm and its gradients are exact for numbers of columns that are powers of two."""
 
     arguments = ("x", "w", "bias", "residual", "norm")
     plain: ClassVar[Given] = {"bias": False, "residual": False, "norm": False}
@@ -277,7 +273,7 @@ class MatmulAllReduce(Products):
         return {**op, **({"eps": self.options.get("eps", 3.0)} if self.options["norm"] else {})}
 
     def _following(self, n: int) -> dict[str, torch.Tensor]:
-        """The same on all ranks, but for the norm's weight."""
+        """Return the arguments after the sum, which are the same on all ranks, except the norm's weight."""
         m, columns = self._m(n), self._n()
         bias, residual = self.numbers(5, 0, n, (columns,)), self.numbers(6, 0, n, (m, columns))
         if self.options["norm"]:
@@ -308,7 +304,7 @@ class MatmulAllReduce(Products):
         return [folded(y, self.outer) for y in made]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weighing of the sum."""
+        """Return the random weights by which the sum is summed."""
         return self.weighing_like(rank, n, self._m(n), self._n())
 
     def _of_normed(self, rank: int, n: int) -> torch.Tensor:
@@ -333,7 +329,7 @@ class MatmulAllReduce(Products):
 
 
 class MatmulAllGather(Products):
-    """columns: whether they are joined, and not rows."""
+    """columns: whether columns are joined, instead of rows."""
 
     bad_settings: ClassVar[list[Form]] = [put("gather_dim", "0"), put("gather_dim", 7)]
 
@@ -374,145 +370,3 @@ class MatmulAllGather(Products):
 def averages(world: int) -> list[Given]:
     """Return the option of a mean in place of a sum, where means are exact."""
     return [{"reduce_op": "avg"}] * (world in (2, 4))
-
-
-def _received(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
-    """Other counts of rows to send, and as many rows."""
-
-    def form(given: Given) -> Given:
-        received, h = _counts(given["received"], change), given["h"].detach()
-        rows = int(received.sum())
-        h = torch.cat([h, h.new_ones(max(rows - len(h), 0), h.shape[1])])[:rows]
-        return {**given, "received": received, "h": h.requires_grad_(given["h"].requires_grad)}
-
-    return form
-
-
-def _splits(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
-    """Other counts of rows to receive, and as many wanted."""
-
-    def form(given: Given) -> Given:
-        splits = _counts(given["splits"], change)
-        return {**given, "splits": splits, "rows": None if given["rows"] is None else int(splits.sum())}
-
-    return form
-
-
-def _counts(table: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    changed = change(table.clone().flatten()).reshape(table.shape)
-    if torch.equal(changed, table):
-        raise ValueError("it leaves these counts as they are")
-    return changed
-
-
-def _moved(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One row less where there are most, and one more `by` places behind; by=0: none more."""
-
-    def change(counts: torch.Tensor) -> torch.Tensor:
-        at = int(counts.argmax())
-        if counts[at] > 0:
-            counts[at] -= 1
-            counts[(at + by) % len(counts)] += bool(by)
-        return counts
-
-    return change
-
-
-def _more(counts: torch.Tensor) -> torch.Tensor:
-    counts[-1] += 1
-    return counts
-
-
-class MatmulAllToAll(AllToAllMatmul):
-    """With the traffic of `AllToAllMatmul`. rows: whether the host is told how many tokens there are."""
-
-    padded = False
-    arguments = ("h", "w_experts", "received", "splits")
-
-    @classmethod
-    def drawn(cls, rng: random.Random, device: str) -> Given:
-        return {"rows": device == "cuda" or rng.random() < 0.3}
-
-    @classmethod
-    def schedules(cls, world: int, options: Given) -> list[str]:
-        by = "kernel" if options["rows"] else "dma"
-        return [f"combine[chunks=2,by={by}]", "combine[chunks=1,by=store]", f"combine_by_expert[chunks=2,by={by}]"]
-
-    @classmethod
-    def bad_values(cls, options: Given) -> list[Form]:
-        return [
-            each("splits", lambda s: s + 1), each("splits", lambda s: s - 100), each("received", lambda r: r + 1),
-            each("received", lambda r: r - 100), put("rows", -1), put("rows", "all"), put("capacity", 0),
-            put("schedule", "combin"), *DEADLINES,
-        ]  # fmt: skip
-
-    @classmethod
-    def bad_sizes(cls, options: Given) -> list[Form]:
-        return [
-            each("splits", lambda s: s[:-1]), each("received", lambda r: r[:-1]), each("received", lambda r: r.flatten()),
-            each("w_experts", lambda w: w[:, :-1]), each("w_experts", lambda w: w[0]), each("h", lambda h: h.flatten()),
-            each("h", lambda h: h[:, :-1]), each("h", lambda h: h[None]),
-        ]  # fmt: skip
-
-    @classmethod
-    def bad_dtypes(cls, options: Given) -> list[Form]:
-        return [
-            each("splits", lambda s: s.float()), each("received", lambda r: r.bool()), each("w_experts", lambda w: w.double()),
-            each("h", lambda h: h.to(torch.complex64)), each("h", lambda h: h.long()),
-        ]  # fmt: skip
-
-    @classmethod
-    def other_options(cls, world: int, options: Given) -> list[Given]:
-        return [{"rows": not options["rows"]}, {"capacity": 3}]
-
-    @classmethod
-    def other_tables(cls) -> list[Form]:
-        """A row more or less, for another expert, of another rank; all of another rank; none at all."""
-        next_expert, next_rank = _moved(1), _moved(cls.EXPERTS)
-        changes = [_more, _moved(0), next_expert, next_rank, lambda counts: counts.roll(cls.EXPERTS), torch.zeros_like]
-        return [form(change) for form in (_received, _splits) for change in changes]
-
-    def _received(self, rank: int, n: int) -> torch.Tensor:
-        mine = slice(rank * self.EXPERTS, (rank + 1) * self.EXPERTS)
-        return torch.stack([self._splits(source, n)[mine] for source in range(self.world)])
-
-    def _h(self, rank: int, n: int) -> torch.Tensor:
-        return self.numbers(2, rank, n, (int(self._received(rank, n).sum()), self._k(n)))
-
-    def _segments(self, rows: torch.Tensor, rank: int, n: int) -> dict[tuple[int, int], torch.Tensor]:
-        """Return rows in the order of the h of `rank`, by (source, local expert)."""
-        parts = iter(rows.split(self._received(rank, n).t().flatten().tolist()))
-        return {(source, e): next(parts) for e in range(self.EXPERTS) for source in range(self.world)}
-
-    def inputs(self, n: int) -> Given:
-        splits = self._splits(self.rank, n)
-        return {
-            "h": self.here(self._h(self.rank, n)).requires_grad_(self.backward),
-            "w_experts": self.here(self._weights(self.rank, n)).requires_grad_(self.backward),
-            "received": self._received(self.rank, n).to(self.device), "splits": splits.to(self.device),
-            "rows": int(splits.sum()) if self.options["rows"] else None,
-            "capacity": self.options.get("capacity", 2) * (3, 12)[self.size] * self.EXPERTS * self.world, **self.call_options(),
-        }  # fmt: skip
-
-    def forward(self, given: Given) -> Results:
-        return [weft.matmul_all_to_all(group=self.group, **given)]
-
-    def expected(self, n: int) -> Results:
-        parts = []
-        for rank in range(self.world):
-            segments, weights = self._segments(self._h(rank, n), rank, n), self._weights(rank, n)
-            parts += [segments[self.rank, e] @ w for e, w in enumerate(weights)]
-        return [torch.cat(parts)]
-
-    def wanted(self, given: Given) -> Results:
-        return [given["h"], given["w_experts"]]
-
-    def grads(self, n: int) -> tuple[Results, Results]:
-        weighing = [self.numbers(4, r, n, (int(self._splits(r, n).sum()), self.N), 2) for r in range(self.world)]
-        came = [g.split(self._splits(r, n).tolist()) for r, g in enumerate(weighing)]
-        h, experts = self._segments(self._h(self.rank, n), self.rank, n), range(self.EXPERTS)
-        g = {(source, e): came[source][self.rank * self.EXPERTS + e] for source, e in h}
-        weights, sources = self._weights(self.rank, n), range(self.world)
-        of_h = torch.cat([g[source, e] @ weights[e].t() for e in experts for source in sources])
-        of_w = [torch.stack([h[source, e].t() @ g[source, e] for source in sources]).sum(0) for e in experts]
-        return [self.here(weighing[self.rank])], [of_h, torch.stack(of_w)]

@@ -1,7 +1,7 @@
-"""The record of a campaign: a file of JSON lines, first what it is of, then a line for each injection as it ended.
+"""The record of a campaign: a file of JSON lines.
 
-A campaign that was stopped goes on where it was, so a line that was cut off does not count, and a file of another campaign is
-refused.
+The first line describes the campaign, and each further line an injection, in the order in which they ended. A stopped
+campaign continues, so an incomplete line does not count. A file of another campaign is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .trial import Seen
 from .verdict import Fault, judge, outcome, was_done
 
 Record = dict[str, Any]
-_VERSION = 2  # of what an injection is: another one draws other injections from the same seed
+_VERSION = 2  # the parameters of a draw: other parameters draw other injections from the same seed
 
 
 def header(seed: int, device: str, families: Sequence[str] = ()) -> Record:
@@ -60,8 +60,8 @@ def read(path: Path) -> tuple[Record, list[Record]]:
 
 
 def go_on(path: Path, seed: int, device: str, families: Sequence[str] = ()) -> list[Record]:
-    """Return the injections of this campaign in `path`, which is created if it does not exist. `ValueError` for another
-    campaign's file."""
+    """Return the injections of this campaign in `path`, which is created if it does not exist. Raise `ValueError` for
+    another campaign's file."""
     wanted = header(seed, device, families)
     if not path.exists() or not path.read_text().strip():
         path.parent.mkdir(parents=True, exist_ok=True)

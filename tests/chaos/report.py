@@ -84,7 +84,7 @@ def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
     }
     if any(r["nan"] for _, of in rows for r in of):
         columns["NaN results"] = lambda of: sum(r["nan"] for r in of)
-    silent_counts = any(KINDS[r["kind"]].told for _, of in rows for r in of)  # it is judged of these kinds alone
+    silent_counts = any(KINDS[r["kind"]].told for _, of in rows for r in of)  # only these kinds are judged
     for name in [name for name in COUNTED if name != "silent" or silent_counts]:
         columns[name] = lambda of, name=name: sum(any(kind == name for kind, _ in r["wrong"]) for r in of)
     lines = [f"| {what} | " + " | ".join(columns) + " |", "|---" + "|--:" * len(columns) + "|"]
@@ -105,7 +105,8 @@ def markdown(head: Record, records: Sequence[Record]) -> str:
 
 
 def rewrite(document: str, found: Mapping[str, tuple[Record, Sequence[Record]]]) -> str:
-    """`document` with every marked block made anew. `ValueError` where a block shows a record that is not given."""
+    """Return `document` with every marked block made anew. Raise `ValueError` if a block shows a record that is not
+    given."""
 
     def block(marked: re.Match[str]) -> str:
         if marked["name"] not in found:

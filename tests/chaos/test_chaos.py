@@ -1,5 +1,5 @@
-"""The campaign itself: a short one in which every kind of fault comes (about half a minute), what it draws, and what it would
-notice. A thousand injections are in benchmarks/chaos (docs/failures.md)."""
+"""The campaign itself: a short campaign with every kind of fault (about half a minute), the draws, and the faults that
+it notices. A thousand injections are in benchmarks/chaos (docs/failures.md)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from weft.operator import calls
 
 from . import bad, report
 from . import record as records
+from .combine import MatmulAllToAll
 from .draw import KINDS, MODULES, STEPS, TURN, Injection, draw
 from .operators import OPERATORS
-from .products import MatmulAllToAll
 from .trial import Seen
 from .verdict import judge, outcome
 
@@ -36,7 +36,7 @@ MANY = 4 * len(KINDS) * len(OPERATORS)
 
 @pytest.mark.slow
 def test_a_short_campaign(tmp_path: Path) -> None:
-    """A short campaign, run like `make chaos`, passes; its traces say what was wrong."""
+    """A short campaign passes, run like `make chaos`; if it fails, its traces are shown."""
     command = [
         sys.executable,
         "-m",
@@ -92,7 +92,7 @@ def test_every_operator_can_be_called_in_each_bad_way(operator: str) -> None:
 
 
 class Pair:
-    """The part of a group that an operator's work uses."""
+    """Return the part of a group that an operator's work uses."""
 
     def rank(self) -> int:
         return 0
@@ -161,7 +161,7 @@ def test_an_injection_is_the_same_whenever_it_is_drawn() -> None:
     assert draw(2, 7) != draw(3, 7)
 
 
-# --- what is noticed, in traces that are made up ---
+# --- faults that are noticed, in made-up traces ---
 
 
 def injection(kind: str) -> Injection:
@@ -195,7 +195,7 @@ def call(
 
 
 def seen(*ranks: list[dict[str, Any]], fault: bool = False, **others: Any) -> Seen:
-    """fault: whether it was told."""
+    """fault: whether the rank was notified."""
     left = {"event": "left", "descriptors": [], "mappings": [], "threads": []}
     events = [[*calls, *[{"event": "fault"}] * fault, left] for calls in ranks]
     return Seen(events=events, **{"codes": [0] * len(ranks), "said": [""] * len(ranks), **others})
@@ -225,7 +225,7 @@ def test_a_wrong_result_is_a_mix() -> None:
 def test_a_healthy_group_that_ends_is_lost() -> None:
     ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
     assert names("short straggler", seen(ended, ended)) == {"lost"}
-    assert names("fork, idle", seen(all_right(), all_right(20))) == {"lost"}  # it did not come to its end
+    assert names("fork, idle", seen(all_right(), all_right(20))) == {"lost"}  # it did not reach its end
 
 
 def test_bad_input_may_be_refused_once_and_by_all() -> None:
@@ -293,7 +293,7 @@ def test_a_second_thread_must_be_refused_and_end_the_group() -> None:
 def test_a_call_that_lasts_too_long_is_a_hang() -> None:
     late = [*all_right(5), call(5, "error", lasts_s=7.5)]
     assert names("other shape", seen(late, late)) == {"hang"}
-    assert names("other shape", seen(late, late, fault_at=106.0)) == set()  # of which it knew only later
+    assert names("other shape", seen(late, late, fault_at=106.0)) == set()  # which it knew only later
     assert names("interrupt", seen(all_right(), all_right(), hung={1: "leaving"})) == {"hang"}
 
 

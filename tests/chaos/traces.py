@@ -1,7 +1,8 @@
-"""The traces of a rank for its watcher: events in a file, a line each, and a board in shared memory with its current action.
+"""The traces of a rank for its watcher: events in a file, one per line, and a board in shared memory with its current
+action.
 
-A rank may be killed, stopped or hang at any moment; what it wrote before is there. Times are `time.monotonic`, which all processes
-of a machine share.
+A rank may be killed, stopped or hang at any moment; everything that it wrote before is there. Times are
+`time.monotonic`, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Trace:
 
 
 class Board:
-    """A row for each rank: what it does, and since when. go: the victim has come to the place. home: all are done."""
+    """A row for each rank: its action, and since when. go: the victim has reached the place. home: all have ended."""
 
     def __init__(self, path: Path, rank: int | None = None) -> None:
         if not path.exists():
@@ -46,7 +47,7 @@ class Board:
         self._rank = rank
 
     def _write(self, row: int, state: int) -> None:
-        """At once: `pack_into` would clear the row first, and a rank may be stopped just then."""
+        """Write all at once: `pack_into` would clear the row first, and a rank may be stopped just then."""
         self._memory[row * _ROW.size : (row + 1) * _ROW.size] = _ROW.pack(state, time.monotonic())
 
     def set(self, state: int) -> None:

@@ -1,7 +1,7 @@
 """One injection, from outside the ranks: start the ranks, send signals at their time, and watch the end.
 
-A `Trial` is polled, so that several run concurrently in one thread. Every wait has a limit: a rank that stays too long in a call
-dumps its stack, and then all ranks are killed.
+A `Trial` is polled, so that several run concurrently in one thread. Every wait has a limit: a rank that stays too long
+in a call dumps its stack, and then all ranks are killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PRELOADED = ("jobs", "campaign")
 
 
 def start_server(device: str) -> None:
-    """Start the process that ranks are forked from: it has imported all that they need, and has no threads."""
+    """Start the process from which ranks are forked: it has imported everything that they need, and has no threads."""
     package = __name__.rpartition(".")[0]
     names = ["torch", "torch.distributed", "torch.distributed.tensor", "weft._core", "weft.ops.all_gather_matmul"]
     names += ["triton"] if device == "cuda" else []
@@ -128,7 +128,7 @@ class Trial:
     # --- the end ---
 
     def _watch(self, now: float, alive: list[int], states: list[tuple[int, float]]) -> None:
-        """Watch whether a rank takes longer than it may."""
+        """Check whether a rank takes longer than it may."""
         for rank in alive:
             state, since = states[rank]
             since = since or self._began
@@ -139,7 +139,7 @@ class Trial:
             }.get(state)
             if state == CALLING:
                 since, longest_s = may_last(self.injection, since, self._happened_at(), first=True)
-                longest_s += 1.0  # what is a little late may still come, and is found in the traces
+                longest_s += 1.0  # a result that is a little late may still arrive, and is found in the traces
             lasted_s = now - since - self._stopped_s(rank, since, now)
             if state == DONE and self._home_at is not None:
                 lasted_s, longest_s = now - self._home_at, _END_S
@@ -175,8 +175,8 @@ class Trial:
 
 
 def may_last(injection: Injection, begin: float, fault_at: float | None, *, first: bool) -> tuple[float, float]:
-    """(from when, how long) a call may take: from the fault on the deadline and 5 s. A first call may measure schedules, which
-    takes as long as it takes on a busy machine while nothing is wrong."""
+    """Return (start, allowed duration) of a call: from the fault on, the deadline and 5 s. A first call may measure
+    schedules, which takes as long as it takes on a busy machine while nothing is wrong."""
     longest_s = injection.deadline_s + GRACE_S
     if fault_at is not None and not injection.of_kind.lives:
         return max(begin, fault_at), longest_s

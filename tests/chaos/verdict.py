@@ -23,14 +23,14 @@ from typing import Any
 from .draw import Injection
 from .trial import GRACE_S, Seen, may_last
 
-Fault = tuple[str, str]  # what it is counted as, and its text
+Fault = tuple[str, str]  # its category, and its text
 COUNTED = ("hang", "mix", "silent", "lost", "split", "unnamed", "crash", "leak")
 _WAKING_S = 5.0
 _NO_MEMORY_OF_THREAD = {
     -signal.SIGABRT: "Fatal glibc error: failed to register TLS destructor: out of memory",
     127: "cannot allocate memory for thread-local data: ABORT",
 }
-"""By the exit code, glibc's words."""
+"""Messages of glibc, by exit code."""
 
 
 def judge(injection: Injection, seen: Seen) -> list[Fault]:
@@ -73,7 +73,8 @@ def outcome(seen: Seen) -> dict[str, Any]:
 
 
 def was_done(injection: Injection, seen: Seen) -> bool:
-    """True if the fault took place. A signal after the end does not count, nor does an allocation that the call does not make."""
+    """True if the fault took place. A signal after the end does not count, nor does an allocation that the call does
+    not make."""
     told = [event for event in _all(seen, "fault") if "nowhere" not in str(event.get("where", ""))]
     if injection.kind in ("kill", "short stop", "long stop", "interrupt", "terminate"):
         return seen.signalled_at is not None
@@ -111,7 +112,7 @@ def _of_call(injection: Injection, seen: Seen, rank: int, call: dict[str, Any]) 
 
 
 def _untold(injection: Injection, rank: int, calls: list[dict[str, Any]]) -> list[Fault]:
-    """On GPUs, where hosts do not meet, a call whose peer has failed may return NaN; an error follows, in time."""
+    """On GPUs, where hosts do not meet, a call whose peer has failed may return NaN. An error must follow in time."""
     for number, call in enumerate(calls):
         if call["result"] == "nan":
             errors = [later["end"] for later in calls[number + 1 :] if later["result"] == "error"]
@@ -125,7 +126,7 @@ def _exits(injection: Injection, seen: Seen) -> list[Fault]:
     faults: list[Fault] = []
     for rank, code in enumerate(seen.codes):
         if code is None or code == 0:
-            continue  # those that hang are counted already
+            continue  # hanging ranks are counted already
         meant = {"kill": -9, "exit": 3}.get(injection.kind)
         if rank == injection.victim and code == meant:
             continue
@@ -137,15 +138,15 @@ def _exits(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _ended_by_libc(injection: Injection, seen: Seen, rank: int) -> bool:
-    """Without memory for a thread's first thread-local object glibc aborts, and gloo's threads make theirs in the first collectives
-    of a process. Nothing in the process can prevent that: to its peers it is as if the rank had been killed."""
+    """Without memory for a thread's first thread-local object glibc aborts, and gloo's threads make such objects in the
+    first collectives of a process. Nothing in the process can prevent that: to its peers the rank was killed."""
     mine = injection.kind == "no memory, RLIMIT_AS" and rank == injection.victim
     text = _NO_MEMORY_OF_THREAD.get(seen.codes[rank] or 0)
     return mine and text is not None and text in seen.said[rank]
 
 
 def _lives(injection: Injection, seen: Seen) -> list[Fault]:
-    """Refused on all ranks alike, at most in the step of the fault; all else is right."""
+    """Every rank must refuse the call, at most in the step of the fault. All other results must be right."""
     faults: list[Fault] = []
     refused: dict[int, set[int]] = {}  # by step: which ranks
     may_refuse = (
@@ -168,7 +169,7 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _told(injection: Injection, seen: Seen) -> list[Fault]:
-    """Hold every rank to the error that must come of the call in which they differ, and to no error of calls made alike before."""
+    """Hold every rank to the error of the call in which they differ, and to no error of equal calls before."""
     faults: list[Fault] = []
     wanted = injection.of_kind.told
     for rank, calls in enumerate(calls_of(seen)):
@@ -203,7 +204,8 @@ def _of_threads(injection: Injection, seen: Seen) -> list[Fault]:
 
 
 def _split(injection: Injection, seen: Seen) -> list[Fault]:
-    """Return a fault if the last calls of living ranks did not end alike. A rank that had finished before is left out."""
+    """Return a fault if the last calls of living ranks did not end alike. Ranks that had finished before are left
+    out."""
     last = {rank: calls[-1] for rank, calls in enumerate(calls_of(seen)) if calls}
     gone = injection.kind in ("kill", "exit", "leave", "terminate", "never call")
     if gone or _ended_by_libc(injection, seen, injection.victim):

@@ -1,9 +1,9 @@
-"""Operators under injected faults: every operator, on whole numbers that no other step has. Each also says which calls are drawn
-for it, and what it cannot take. `operators` lists them.
+"""Operators under injected faults: every operator, on random whole numbers that differ between steps. Each also says
+which calls are drawn for it, and which it does not support.
 
-A fault may pair step n of one rank with step n + 1 of another, and such a result looks like any other one. So the data of a step
-are random whole numbers, a function of (seed, rank, step); sums of their products are exact in fp32; and a result is right if it
-has the same bits as torch's operators on the data of all ranks for that step.
+`operators` lists them. A fault may pair step n of one rank with step n + 1 of another, and such a result looks like any
+other. So the data of a step are random whole numbers, a function of (seed, rank, step), and sums of their products are
+exact in fp32. A result is right if torch's operators on the data of all ranks for that step give the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import weft
 import weft.ops.all_gather_matmul
 import weft.ops.all_gather_scaled_matmul
-import weft.ops.all_to_all_matmul  # now, and not in a call that is interrupted
+import weft.ops.all_to_all_matmul  # imported now, not in an interrupted call
 
 from .bad import DEADLINES, Form, each, put
 
@@ -28,17 +28,15 @@ FP8 = torch.float8_e4m3fn
 
 
 def folded(x: torch.Tensor, outer: int | None) -> torch.Tensor:
-    """Return the rows of a matrix as two dimensions, of which ranks share out number `outer`; with None the matrix as it is."""
+    """Return the rows of a matrix as two dimensions, of which ranks divide number `outer`; with None, the matrix as it
+    is."""
     return x if outer is None else x.reshape(-1, 2, x.shape[-1]).movedim(0, outer)
 
 
 class Work(ABC):
-    """Calls of one operator. turn: from this step on another shape is called. options: of every call.
-
-    devices: where it is called. differentiable: whether some of its steps are. is_module: whether something is made first.
-    other_dtype: in which it may be called too. arguments: those that are tensors, or lists of them; one that is an option may be
-    None.
-    """
+    """Calls of one operator. turn: from this step on, another shape is called. options: of every call. devices: where
+    it is called. differentiable: whether some of its steps are. is_module: whether a module is made first. other_dtype:
+    another dtype that it supports. arguments: tensors, or lists of tensors; an optional one may be None."""
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     differentiable: ClassVar[bool] = True
@@ -46,7 +44,7 @@ class Work(ABC):
     other_dtype: ClassVar[str | None] = "bfloat16"
     arguments: ClassVar[tuple[str, ...]]
     plain: ClassVar[Given] = {}
-    """The options with which all others may be given."""
+    """The options that go with all others."""
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
@@ -55,7 +53,7 @@ class Work(ABC):
 
     @classmethod
     def schedules(cls, world: int, options: Given) -> list[str]:
-        """Pinned ones that overlap, and can do these calls; none: it takes no schedule."""
+        """Pinned schedules that overlap and support these calls; none: it takes no schedule."""
         return []
 
     @classmethod
@@ -74,20 +72,21 @@ class Work(ABC):
     @classmethod
     @abstractmethod
     def other_options(cls, world: int, options: Given) -> list[Given]:
-        """Return changes of `options` that all ranks may make, and no rank alone. A pinned schedule may not fit them."""
+        """Return changes of `options` that all ranks may make, but no rank alone. A pinned schedule may not support
+        them."""
 
     @classmethod
     def other_makings(cls, world: int, options: Given) -> list[Given]:
-        """Return the changes that tell when a module is made."""
+        """Return the changes that a module notices when it is made."""
         return []
 
     @classmethod
     def other_tables(cls) -> list[Form]:
-        """Return changes of the tables of counts of one rank, each with the rows that it needs."""
+        """Return changes of one rank's tables of counts, each with the rows that it needs."""
         return []
 
     backward = False  # whether steps differentiate
-    padded = False  # whether results may have rows behind those that are expected
+    padded = False  # whether results may have more rows than expected
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, seed: int, size: int, turn: int, options: Given
@@ -95,12 +94,12 @@ class Work(ABC):
         self.group, self.device, self.seed, self.size, self.turn = group, device, seed, size, turn
         self.rank, self.world = group.rank(), group.size()
         self.options = dict(options)
-        self.other = self.options.pop("other_size", False)  # another shape in everything that tells calls apart
+        self.other = self.options.pop("other_size", False)  # another shape in everything that distinguishes calls
         self.backward = self.options.pop("backward", False)
         self.dtype = getattr(torch, self.options.pop("dtype", "float32"))
 
     def make(self) -> None:  # noqa: B027 - most have nothing to make
-        """Collective: what has to be there before the first call."""
+        """Set up what must exist before the first call. Collective."""
 
     @abstractmethod
     def inputs(self, n: int) -> Given:
@@ -135,11 +134,11 @@ class Work(ABC):
 
 
 class Differentiable(Work):
-    """Whose steps may be differentiated too."""
+    """Work whose steps may be differentiated too."""
 
     @abstractmethod
     def grads(self, n: int) -> tuple[Results, Results]:
-        """(of this rank's results, what the gradients of its inputs must be)"""
+        """Return (this rank's results, the expected gradients of its inputs)."""
 
     @abstractmethod
     def wanted(self, given: Given) -> Results:
@@ -395,7 +394,7 @@ class AllToAllMatmul(Differentiable):
         return [given["tokens"], given["w_experts"]]
 
     def _weighing(self, rank: int, n: int) -> torch.Tensor:
-        """Return the random weighing of the rows that come to `rank`."""
+        """Return the random weights by which the rows that reach `rank` are summed."""
         rows = sum(len(x) for x in self._routed(rank, n)[0])
         return self.numbers(4, rank, n, (rows, self.N), 2)
 

@@ -1,4 +1,4 @@
-"""The kernel that adds up, on a GPU: the cases of the interpreter, and larger ones."""
+"""The summing kernel on a GPU: the cases of the interpreter, and larger ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The Triton kernel on one GPU: `embedding_pool`, and `embedding_all_to_all` in a group of one.
 
-First results against float64 (kinds of input, widths, dtypes), then inputs out of range, then results that are held, calls
-that follow each other, and the timeline. Each case costs a compilation or two, so the cases combine what they can.
+Cheapest first: results against float64 (kinds of input, widths, dtypes), inputs out of range, held results, repeated
+calls, and the timeline. Each case costs a compilation or two, so the cases combine what they can.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def exchanged(group: dist.ProcessGroup, p: Problem, features: Any = None, **opti
 
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
-    """The executor that `exchanged` with these options uses, to look inside."""
+    """Return the executor that `exchanged` with these options uses, for tests of its internals."""
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
     return executor_of(plan, symm.communicator(group, DEVICE))
 
 
 def poison(operator: Any) -> None:
-    """NaN into every output buffer that is not lent."""
+    """Fill every output buffer that is not lent with NaN."""
     pool = operator.outputs
     if pool.slot_bytes:
         memory = pool._region.tensor(operator.comm.rank, (pool.count, pool.slot_bytes), torch.uint8)
@@ -79,7 +79,7 @@ SHARED = (
     EmbeddingBagConfig(50, 8, "users", ("u", "friend")),
     EmbeddingBagConfig(9, 16, "pairs", ("i", "u"), "mean"),
 )
-# tables_of makes every other table a mean.
+# tables_of makes every second table a mean.
 CASES = {
     "one width": problem(1, (64,) * 6, 300, longest=70, rows=5000),
     "one width, fp16": problem(1, (64,) * 6, 300, longest=70, rows=5000, dtype=torch.float16),
@@ -114,7 +114,7 @@ def test_equals_float64(group: dist.ProcessGroup, name: str) -> None:
 
 
 def test_values_and_offsets_may_begin_anywhere(group: dist.ProcessGroup) -> None:
-    """Views whose first element lies at no multiple of 8 or 16 bytes."""
+    """Return views whose first element is not at a multiple of 8 or 16 bytes."""
     for index_dtype in (torch.int32, torch.int64):
         p = problem(1, (64, 64), 40, longest=50, weighted=True, index_dtype=index_dtype, offset_dtype=index_dtype)
         shifted = []
@@ -189,7 +189,7 @@ def test_offsets_that_leave_the_values_are_cut_and_the_next_call_warns(group: di
 
 @pytest.mark.parametrize("outputs", [2, 3])
 def test_held_results_stay_as_they_are(group: dist.ProcessGroup, outputs: int) -> None:
-    """With all buffers held but one, a result is a copy; the buffers come back when results are dropped."""
+    """Hold all buffers but one: the next result is a copy. Buffers return when results are dropped."""
     problems = [problem(1, (8, 3, 16), 11, seed=seed) for seed in range(5)]
     operator = operator_of(group, problems[0], outputs=outputs)
     held = []
@@ -217,7 +217,7 @@ def test_one_buffer_cannot_be_held(group: dist.ProcessGroup) -> None:
 
 
 def test_calls_in_a_row_with_other_shapes(group: dist.ProcessGroup) -> None:
-    """No synchronisation in between; each call writes into poisoned buffers, some of which have grown."""
+    """Call without synchronisation in between, each time into poisoned buffers, some of which have grown."""
     sizes = (700, 3, 0, 64, 1500, 1, 700, 31, 2, 1400)
     first = problem(1, (64,) * 3, 1, longest=9)
     problems = [replace(first, batch_sizes=(size,), seed=seed) for seed, size in enumerate(sizes)]
@@ -230,7 +230,7 @@ def test_calls_in_a_row_with_other_shapes(group: dist.ProcessGroup) -> None:
 
 
 class Fixed:
-    """Calls whose tables and input stay where they are, so that a graph can be captured."""
+    """Keep tables and input of calls in place, so that a graph can capture them."""
 
     def __init__(self, group: dist.ProcessGroup, samples: int, **options: Any) -> None:
         self.problem = p = problem(1, (64, 8, 16), samples, rows=500, longest=6)
@@ -242,7 +242,7 @@ class Fixed:
         return weft.embedding_all_to_all(self.weights, self.features, sharding, group=self.group, **self.options)
 
     def renew(self) -> float:
-        """Other numbers in the tables: from now on results are those of the problem, times what is returned."""
+        """Write other numbers into the tables. From now on results are the problem's, times the returned factor."""
         for weight in self.weights:
             weight.mul_(-2)
         self.scale *= -2
@@ -286,7 +286,7 @@ def test_replays_leave_results_alone_that_somebody_holds(group: dist.ProcessGrou
 
 @pytest.mark.parametrize("transport", ["direct", "serial"])
 def test_replays_are_right_after_calls_of_other_sizes(group: dist.ProcessGroup, transport: str) -> None:
-    """Whose tables take the place of the graph's in every cache, and whose results take more memory."""
+    """Call with tables that take the place of the graph's in every cache, and with results that take more memory."""
     fixed = Fixed(group, 40, transport=transport)
     graph, output = captured(fixed)
     for samples in (*range(1, 70), 900):
@@ -305,7 +305,7 @@ def test_what_was_never_called_is_not_captured(group: dist.ProcessGroup) -> None
 
 
 def test_a_pool_writes_all_of_its_output() -> None:
-    """The allocator hands out the poisoned memory again."""
+    """Let the allocator hand out the poisoned memory again."""
     p = Problem(tables_of((8, 3, 16)), (0, 0, 0), (500,))
     pooled(p).fill_(torch.nan)
     assert_close(pooled(p).cpu(), p)

@@ -1,4 +1,4 @@
-"""Schedules with sizes that only the run knows, on GPUs: what runs on the ranks."""
+"""Schedules with dynamic sizes on GPUs: the code that runs on the ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weft.timeline import Timeline
 
 
 class Case:
-    """Fresh random data on this rank, and what should come out. `room`: rows that y has beyond those that come."""
+    """Fresh random data on this rank, and its expected results. `room`: rows that y has beyond the rows that arrive."""
 
     def __init__(
         self, p: AllToAllMatmul, rank: int, seed: int, room: int | None, transposed: bool = False, to_one: bool = False
     ) -> None:
-        """to_one: everything goes to the first expert."""
+        """Draw data. to_one: send everything to the first expert."""
         self.p, self.rank = p, rank
         self.splits = random_splits(p.world_size, p.experts, p.rows, seed)
         if to_one:
@@ -61,7 +61,7 @@ class Case:
         self.tensors["received"].fill_(-1)
 
     def check(self, what: str, added: int = 0) -> None:
-        """added: how often products were added to y."""
+        """Compare results with float64. added: how often products were added to y."""
         rows = len(self.y)
         found = self.tensors["received"].cpu()
         assert torch.equal(found, self.received), (what, self.rank, found, self.received)
@@ -78,9 +78,9 @@ class Case:
 def every_candidate(
     group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool, to_one: bool = False, names: Sequence[str] = ()
 ) -> int:
-    """Every schedule of `weft.builders.all_to_all_matmul` but the library's, or those of these names, four times in a row with
-    fresh sizes, memory poisoned once; how many there were. to_one: in the last two, which bring far more rows to a rank,
-    everything goes to the first expert."""
+    """Run all overlapped schedules of `weft.builders.all_to_all_matmul`, or those with these names, four times with
+    fresh sizes, and poison memory once. Return their number. to_one: in the last two runs everything goes to the first
+    expert, which gives a rank many more rows."""
     comm, count = symm.communicator(group, device()), 0
     for candidate in [named(p, name) for name in names] or candidates(p, ("dispatch", "dispatch_by_expert")):
         try:
@@ -106,7 +106,8 @@ def every_candidate(
 
 
 def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -> None:
-    """Runs back to back, some with far more rows than the ones before had: results are made anew, and GEMMs done again."""
+    """Run back to back, sometimes with many more rows than in the run before: results are allocated again, and GEMMs
+    repeated."""
     comm, rank = symm.communicator(group, device()), group.rank()
     executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
     cases = [Case(p, rank, seed, None, to_one=seed % 3 == 1) for seed in range(8)]
@@ -126,7 +127,7 @@ def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -
 
 
 def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
-    """Replay a captured graph with other sizes each time; one rank is late now and then."""
+    """Replay a captured graph, each time with other sizes; one rank is sometimes late."""
     comm, rank = symm.communicator(group, device()), group.rank()
     executor, added = CudaSchedule(named(p, name).build(), comm), added_to(named(p, name), p)
     held = Case(p, rank, 0, sum(p.rows))
@@ -144,7 +145,7 @@ def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) 
         graph.replay()
         torch.cuda.synchronize()
         held.check(f"replay {number}", added)
-    executor.run(held.tensors)  # and a call between replays
+    executor.run(held.tensors)  # a call between replays
     graph.replay()
     torch.cuda.synchronize()
     held.check("after another call", added)

@@ -1,4 +1,4 @@
-"""A row for each operator on two GPUs, as `support/operators/cases.py` has them for CPU processes."""
+"""A row for each operator on two GPUs, like `support/operators/cases.py` for CPU processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.on_ranks import BF16, F16, F32, FP8
 from support.operators.call import Case
-from support.operators.cases import by
 from support.operators.experts import Experts
 from support.operators.gemms import Gathered, Gemm
+from support.operators.row import by
 from support.operators.scaled import ScaledGathered, ScaledGemm
 
 from weft.builders import MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Problem, ScaledMatmulReduceScatter
@@ -23,8 +23,8 @@ needs_fp8 = pytest.mark.skipif(not FP8_GPU, reason="fp8 GEMMs need compute capab
 
 @dataclass(frozen=True)
 class Row:
-    """The parameters of an operator's tests on two GPUs. captured: cases that a graph calls twice. replayed: problems of which each
-    schedule is captured by its executor. The rest as for CPU processes."""
+    """The parameters of an operator's tests on two GPUs. captured: cases that a graph calls twice. replayed: problems
+    whose schedules their executors capture. The other fields are as for CPU processes."""
 
     results: Mapping[str, Case]
     every: Sequence[tuple[Case, set[str]]] = ()
@@ -84,7 +84,7 @@ CUT = "tracked[chunks=2,to=dma]"
 
 
 def twice_in_a_graph(case: Any, schedules: Sequence[str | None], cut: str) -> list[Any]:
-    """Return cases of few rows and of many, of shapes that no other test calls."""
+    """Return cases of few and of many rows, with shapes that no other test calls."""
     few, many = (replace(case, shape=(m, 320), n=384, dtype=BF16) for m in (64, 2048))
     return [*by(few, *schedules), *by(many, *schedules, cut)]
 
@@ -232,7 +232,7 @@ SCATTER, DIRECT = "scatter", "direct[chunks=2,by=dma,add=reduce]"
 BY_KERNEL, STORE = "direct[chunks=1,by=kernel,add=reduce]", "direct[chunks=1,by=store,add=reduce]"
 
 SCALED_MATMUL_REDUCE_SCATTER = Row(
-    # With scales of rows results are bf16 here, as some GPUs have such GEMMs for that alone.
+    # With scales of rows, results are bf16 here: some GPUs have such GEMMs for bf16 alone.
     results={
         "large": ScaledGemm((4096, 1024), 2048),
         "large, by row": ScaledGemm((4096, 1024), 2048, by="row", schedule=DIRECT),
@@ -257,7 +257,7 @@ SCALED_MATMUL_REDUCE_SCATTER = Row(
     every=[
         (ScaledGemm((rows, 512), 256, by=kind), {"serial", "scatter", "direct"})  # type: ignore[arg-type]
         for kind in ("tensor", "row")
-        for rows in (512, 100)  # chunks of rows that are no multiple of 4
+        for rows in (512, 100)  # chunks of rows that are not a multiple of 4
     ],
     replayed=[
         ScaledMatmulReduceScatter(2, *WHOLE, "bf16", "tensor", True, False),

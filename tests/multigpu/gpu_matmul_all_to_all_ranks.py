@@ -1,4 +1,4 @@
-"""Schedules of the combine on GPUs: what runs on the ranks."""
+"""Schedules of the combine on GPUs: the code that runs on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from weft.timeline import Timeline
 
 
 class Case:
-    """Fresh random data on this rank. h and y have room for `room` rows more than there are; `p.rows` are the ranks' tokens."""
+    """Fresh random data on this rank. h and y have room for `room` more rows than there are; `p.rows` are the ranks'
+    tokens."""
 
     def __init__(self, p: MatmulAllToAll, rank: int, seed: int, *, room: int = 0, transposed: bool = False) -> None:
         self.p, self.rank = p, rank
@@ -49,7 +50,7 @@ class Case:
 
 
 def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: bool) -> int:
-    """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were."""
+    """Run all overlapped schedules four times with fresh sizes, and poison memory once. Return their number."""
     comm, count = symm.communicator(group, device()), 0
     for candidate in candidates(p, ("combine", "combine_by_expert")):
         try:
@@ -82,7 +83,7 @@ def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: boo
 
 
 def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
-    """Replay a captured graph with other sizes each time; one rank is late now and then."""
+    """Replay a captured graph, each time with other sizes; one rank is sometimes late."""
     comm, rank = symm.communicator(group, device()), group.rank()
     executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), comm)
     held = Case(p, rank, 0)
@@ -100,7 +101,7 @@ def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) 
         graph.replay()
         torch.cuda.synchronize()
         held.check(f"replay {number}")
-    executor.run(held.tensors)  # and a call between replays
+    executor.run(held.tensors)  # a call between replays
     graph.replay()
     torch.cuda.synchronize()
     held.check("after another call")

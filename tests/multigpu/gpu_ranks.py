@@ -38,7 +38,7 @@ def here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: Any) -> torch.Tensor:
-    """This rank's part of `p`, as a tuple of tensors unless `features` says otherwise."""
+    """Return this rank's part of `p`, as a tuple of tensors unless `features` says otherwise."""
     rank = group.rank()
     features = tuple(here(p.tupled(rank))) if features is None else features
     weights = here(p.local_weights(rank))
@@ -49,14 +49,15 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
-    """Return the executor that `call` uses with these options, to look inside."""
+    """Return the executor that `call` uses with these options, for tests of its internals."""
     options.pop("deadline_s", None)
     plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
     return executor_of(plan, symm.communicator(group, device()))
 
 
 def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torch.Tensor:
-    """A call past the public function, for what only the operator takes (`count`, `launch_per_table`)."""
+    """Call the operator without the public function, for options that only the operator has (`count`,
+    `launch_per_table`)."""
     rank = group.rank()
     weights, jagged = here(p.local_weights(rank)), as_jagged(tuple(here(p.tupled(rank))))
     bags = jagged, check_jagged(jagged, p.sharding, rank, p.batch_sizes, weights)
@@ -64,13 +65,13 @@ def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torc
 
 
 def synchronize(operator: Any) -> None:
-    """Wait for this rank's device, then raise what was found."""
+    """Wait for this rank's device, then raise any error of its communicator."""
     torch.cuda.synchronize(operator.comm.device)
     operator.check()
 
 
 def poison(operator: Any) -> None:
-    """NaN into every output buffer of this rank that is not lent, in stream order: peers write only after it."""
+    """Fill every output buffer of this rank that is not lent with NaN, in stream order: peers write only after it."""
     pool = getattr(operator, "outputs", None)
     if pool is not None and pool.slot_bytes:
         memory = pool._region.tensor(operator.comm.rank, (pool.count, pool.slot_bytes), torch.uint8)
@@ -79,12 +80,12 @@ def poison(operator: Any) -> None:
 
 
 def pooled_alone(p: Problem) -> torch.Tensor:
-    """All of `p` on this rank's GPU with no other rank: [global batch, total_dim]."""
+    """Compute all of `p` on this rank's GPU, without other ranks: [global batch, total_dim]."""
     return embedding_pool(here(p.weights), tuple(here(p.whole())), p.tables, hash=p.hash)
 
 
 def assert_right(group: dist.ProcessGroup, p: Problem, output: torch.Tensor, what: str = "") -> None:
-    """This rank's output is what one GPU computes, bit for bit, and that is right."""
+    """Assert that this rank's output has the bits that one GPU computes, and is right."""
     rows = p.rows_of(group.rank())
     assert_close(output.cpu(), p, rows)
     differs = output != pooled_alone(p)[rows]

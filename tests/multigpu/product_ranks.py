@@ -1,4 +1,4 @@
-"""Operators behind whose GEMM ranks communicate, on GPUs: what runs on the ranks."""
+"""Operators whose ranks communicate after their GEMM, on GPUs: the code that runs on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.runtime.unfused.serial import Unfused
 
 
 class Case:
-    """Random tensors of `p` on this rank, its results poisoned, and what must come out; and comes out by the library."""
+    """Random tensors of `p` on this rank, poisoned results, and the expected results: exact, and of NCCL and cuBLAS."""
 
     def __init__(self, p: Problem, group: dist.ProcessGroup, seed: int) -> None:
         self.op, self.p, self.rank = operator_named(p.name), p, group.rank()
@@ -45,7 +45,7 @@ class Case:
 
 
 def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
-    """A schedule of `p`, with its own memory poisoned at first, behind stragglers; then captured, and replayed."""
+    """Run a schedule of `p` with poisoned memory behind stragglers, then capture and replay it."""
     made = CudaSchedule(
         named(p, name).build(), symm.communicator(group, torch.device("cuda", torch.cuda.current_device()))
     )

@@ -1,4 +1,4 @@
-"""Running schedules on GPUs in tests: what runs on the ranks."""
+"""Schedules on GPUs in tests: the code that runs on the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def device() -> torch.device:
 
 
 class Case:
-    """Fresh random data of one operator on this rank, poisoned outputs, and what should come out."""
+    """Fresh random data of one operator on this rank, poisoned outputs, and the expected results."""
 
     def __init__(self, p: AllGatherMatmul, rank: int, seed: int, transposed: bool = True) -> None:
         self.p, self.rank, dtype = p, rank, TORCH_DTYPE[p.dtype]
@@ -43,7 +43,8 @@ class Case:
             tensor.copy_(other.tensors[name])
 
     def check(self, what: str, roundings: int = 1) -> None:
-        """Error against float64 at most twice that of one library GEMM in this dtype, for each rounding of the output."""
+        """Assert that the error against float64 is at most twice that of one cuBLAS GEMM in this dtype, for each
+        rounding of the output."""
         for i in range(len(self.p.n)):
             y, w = self.tensors[f"y{i}"], self.tensors[f"w{i}"]
             exact = self.whole.double() @ w.double()
@@ -57,12 +58,12 @@ class Case:
 
 
 def roundings(name: str) -> int:
-    """A 2D schedule rounds its output once a step."""
+    """Return the number of roundings: a 2D schedule rounds its output once a step."""
     return 4 if name.startswith("ficco_2d") else 1
 
 
 def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bool) -> int:
-    """Every schedule three times in a row with fresh data and symmetric memory poisoned once; how many there were."""
+    """Run every schedule three times with fresh data, and poison symmetric memory once. Return their number."""
     comm, count = symm.communicator(group, device()), 0
     for candidate in candidates(p):
         try:
@@ -92,8 +93,8 @@ def executor_of(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> Cuda
 
 
 def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int, straggle_every: int) -> None:
-    """A captured graph, replayed with fresh data each time, now and then behind a straggler; checked bit for bit with
-    calls that are not captured, which go on between."""
+    """Replay a captured graph with fresh data each time, sometimes behind a straggler. Compare bits with calls between
+    replays that are not captured."""
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 0)
     fresh = [Case(p, group.rank(), seed) for seed in range(1, 9)]
@@ -127,7 +128,7 @@ def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int,
 
 
 def stragglers(group: dist.ProcessGroup, p: AllGatherMatmul, names: list[str]) -> None:
-    """One rank is late, on the host or on the device; the others must wait for its data and not take the old."""
+    """Delay one rank, on the host or on the device; the others must wait for its data and not read old data."""
     for name in names:
         executor = executor_of(group, p, name)
         for late in range(group.size()):
@@ -155,7 +156,8 @@ def spans(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> list[Any]:
 
 
 def never_calls(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> tuple[str, str]:
-    """Rank 1 makes the schedule and never runs it: what rank 0 then raises, and how long it took is the caller's limit."""
+    """Let rank 1 make the schedule and never run it. Return the error that rank 0 raises; the caller limits the
+    time."""
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 1)
     executor.run(case.tensors)
@@ -188,7 +190,7 @@ def disagree(group: dist.ProcessGroup) -> str:
 
 
 def raises_in_the_middle(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> tuple[str, str]:
-    """On rank 0 a library call of the second run raises: what each rank gets then, and from its next run."""
+    """Let a cuBLAS call of rank 0's second run raise. Return each rank's error, and the error of its next run."""
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 1)
     executor.run(case.tensors)

@@ -1,5 +1,7 @@
-"""Ranks that give an operator different arguments on GPUs, where hosts meet only at the first call of a shape: calls are compared
-afterwards, by a digest, and the mode that compares more finds tables and values."""
+"""Ranks that give an operator different arguments on GPUs, where hosts meet only at the first call of a shape.
+
+Calls are compared afterwards, by a digest. WEFT_CHECK_CALLS=1 also compares tables and values.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def capacity(group: dist.ProcessGroup, differs: bool) -> Any:
 
 
 WIDE, LONG = 1024, 2048
-"""Sizes of layers for which schedules overlap. An NCCL call that one rank has begun would wait for a rank that raises."""
+"""Sizes of layers for which schedules overlap. If one rank raises after its peer has begun an NCCL call, the peer would
+hang."""
 CALLS = [average, scattered_average, rows, dimension, columns, capacity]
 
 
@@ -96,7 +99,7 @@ LAYERS = [attention, causal, activation, residual, norm_before]
 
 
 def differ(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple[str, str]:
-    """Both ranks know both calls; then each makes another one of them, again and again."""
+    """Make both calls known on both ranks; then each rank repeats another one of them."""
     own = dist.new_group([0, 1])
     for differs in (False, True, False, True):
         call(own, differs)
@@ -143,7 +146,7 @@ def test_options_of_layers_are_compared_at_the_first_call_of_a_shape(pair: Pool,
 
 
 def agree(group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> None:
-    """All ranks call the same, one of them dawdles; nothing may be said."""
+    """Make the same calls on all ranks, one of which is slow. No error may be raised."""
     own = dist.new_group([0, 1])
     until, number = time.monotonic() + 1.5, torch.zeros(1, device="cuda")
     while not int(number):

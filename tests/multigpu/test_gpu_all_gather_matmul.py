@@ -1,4 +1,4 @@
-"""weft.all_gather_matmul by FiCCO's heuristic on two GPUs. The rest: `test_gpu_operators.py`."""
+"""weft.all_gather_matmul by FiCCO's heuristic on two GPUs. Other tests are in `test_gpu_operators.py`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def test_behind_stragglers_and_replayed(pair: Pool, schedule: str, sizes: str, d
 
 
 def _backward(group: dist.ProcessGroup) -> set[str]:
-    """Sizes for which it is chosen unasked, that change from call to call; by autograd. Returns what was chosen."""
+    """Call with sizes that change from call to call and for which it is the default choice, by autograd. Return the
+    choice."""
     rank, world, device = group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device())
     for number, m in enumerate((2048, 1024, 2048, 3072)):
         torch.manual_seed(number)
@@ -49,7 +50,7 @@ def _backward(group: dist.ProcessGroup) -> set[str]:
             for g, one in zip(grad, w, strict=True):
                 exact += g[mine].double() @ one.double()
         assert x.grad is not None
-        # Two products on each rank are rounded before they are added up.
+        # Two products on each rank are rounded before they are reduced.
         usual = sum(
             g[mine] @ one for grad, w in zip(grads, weights, strict=True) for g, one in zip(grad, w, strict=True)
         )
@@ -63,6 +64,6 @@ def _backward(group: dist.ProcessGroup) -> set[str]:
 
 def test_chosen_unasked(pair: Pool) -> None:
     taken = pair.run(_backward, timeout_s=60)
-    # The choice rests on GEMMs that are timed here: it says nothing where ranks share a GPU. Other machines may choose otherwise.
+    # GEMMs are timed here, so on ranks that share a GPU the choice means nothing. Other machines may choose otherwise.
     known = torch.cuda.get_device_name() == "NVIDIA H200" and torch.cuda.device_count() > 1
     assert not known or taken == [{"direct"}] * 2

@@ -1,7 +1,8 @@
-"""Calls whose number of rows changes from one to the next, on GPUs: executors that share memory, sizes that outgrow it, and graphs
-that hold it. With two ranks, and with four, where rows of one run lie where other ranks' rows lay in the run before.
+"""Calls with a changing number of rows on GPUs: executors that share memory, sizes that outgrow it, and graphs that
+hold it.
 
-The functions with a `group` argument run on the ranks.
+Tested with two and four ranks; memory that held some ranks' rows in one run holds other ranks' rows in the next. The
+functions with a `group` argument run on the ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def device() -> torch.device:
 
 
 class Work:
-    """x of every rank and call are known to all; results are compared on the device, which nobody waits for until the end."""
+    """All ranks know x of every rank and call. Results are compared on the device, which is not synchronised until the
+    end."""
 
     def __init__(self, group: dist.ProcessGroup, schedule: str | None) -> None:
         self.group, self.schedule, self.calls = group, schedule, 0
@@ -79,7 +81,7 @@ def sizes_of(seed: int, count: int, most: int = 512) -> list[int]:
 
 
 def captured(group: dist.ProcessGroup, schedule: str) -> None:
-    """Graphs of several sizes, in memory that later calls outgrow, are replayed between calls of others."""
+    """Replay graphs of several sizes between other calls, in memory that later calls outgrow."""
     work, stream = Work(group, schedule), torch.cuda.Stream()
     graphs = []
     for rows in (16, 96, 40):
@@ -104,7 +106,7 @@ def captured(group: dist.ProcessGroup, schedule: str) -> None:
 
 
 def on_streams(group: dist.ProcessGroup, schedule: str) -> None:
-    """Calls on two streams, which nothing but the memory that they share puts in an order."""
+    """Call on two streams that only the shared memory orders."""
     work, streams = Work(group, schedule), [torch.cuda.Stream() for _ in range(2)]
     given = [(rows, work.shards(rows, rows)) for rows in (2048, 64, 512, 1024)]
     for _, shards in given:
@@ -125,7 +127,8 @@ def on_streams(group: dist.ProcessGroup, schedule: str) -> None:
 
 
 def memory(group: dist.ProcessGroup) -> float:
-    """The most symmetric memory, in parts of what the largest size so far needs: rows of all ranks, beside a slab of 8 MiB."""
+    """The most symmetric memory, relative to the need of the largest size so far: rows of all ranks, and a slab of 8
+    MiB."""
     own = dist.new_group(list(range(group.size())))
     work, draw, most, share, sizes = Work(own, SHARD), random.Random(5), 0, 0.0, set[int]()
     for call in range(120):

@@ -27,14 +27,14 @@ FIXED = problem(2, (64, 64, 32, 8, 300), 301, rows=5000)
 
 
 def ids_of(seed: int, rank: int) -> torch.Tensor:
-    """Fresh ones for this rank's slots and the global batch."""
+    """Return fresh ids for this rank's slots and the global batch."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     slots = len(FIXED.sharding.local_slots(rank))
     return torch.randint(0, 5000, (slots * sum(FIXED.batch_sizes) * LENGTH,), generator=generator)
 
 
 def expected(seed: int, rank: int, weights: list[torch.Tensor]) -> torch.Tensor:
-    """float64 [this rank's samples, all columns]. weights: of all tables."""
+    """Return the result in float64, [this rank's samples, all columns]. weights: of all tables."""
     batch, sharding = sum(FIXED.batch_sizes), FIXED.sharding
     first = sum(FIXED.batch_sizes[:rank])
     mine = slice(first, first + FIXED.batch_sizes[rank])
@@ -75,7 +75,7 @@ def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
     worst = 0.0
     for seed in range(1, REPLAYS + 1):
         ids.copy_(ids_of(seed, rank))
-        output.fill_(math.nan)  # in stream order: a peer stores only once the replay has said that it may
+        output.fill_(math.nan)  # in stream order: a peer stores only after the replay has granted credit
         if seed % 8 == 3 + rank:
             time.sleep(0.02)
         graph.replay()
@@ -88,7 +88,8 @@ def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 
 
 def after_growth(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
-    """Calls between the capture and the replays need more memory, and tables of other sizes; what they free is written over."""
+    """Make calls between the capture and the replays that need more memory, and other table sizes, and overwrite the
+    freed memory."""
     rank, device = group.rank(), ranks.device()
     weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
     ids = ids_of(0, rank).to(device)
@@ -122,7 +123,7 @@ def after_growth(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 
 
 def in_a_row(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
-    """Replays with nothing between them but the copies in and out, compared afterwards: ranks run ahead of each other."""
+    """Replay with only the copies in and out in between, and compare afterwards: ranks run ahead of each other."""
     rank, device = group.rank(), ranks.device()
     weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
     fresh = [ids_of(seed, rank).to(device) for seed in range(REPLAYS)]
@@ -158,7 +159,7 @@ def in_a_row(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
 @pytest.mark.parametrize("order", ranks.ORDERS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_captured_call_is_right_in_every_replay(pair: Pool, transport: str, order: str) -> None:
-    # Sums of LENGTH rows in fp32: a rounding for each of them.
+    # Sums of LENGTH rows in fp32: one rounding for each row.
     for worst in pair.run(replayed, {"transport": transport, "order": order}, timeout_s=60):
         assert worst <= LENGTH * torch.finfo(torch.float32).eps
 

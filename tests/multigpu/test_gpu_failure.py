@@ -1,7 +1,7 @@
 """embedding_all_to_all on two GPUs when a rank does not do its part: kernels that wait return, and say who, what, when.
 
-The host does not wait for peers, so errors appear at `check()` or at the next call. Deadlines are short where one
-is meant to be missed; a rank that is told of a failure must not wait for its deadline, which then says so by its name.
+The host does not wait for peers, so errors appear at `check()` or at the next call. Deadlines are short in tests that
+miss them. A notified rank must not wait for its deadline: if it does, it raises DeadlineError, and the test fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BAD_RANK = 1
 
 
 def wait_for_failure(group: dist.ProcessGroup) -> None:
-    """Do nothing until this rank has heard that its group failed."""
+    """Do nothing until this rank is notified that its group failed."""
     until = time.monotonic() + 15
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
@@ -64,7 +64,7 @@ def assert_over(again: tuple[str, str]) -> None:
 
 
 def absent(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Rank 1 never makes its second call."""
+    """Let rank 1 leave out its second call."""
     own = dist.new_group([0, 1])
     assert_right(own, p, ranks.call(own, p, **options))
     operator = ranks.operator_of(own, p, **options)
@@ -87,7 +87,8 @@ def test_a_rank_that_never_calls(pair: Pool, transport: str) -> None:
 
 
 def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, transport: str) -> tuple[str, str]:
-    """Rank 0 misses its deadline and goes on to another operator, which rank 1 has called already: their data must not mix."""
+    """Let rank 0 miss its deadline and then call another operator, which rank 1 has called already: their data must not
+    mix."""
     own = dist.new_group([0, 1])
     x, w = (torch.randn(*size, device=ranks.device()) for size in ((256, 64), (64, 128)))
 
@@ -114,12 +115,12 @@ def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, tra
 def test_no_call_begins_behind_a_failed_one(pair: Pool, transport: str) -> None:
     for kind, text in pair.run(no_call_begins_behind_a_failed_one, PROBLEM, transport, timeout_s=60):
         assert kind == "PoisonedGroupError"
-        # Who of the two watches looks first says what it has found.
+        # Whichever of the two watchdogs looks first reports its finding.
         assert "missed its deadline" in text or "ranks have made different calls" in text
 
 
 def stuck(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Rank 1 says that it is ready and then stores nothing: its part of the second call stays away."""
+    """Let rank 1 signal that it is ready and then store nothing, so its part of the second call never arrives."""
     own = dist.new_group([0, 1])
     assert_right(own, p, ranks.call(own, p, **options))
     operator = ranks.operator_of(own, p, **options)
@@ -147,7 +148,7 @@ def test_a_rank_that_stores_nothing(pair: Pool, transport: str, said: str) -> No
 
 
 def refused(group: dist.ProcessGroup, p: Problem, bad: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Rank 1 comes with input that cannot be; rank 0 waits for it with a deadline that it need not reach."""
+    """Give rank 1 invalid input; rank 0 waits for it, with a deadline that it need not reach."""
     own = dist.new_group([0, 1])
     options = {"transport": "direct", "bounds_check": "fatal" if bad == "index" else "warning"}
     operator = ranks.operator_of(own, p, **options)  # later the group may have failed already
@@ -170,7 +171,7 @@ def test_bad_input_on_one_rank(pair: Pool, bad: str, said: str) -> None:
     answers = pair.run(refused, PROBLEM, bad, timeout_s=30)
     first, second = (error[0] for error, _ in answers)
     assert second == "RefusedError"
-    # Rank 0 refuses the call too where it has not made it yet.
+    # Rank 0 also refuses the call if it has not made it yet.
     assert first in (["RefusedError", "PoisonedGroupError"] if bad == "dtype" else ["PoisonedGroupError"])
     for (_, text), again in answers:
         assert said in text
@@ -182,7 +183,7 @@ def test_bad_input_on_one_rank(pair: Pool, bad: str, said: str) -> None:
 
 
 def disagree(group: dist.ProcessGroup, p: Problem) -> tuple[tuple[str, str], tuple[str, str]]:
-    """The ranks split the same global batch differently."""
+    """Split the same global batch differently on the ranks."""
     own, options = dist.new_group([0, 1]), {"transport": "direct"}
     assert_right(own, p, ranks.call(own, p, **options))
     operator = ranks.operator_of(own, p, **options)
@@ -194,7 +195,7 @@ def disagree(group: dist.ProcessGroup, p: Problem) -> tuple[tuple[str, str], tup
 def test_other_batch_sizes_on_one_rank(pair: Pool) -> None:
     answers = pair.run(disagree, PROBLEM, timeout_s=30)
     kinds = [error[0] for error, _ in answers]
-    assert "DisagreementError" in kinds  # who sees it first tells the other
+    assert "DisagreementError" in kinds  # the first rank that sees it notifies the other
     assert set(kinds) <= {"DisagreementError", "PoisonedGroupError"}
     for (_, text), again in answers:
         assert "other batch_sizes" in text
@@ -202,7 +203,7 @@ def test_other_batch_sizes_on_one_rank(pair: Pool) -> None:
 
 
 def killed(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Rank 1 is killed while rank 0's kernel waits for it; the deadline is far away."""
+    """Kill rank 1 while rank 0's kernel waits for it; the deadline is far away."""
     assert_right(group, p, ranks.call(group, p, **options))
     operator = ranks.operator_of(group, p, **options)
     if group.rank() == BAD_RANK:

@@ -1,4 +1,5 @@
-"""Schedules on three and four GPUs, or ranks that share fewer: with two there is one peer, and no order among peers."""
+"""Schedules on three and four GPUs, or on fewer GPUs that ranks share. With two ranks there is one peer, and no order
+among peers."""
 
 from __future__ import annotations
 

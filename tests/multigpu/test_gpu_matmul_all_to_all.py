@@ -1,5 +1,5 @@
-"""weft.matmul_all_to_all on two GPUs: every schedule by itself and by the operator, CUDA graphs, gradients; most functions are
-those of the CPU tests."""
+"""weft.matmul_all_to_all on two GPUs: every schedule alone and in the operator, CUDA graphs, gradients; most functions
+are shared with the CPU tests."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ DISPATCHES = {
 
 @pytest.mark.parametrize("name", DISPATCHES)
 def test_a_dispatch_that_returns_the_tokens_too(pair: Pool, name: str) -> None:
-    """Run every schedule; two runs bring more rows than there was room for, so that results are allocated again."""
+    """Run every schedule; two runs bring more rows than there is room for, so that results are allocated again."""
     p = DISPATCHES[name]
     assert min(pair.run(dispatch_ranks.every_candidate, p, True, True, timeout_s=120)) >= (2 if p.exact else 1)
 
@@ -122,7 +122,7 @@ def test_the_gradient_of_tokens_alone_is_a_combine(pair: Pool, max_rows: bool) -
 
 
 def captured(group: dist.ProcessGroup, schedule: str) -> str:
-    """The operator in a graph, replayed with other rows and tables; what is told of a capture without rows."""
+    """Capture the operator, and replay it with other rows and tables; return the error of a capture without rows."""
     world = group.size()
 
     def case(seed: int) -> MatmulAllToAllCall:

@@ -1,4 +1,4 @@
-"""weft.matmul_all_reduce with what follows the sum, on two GPUs; the functions are those of the CPU tests."""
+"""weft.matmul_all_reduce with operations after the sum, on two GPUs; the functions are shared with the CPU tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_follows_is_added_by_every_schedule(pair: Pool, n: int, dtype: torc
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("n", [256, 19], ids=["whole", "odd"])
 def test_sums_are_normed_by_every_schedule(pair: Pool, n: int, dtype: torch.dtype) -> None:
-    """Compare the sum and its norm, which repeat to the bit; with weights of each rank's own, and of all ranks."""
+    """Compare the sum and its norm, which repeat bit by bit, with each rank's own weights and with all ranks'."""
     for m, residual in ((256, True), (301, False)):
         every_schedule(pair, Following((2, m, 128), n, dtype, residual=residual, eps=1e-6))
 

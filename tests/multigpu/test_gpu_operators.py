@@ -1,5 +1,6 @@
-"""Every operator on two GPUs: results by every schedule, gradients, layouts, torch.compile, CUDA graphs. The functions that run on
-ranks are those of the CPU tests (`support/operators/suite.py`); `gpu_cases.py` has a row for each operator."""
+"""Every operator on two GPUs: results by every schedule, gradients, layouts, torch.compile, CUDA graphs. The functions
+that run on ranks are shared with the CPU tests (`support/operators/suite.py`); `gpu_cases.py` has a row for each
+operator."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = gpu_ranks.MARKS
 
 
 def each(field: str, names: str) -> Any:
-    """Return all operators with each entry of that field of theirs."""
+    """Return all operators with each entry of this field."""
     found = []
     for operator, row in ROWS.items():
         for number, entry in enumerate(getattr(row, field)):
@@ -38,8 +39,8 @@ def test_results(pair: Pool, operator: str, name: str) -> None:
 
 @each("every", "case builders")
 def test_every_schedule(pair: Pool, operator: str, case: Case, builders: set[str]) -> None:
-    """Three calls in a row with fresh data and poisoned results, behind stragglers. Results repeat to the bit; if both ranks get
-    them, they are the same bits on both."""
+    """Call three times with fresh data and poisoned results, behind stragglers. Assert that results repeat bit by bit,
+    and have the same bits on both ranks if both get them."""
     names = pair.run(suite.every_schedule, operator, case, 0.01, timeout_s=300)
     assert {name.split("[")[0] for name in names[0]} == builders
 

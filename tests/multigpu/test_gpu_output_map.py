@@ -1,5 +1,6 @@
-"""Output maps on two GPUs: weft's and random ones, behind stragglers and captured, and beside schedules that are written by hand.
-The functions that run on the ranks are those of the CPU tests but for `captured`.
+"""Output maps on two GPUs: weft's and random maps, behind stragglers and captured, and beside hand-written schedules.
+
+The functions that run on the ranks are shared with the CPU tests, except `captured`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.runtime.executors import executor
 pytestmark = gpu_ranks.MARKS
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WHOLE, ODD = (1024, 512, 256), (50, 19, 43)
-"""Rows of a rank's part, n, k: rows that begin at multiples of 16 bytes, and others."""
+"""Rows of a rank's part, n, k: rows that begin at multiples of 16 bytes, and other rows."""
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
@@ -37,7 +38,7 @@ def test_they_give_the_bits_of_schedules_written_by_hand(pair: Pool, dtype: torc
 
 
 def captured(group: dist.ProcessGroup, name: str) -> None:
-    """A run in a CUDA graph, replayed with fresh data."""
+    """Run in a CUDA graph, replayed with fresh data."""
     one = maps.library(group.size(), WHOLE[0])[name]
     made = executor(one.schedule(*WHOLE[1:], "bf16"), symm.communicator(group, device()))
     cases = [maps.Case(group, one.collective, *WHOLE, BF16, seed) for seed in range(5)]

@@ -43,7 +43,7 @@ CASES = {
 
 
 def every_variant(group: dist.ProcessGroup, p: Problem, variants: list[dict[str, Any]]) -> None:
-    """Each variant twice, the second time into poisoned buffers."""
+    """Run each variant twice, the second time into poisoned buffers."""
     for options in variants:
         ranks.call(group, p, **options)
         ranks.poison(ranks.operator_of(group, p, **options))
@@ -58,7 +58,7 @@ def test_every_transport_and_order_gives_the_bits_of_one_gpu(pair: Pool, name: s
 
 
 def many_shapes(group: dist.ProcessGroup, problems: list[Problem], options: dict[str, Any]) -> None:
-    """Calls in a row with nothing between them, compared only afterwards, each into poisoned buffers."""
+    """Call repeatedly with nothing in between, each time into poisoned buffers; compare only afterwards."""
     outputs = []
     for p in problems:
         ranks.poison(ranks.operator_of(group, p, **options))
@@ -76,7 +76,7 @@ def test_ten_calls_in_a_row_with_other_shapes(pair: Pool, transport: str) -> Non
 
 
 def many_operators(group: dist.ProcessGroup, problems: list[Problem]) -> None:
-    """Operators of one group take turns; results are held across the calls of others."""
+    """Alternate operators of one group; results are held across the calls of others."""
     pairs = [(p, {"transport": transport, "outputs": 3}) for p in problems for transport in TRANSPORTS]
     held: list[torch.Tensor] = []
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_operators_take_turns(pair: Pool) -> None:
 
 
 def closed_in_turn(group: dist.ProcessGroup, transport: str) -> list[int]:
-    """Free bytes of the slabs after each module, and each later call of it, was closed."""
+    """Return the free bytes of the slabs after each module, and after each of its later calls, was closed."""
     ids, free = torch.arange(128, device=ranks.device()) % 20, []
     given = KeyedJaggedTensor(["f"], ids, lengths=torch.full((64,), 2, device=ids.device))
     for number in range(4):
@@ -119,7 +119,7 @@ def test_a_closed_module_gives_its_memory_back(pair: Pool, transport: str) -> No
 
 
 def counted(group: dist.ProcessGroup, p: Problem, slice_size: int) -> list[tuple[int, int]]:
-    """Copies and flags of two calls."""
+    """Return the copies and flags of two calls."""
     operator = ranks.operator_of(group, p, transport="put", slice_size=slice_size)
     counts, before = [], (0, 0)
     for _ in range(2):
@@ -135,7 +135,7 @@ def counted(group: dist.ProcessGroup, p: Problem, slice_size: int) -> list[tuple
 def test_put_sends_one_copy_and_one_flag_per_slice(
     pair: Pool, slice_size: int, slices_of_rank: tuple[int, int]
 ) -> None:
-    """Rank 0 owns runs of four tables and of one, rank 1 runs of two and of one."""
+    """Place runs of four tables and of one on rank 0, runs of two and of one on rank 1."""
     p = Problem(tables_of((8, 3, 16, 1, 5, 4, 2, 9)), (0, 0, 0, 0, 1, 1, 0, 1), (40, 70))
     for rank, counts in enumerate(pair.run(counted, p, slice_size, timeout_s=60)):
         remote = 110 - p.batch_sizes[rank]
@@ -172,7 +172,7 @@ def test_timeline_has_the_bytes_that_leave(pair: Pool, transport: str) -> None:
 
 
 def straggle(group: dist.ProcessGroup, p: Problem, options: dict[str, Any], who: str) -> None:
-    """Rank 1's host comes late, or its stream does: rank 0's result is right all the same."""
+    """Delay rank 1's host, or its stream: rank 0's result is right all the same."""
     ranks.call(group, p, **options)
     ranks.poison(ranks.operator_of(group, p, **options))
     if group.rank() == 1 and who == "host":
@@ -190,7 +190,7 @@ def test_nobody_reads_before_a_straggler_has_stored(pair: Pool, transport: str, 
 
 
 def of_own_samples(p: Problem, rank: int) -> KeyedJaggedTensor:
-    """All features of the rank's samples."""
+    """Return all features of the rank's samples."""
     rows, values, lengths = p.rows_of(rank), [], []
     for bags in p.bags.values():
         begin, end = (int(bags.lengths[:sample].sum()) for sample in (rows.start, rows.stop))
@@ -222,7 +222,7 @@ def test_module_distributes_a_local_batch(pair: Pool) -> None:
 
 
 def one_connection(group: dist.ProcessGroup, p: Problem) -> None:
-    """All streams share a hardware queue; another stream is busy beside the calls."""
+    """Run with all streams in one hardware queue, while another stream is busy."""
     aside = torch.cuda.Stream()
     for options in VARIANTS:
         with torch.cuda.stream(aside):

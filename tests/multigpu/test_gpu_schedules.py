@@ -1,4 +1,4 @@
-"""Schedules on two GPUs: every one of them against float64, in graphs, behind stragglers, and when a rank does not come."""
+"""Schedules on two GPUs: all against float64, in graphs, behind stragglers, and when a rank does not arrive."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_chunk_of_columns_is_one_copy(pair: Pool) -> None:
 
 @pytest.mark.parametrize("name", [SHARD, TWO_D, "ficco_1d[start=uniform,gemms=fused,steps=2,by=dma]"])
 def test_what_runs_when_is_the_simulators_order(pair: Pool, name: str) -> None:
-    """But for signals: with neighbours, and with copies by kernel, they are one operation of a stream."""
+    """Without signals: with neighbours, and with copies by kernel, they are one operation of a stream."""
     p = AllGatherMatmul.even(256, 128, 256, 2)
     simulated = simulate(next(c for c in candidates(p) if c.name == name).build(), NULL).timeline
     for rank, spans in enumerate(pair.run(ranks.spans, p, name, timeout_s=60)):
@@ -70,7 +70,7 @@ def test_what_runs_when_is_the_simulators_order(pair: Pool, name: str) -> None:
 
 
 def test_a_chain_of_gemms_is_one_schedule() -> None:
-    """The example, with two computing lanes."""
+    """Run the example, with two computing lanes."""
     example = Path(__file__).parents[2] / "examples" / "gemm_chain.py"
     done = subprocess.run(
         [sys.executable, example, "--device", "cuda", "--chunks", "4"],
@@ -94,7 +94,7 @@ def test_a_rank_that_never_calls(pair: Pool) -> None:
 
 
 def test_a_call_that_raises_in_the_middle_of_a_run(pair: Pool) -> None:
-    """Peers have got a part of it: a second attempt would give them data of another call."""
+    """Peers have received a part of it: a second attempt would give them data of another call."""
     p = AllGatherMatmul.even(256, 128, 256, 2)
     with Pool(2, backend="nccl") as alone:
         (first, then), (_, other) = alone.run(ranks.raises_in_the_middle, p, SHARD, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Self-calibration on two GPUs whose machine file is hidden: how long it takes, what it finds, and that ranks agree."""
+"""Self-calibration on two GPUs whose machine file is hidden: its duration, its results, and that ranks agree."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks that share a GPU do not calibrate: two are needed"),
 ]
 BOUND_S = 10.0
-"""Kernels may be compiled in it, which calls need anyway; measuring alone ends after 2 s."""
+"""It may include compiling kernels, which calls need anyway; the measurement itself ends after 2 s."""
 
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """A pool for this file: workers learn the folder of measured numbers when they start."""
+    """A pool for this file: workers read the folder of measured numbers when they start."""
     if not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("GPU 0 cannot reach GPU 1's memory: weft doctor says more")
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))

@@ -1,4 +1,5 @@
-"""weft.nn's tensor-parallel layers and weft.parallel's styles on two GPUs: functions are those of the CPU tests."""
+"""weft.nn's tensor-parallel layers and weft.parallel's styles on two GPUs; the functions are shared with the CPU
+tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`), whose first call runs in memory of
-graphs, whose second is captured, and whose others are replays; and of modules (`make_graphed_callables`). Each call has fresh
-input and is compared with the eager one."""
+"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`) and of modules
+(`make_graphed_callables`). A compiled program's first call runs in memory of graphs, its second is captured, and later
+calls are replays. Each call has fresh input and is compared with the eager one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 3e-2  # of the largest element: bf16, sums in another order
 
 
 def program(name: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From [ROWS * world or ROWS, K]; something of torch's stands before and behind each operator."""
+    """Compute from [ROWS * world or ROWS, K]; an operation of torch precedes and follows each operator."""
     device, world = ranks.device(), group.size()
     generator = torch.Generator(device).manual_seed(7)
 
@@ -56,7 +56,7 @@ def program(name: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], tor
 
 
 def compared(group: dist.ProcessGroup, name: str, backward: bool) -> tuple[float, int]:
-    """(largest error of any call, relative to the largest element; how many graphs torch has not made)."""
+    """Return (largest error of any call, relative to the largest element; number of graphs that torch has not made)."""
     import torch._dynamo
     import torch._inductor.cudagraph_trees as trees
 
@@ -79,7 +79,7 @@ def compared(group: dist.ProcessGroup, name: str, backward: bool) -> tuple[float
 
 
 def _called(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, backward: bool) -> list[torch.Tensor]:
-    """Copies: what a graph returns is written over by the next replay."""
+    """Copies: the next replay overwrites what a graph returns."""
     if not backward:
         with torch.no_grad():
             return [run(x).float()]
@@ -107,7 +107,7 @@ def test_replays_equal_eager_calls(pair: Pool, name: str, backward: bool) -> Non
     for worst, skipped in found:
         assert worst <= TOLERANCE
         assert skipped >= 0, "torch has made no graph"
-        if not (name == "all_to_all_matmul" and backward):  # whose host learns how many rows came
+        if not (name == "all_to_all_matmul" and backward):  # the host learns how many rows arrived
             assert skipped == 0
 
 
@@ -115,7 +115,7 @@ def test_replays_equal_eager_calls(pair: Pool, name: str, backward: bool) -> Non
 
 
 def layers(group: dist.ProcessGroup, how: str) -> float:
-    """The largest error of any result or gradient, relative to the largest element."""
+    """Return the largest error of any result or gradient, relative to the largest element."""
     import torch._dynamo
 
     torch._dynamo.reset()

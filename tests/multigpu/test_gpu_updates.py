@@ -1,5 +1,5 @@
-"""Steps that add to what is there, and GEMMs that store into a peer's buffer, on GPUs: the schedules of `test_updates`, against
-float64; called again and again, captured, behind stragglers.
+"""Steps that accumulate, and GEMMs that store into a peer's buffer, on GPUs. The schedules of `test_updates` run
+against float64: repeatedly, captured, and behind stragglers.
 
 The functions with a `group` argument run on the ranks.
 """
@@ -31,7 +31,7 @@ def device() -> torch.device:
 
 
 class Case:
-    """Operands of all ranks, drawn alike on each, and what this rank's rows must be."""
+    """Return the operands of all ranks, drawn alike on each, and this rank's expected rows."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: str, way: str, seed: int) -> None:
         rank, world, g = group.rank(), group.size(), torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def summed(group: dist.ProcessGroup, dtype: str, way: str) -> None:
 
 
 def adds(world: int, dtype: str, times: int, rows: int, cols: int) -> Schedule:
-    """All ranks add ones to the same items of rank 0, in two lanes each."""
+    """Let all ranks add ones to the same items of rank 0, in two lanes each."""
     d = Draft("adds", world)
     one, y = d.buffer("one", rows, cols, dtype, "input"), d.buffer("y", rows, cols, dtype, "output")
     total = d.buffer("total", rows, cols, dtype, "symmetric")
@@ -111,7 +111,7 @@ def contended(group: dist.ProcessGroup, dtype: str, cols: int) -> None:
         y = torch.full_like(one, float("nan"))
         made.run({"one": one, "y": y})
         torch.cuda.synchronize()
-        dist.barrier(group)  # nobody's next run may begin before rank 0's total was read: this schedule does not say it
+        dist.barrier(group)  # no next run may begin before rank 0's total was read: this schedule does not order that
         assert torch.equal(y, torch.full_like(one, 2.0 + 2 * world * times)), "an addition was lost"
     made.close()
 
@@ -125,5 +125,5 @@ def test_partial_products_are_summed_where_they_belong(pair: Pool, way: str, dty
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("cols", [64, 13])
 def test_no_addition_is_lost(pair: Pool, dtype: str, cols: int) -> None:
-    """Rows of 13 items begin at odd addresses: an item at a time."""
+    """Use rows of 13 items, which begin at odd addresses: one item at a time."""
     pair.run(contended, dtype, cols, timeout_s=60)

@@ -17,7 +17,7 @@ from weft.runtime.cpu.schedule import CpuSchedule
 
 
 def every_candidate(group, p: AllToAllMatmul, seed: int, runs: int, names: Sequence[str] = ()) -> int:
-    """Each schedule, or those of these names, run on splits that it was not made for; how many there were."""
+    """Run each schedule, or those with these names, on splits that it was not made for. Return their number."""
     rank, count = group.rank(), 0
     for candidate in [named(p, name) for name in names] or candidates(p):
         with contextlib.suppress(NotApplicableError):

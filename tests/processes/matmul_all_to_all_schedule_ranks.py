@@ -16,7 +16,7 @@ from weft.runtime.cpu.schedule import CpuSchedule
 
 
 def every_candidate(group, p: MatmulAllToAll, seed: int, runs: int) -> int:
-    """Each schedule, run on splits that it was not made for; how many there were."""
+    """Run each schedule on splits that it was not made for. Return their number."""
     rank, count = group.rank(), 0
     for candidate in candidates(p):
         with contextlib.suppress(NotApplicableError):

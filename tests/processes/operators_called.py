@@ -132,7 +132,7 @@ def embedding_all_to_all(group: dist.ProcessGroup) -> Operator:
         features = values, offsets, per_sample_weights
         return weft.embedding_all_to_all(weights, features, sharding, group=group, **options)
 
-    # The table is rank 1's, which passes what is bad.
+    # Rank 1 owns the table, and passes the bad argument.
     tensors = {"the weight of table 'items'": Place("weights", 0), **places("values", "offsets", "per_sample_weights")}
     return Operator(call, arguments, tensors)
 

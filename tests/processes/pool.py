@@ -11,7 +11,8 @@ from weft import symm
 
 
 def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
-    """Whoever missed the deadline first says so; others may have heard of it before theirs passed."""
+    """Check the errors of ranks: the first to miss the deadline reports it, and others may be notified before their own
+    deadline."""
     kinds = {kind for kind, _ in errors}
     assert "DeadlineError" in kinds
     assert kinds <= {"DeadlineError", "PoisonedGroupError"}

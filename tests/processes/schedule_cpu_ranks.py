@@ -1,8 +1,9 @@
 """Shared code of the tests of schedules on CPU processes: problems and their data, runs into poisoned memory, a chain of GEMMs.
 
-Tolerance. The error against float64, in the norm of the whole output, is at most twice that of torch's own matmul in the same
-dtype, plus an fp32 rounding, because torch adds in another order for other shapes, and outputs here may have few elements. A
-schedule that accumulates pieces of k in the output (FiCCO's 2D) rounds it once per piece, which is allowed in addition.
+Tolerance. The error against float64, in the norm of the whole output, is at most twice that of torch's own matmul in
+the same dtype, plus an fp32 rounding. The rounding is needed because torch adds in another order for other shapes, and
+outputs here may have few elements. A schedule that accumulates pieces of k in the output (FiCCO's 2D) rounds it once
+per piece, which is allowed in addition.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def poison(executor: CpuSchedule) -> None:
 
 
 def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
-    """A run after which rank `last` goes on only when the others are done with it: what it does then does not spoil theirs."""
+    """Run, and let rank `last` continue only when the others have finished the run: its next actions must not spoil
+    theirs."""
     comm = executor.comm
     done = symm.Signal(group=comm.group)
     executor.run(tensors)
@@ -117,7 +119,7 @@ def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
 
 
 def wait_for_failure(comm: Communicator) -> None:
-    """Do nothing until this rank has heard that its group failed."""
+    """Do nothing until this rank is notified that its group failed."""
     until = time.monotonic() + 30
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
@@ -151,10 +153,10 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
     box = d.buffer("box", world_size * rows, k, "fp32", "symmetric")
     h = d.buffer("h", world_size * rows, hidden, "fp32", "scratch")
     arrived, done = d.signals("arrived", world_size * chunks), d.signals("done", world_size * chunks)
-    free = d.signals("free", 1)
+    credit = d.signals("credit", 1)
     size = rows // chunks
     first, second, send = d.lane("compute"), d.lane("compute 1"), d.lane("send", "copy")
-    send.wait(free, count=world_size, previous=True)
+    send.wait(credit, count=world_size, previous=True)
     for c in range(chunks):
         for distance in range(world_size):
             to, source = (RANK + distance) % world_size, (RANK + world_size - distance) % world_size
@@ -165,7 +167,7 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
             second.wait(done, number).compute("silu", h.part(rows=piece), h.part(rows=piece))
             second.matmul(y.part(rows=piece), h.part(rows=piece), w1.part())
     for rank in range(world_size):
-        first.set(free, at=rank)
+        first.set(credit, at=rank)
     return d.schedule()
 
 
@@ -173,8 +175,8 @@ def chain(world_size: int, rows: int, k: int, hidden: int, n: int, chunks: int) 
 
 
 def all_candidates(group: dist.ProcessGroup, p: AllGatherMatmul, seed: int, runs: int) -> int:
-    """Every candidate, several runs in a row with new data; how many there were. Who copies makes no difference on CPU: beyond two
-    ranks, of schedules that differ in nothing else, one is tried."""
+    """Run every candidate several times with new data, and return their number. The kind of copy makes no difference on
+    CPU: beyond two ranks, only one of the schedules that differ in nothing else is run."""
     comm, rank, count = comm_of(group), group.rank(), 0
     tried: set[Schedule] = set()
     for candidate, schedule in applicable(p):

@@ -158,7 +158,7 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
         this_machine.calibrated_model = original
         del measure.TIMERS["cpu"]
         gemms._times.clear()
-        symm.communicator(group, "cpu").close()  # and with it what was chosen
+        symm.communicator(group, "cpu").close()  # and with it the choice
 
 
 def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:

@@ -43,7 +43,7 @@ def as_scaled_mm(group: dist.ProcessGroup, case: ScaledGathered, is_compiled: bo
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["fp8", "fp8, serial, a batch"])
 def test_none_among_out_dtypes_is_what_torch_makes_of_it(pool: Pool, name: str, compiled: bool) -> None:
-    """Bit by bit, beyond the largest number too, and as it lies in memory."""
+    """Compare bits, also beyond the largest number, and the strides."""
     for dtypes in pool.run(
         as_scaled_mm, ROWS["all_gather_scaled_matmul"].results[name], compiled, ranks=2, timeout_s=60
     ):

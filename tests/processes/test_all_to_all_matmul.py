@@ -42,8 +42,8 @@ def test_the_heuristic_takes_columns_where_tokens_are_few_and_long(pool: Pool, e
 
 
 def left_out(group: dist.ProcessGroup) -> None:
-    """An unfused call where more rows come than there is room for, which on GPUs is no error: the first ones are right, and their
-    gradients."""
+    """Call unfused with more arriving rows than max_rows, which is no error on GPUs: the first rows and their gradients
+    are right."""
     call = AllToAllMatmulCall(Experts(k=8), group, 2)
     exact = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
     ys = [y for (y,) in call.reference(exact)]
@@ -127,7 +127,7 @@ def call(
 
 
 def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
-    """Splits that rank 1 gets wrong, in a first call and later: every rank hears of it, and the group lives on."""
+    """Pass wrong splits on rank 1, in a first call and later: every rank gets the error, and the group lives on."""
     found, bad = {}, group.rank() == 1
     x, w = torch.ones(4, 8), torch.ones(2, 8, 3)
     right = [4] + [0] * (2 * group.size() - 1)
@@ -154,7 +154,7 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                     f"RefusedError: rank 1: splits add up to {total} but tokens has 4 rows: pass the number"
                 )
             assert found[f"negative, {when}"].startswith("RefusedError: rank 1: splits has -1 at 1")
-        if schedule == "serial":  # which makes memory for what comes
+        if schedule == "serial":  # which allocates memory for the arriving rows
             assert found["capacity"] == "nothing"
         else:
             assert found["capacity"].startswith(
@@ -163,7 +163,8 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
 
 
 def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
-    """All send 4 rows to rank 0, which has no room for 1; what it is told, and a call after it."""
+    """Let all ranks send 4 rows to rank 0, which has room for one row less. Return its error, and the result of a later
+    call."""
     world = group.size()
     text = told(lambda: call(group, max_rows=4 * world - 1, schedule=schedule))
     return text, float(call(group, max_rows=4 * world, schedule=schedule)[: 4 * world * (group.rank() == 0)].sum())

@@ -164,7 +164,7 @@ DIFFERENT: dict[str, dict[str, list[Change]]] = {
     },
 }
 AVERAGES: dict[str, Change] = {"matmul_all_reduce": set_to(bias=None, residual=None, norm=None)}
-"""By operator, the arguments that both ranks change before one of them asks for an average."""
+"""Arguments, by operator, that both ranks change before one of them asks for an average."""
 GRADIENTS = {
     "all_gather_matmul": "A_shard", "matmul_reduce_scatter": "A", "matmul_all_gather": "x", "matmul_all_reduce": "x",
     "all_to_all_matmul": "tokens", "matmul_all_to_all": "h", "embedding_all_to_all": "weights",

@@ -1,4 +1,4 @@
-"""Arguments that mean the same make one call, however each rank writes them, whatever operators compute."""
+"""Arguments that mean the same make one call, however each rank writes them, for every operator."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ SCHEDULES: dict[str, list[str | None]] = {
 
 
 def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
-    """Rank 1 writes each call otherwise than rank 0, at a new shape and at a known one: by nobody's or everybody's calls before."""
+    """Write each call in another way on rank 1 than on rank 0, at a new shape and at a known one, after no calls and
+    after calls in both ways."""
     for schedule in SCHEDULES[operator]:
         options = {} if schedule is None else {"schedule": schedule}
         make = OPERATORS[operator]

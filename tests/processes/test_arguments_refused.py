@@ -72,7 +72,7 @@ def nested(x: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tenso
         return torch.nested.nested_tensor([x, x], layout=layout)
 
 
-# What a tensor is made into, and words of the error, which begins with the argument's name.
+# The conversion of a tensor, and words of the error, which begins with the argument's name.
 KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "DTensor": (as_dtensor, "is a DTensor: pass .to_local()"),
     "collective": (AsyncCollectiveTensor, "is an AsyncCollectiveTensor: pass .wait()"),
@@ -204,7 +204,7 @@ IN_A_RUN = {"w": torch.ones(5, 3)}, "w has shape (5, 3): it must be [K=8, N] to 
 def refused_compiled(
     group: dist.ProcessGroup, bad: list[dict[str, Any]], fullgraph: bool, deadline_s: float
 ) -> list[str]:
-    """Return each rank's error of compiled calls whose arguments are bad on rank 1, in a group of its own."""
+    """Return each rank's error of compiled calls with bad arguments on rank 1, in their own group."""
     own, found = dist.new_group([0, 1]), []
     good = {"x": torch.ones(4, 8), "w": torch.ones(8, 3), "gather_dim": 0, "group": own, "deadline_s": deadline_s}
     weft.matmul_all_gather(**good)
@@ -453,7 +453,7 @@ def test_weights_that_are_no_tensors_are_refused_before_any_is_copied(pool: Pool
 
 
 def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str, bool]]:
-    # A table beside it, which comes first.
+    # A table before it.
     ebc = ShardedEmbeddingBagCollection(TABLES, group=group, placement=[group.size() - 1] * 2)
     if group.rank() != group.size() - 1:
         return {}

@@ -273,7 +273,8 @@ LOOK_MS, CALL_MS = 0.25, 20.0
 
 
 def _sleepy(group: dist.ProcessGroup) -> dict:
-    """Time with a clock on which a look takes `LOOK_MS`, and a call on rank 1 `CALL_MS`, whatever else this machine does."""
+    """Time with a clock that takes `LOOK_MS` per look, and calls that take `CALL_MS` on rank 1, independent of this
+    machine's load."""
     ranks = _ranks(group)
     called: list[int] = []
     now_ms = [0.0]
@@ -343,7 +344,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
         assert row["roofline_ratio"] == pytest.approx(row["p50_ms"] / row["roofline_ms"])
         assert len(row["ceilings"]) == row["ranks"] == 2
         assert (row["pool_ms"] is not None) == (row["variant"] in (BASELINE, "batched"))
-    # The output [11, 35] in fp32, twice (two result buffers); the serial variants hold what they send and receive.
+    # The output [11, 35] in fp32, twice (two result buffers); the serial variants count send and receive buffers.
     assert rows[2]["extra_bytes"] == 11 * 35 * 4
     assert rows[1]["extra_bytes"] >= 2 * 11 * 35 * 4
 

@@ -109,7 +109,7 @@ def test_inputs_variants_and_load_by_hand(pool: Pool) -> None:
         assert SHAPE.rows == 48 == int(splits[0, 0].sum())
         assert load["rank_skew"] == pytest.approx(float((between.sum(1).amax(1) / 48).mean()))
         assert load["expert_skew"] == pytest.approx(float((splits.sum(1).amax(1) / 16).mean()))
-        # With two ranks what leaves one comes to the other.
+        # With two ranks, rows that leave one rank arrive at the other.
         busiest = torch.stack([between[:, 0, 1], between[:, 1, 0]]).amax(0).double().mean()
         assert load["busiest_bytes"] == pytest.approx(float(busiest) * 16 * 4)
 

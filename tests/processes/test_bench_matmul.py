@@ -238,7 +238,7 @@ def _planned(group: dist.ProcessGroup) -> list[dict]:
         return _measured(group, "fp32")
     finally:
         this_machine.machine_model = original
-        symm.communicator(group, "cpu").close()  # and with it what was chosen
+        symm.communicator(group, "cpu").close()  # and with it the choice
 
 
 def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ class _Graph:
 
 
 class _Recorder:
-    """Captures all but what is called `refuses`."""
+    """A recorder that captures everything except variants called `refuses`."""
 
     def __init__(self, ranks: Ranks) -> None: ...
 

@@ -1,4 +1,5 @@
-"""The benchmark of matmul_all_to_all: its inputs, its variants, what it records; the rest it has from that of all_to_all_matmul."""
+"""The benchmark of matmul_all_to_all: its inputs, its variants, its records. The rest is shared with
+all_to_all_matmul."""
 
 from __future__ import annotations
 

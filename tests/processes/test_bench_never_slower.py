@@ -1,4 +1,4 @@
-"""`weft bench never-slower` on two ranks: rows of real runs, what a file already has, errors at a shape."""
+"""`weft bench never-slower` on two ranks: rows of real runs, rows that a file already has, errors at a shape."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Recorder:
 
 
 def _captured(group: dist.ProcessGroup) -> dict[str, dict]:
-    """Rows of mode graph, which on CPU nobody asks for."""
+    """Rows of mode graph, which nobody requests on CPU."""
     ranks, found = Ranks(group, group, torch.device("cpu")), {}
     original, core.Recorder = core.Recorder, _Recorder  # type: ignore[misc, assignment]
     try:

@@ -1,4 +1,4 @@
-"""Options of an operator's own in its benchmark: what their texts say, what a call with them took."""
+"""Options of an operator in its benchmark: the meaning of their texts, and the schedule that a call with them took."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class _Tiring:
 
 
 class _Recorder:
-    """A graph without a GPU: the same call again into the same memory. What is called `once` writes only for so many replays."""
+    """A graph without a GPU: the same call again into the same memory. A variant called `once` writes only in its first
+    replays."""
 
     def __init__(self, ranks: Ranks) -> None: ...
 
@@ -89,7 +90,7 @@ def _measured(
 
 @pytest.mark.parametrize("mode", ["single", "queued"])
 def test_a_row_that_ends_wrong_has_no_time(pool: Pool, mode: Mode) -> None:
-    # 1 first call and 2 x 2 that are checked come before the timed ones.
+    # 1 first call and 2 x 2 checked calls precede the timed ones.
     for found, eager in pool.run(_measured, (mode, "graph"), {"fresh": 10**9, "tiring": 7}, ranks=2):
         assert eager == {}
         assert (mode, "fresh") in found.timings

@@ -11,7 +11,7 @@ def test_without_a_model_schedules_are_run_and_all_ranks_take_one(pool: Pool, ex
     found = pool.run(ranks.chooses_for_experts, exact, False, ranks=3, timeout_s=100)
     assert len(set(found)) == 1
     ((_, captured),) = set(found)
-    assert bool(captured) == (not exact)  # where y has exactly the rows that come, the host reads how many
+    assert bool(captured) == (not exact)  # if y has exactly the arriving rows, the host reads their number
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "bounded"])

@@ -25,7 +25,7 @@ GEMM = ["plan", "all_gather_matmul", "--shape"]
 
 
 def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that must be refused, with status 2 and nothing on stdout. Return what it says."""
+    """Run a command that must be refused, with status 2 and nothing on stdout. Return its message."""
     monkeypatch.setattr(sys, "argv", ["weft", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()

@@ -1,6 +1,5 @@
-"""Operators that nobody, or one rank only, has used before torch.compile traces their first calls: one graph, on every rank.
-
-Two processes without a pool, whose workers have imported all operators."""
+"""Operators that no rank, or only one, has used before torch.compile traces their first calls: one graph, on every
+rank. Two processes without a pool, because a pool's workers have imported all operators."""
 
 from __future__ import annotations
 

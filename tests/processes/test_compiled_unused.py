@@ -1,5 +1,5 @@
-"""A compiled call takes place on every rank, whatever a rank does with its results: torch.compile may not leave it out where they
-are unused or empty. Peers would wait for it until their deadline."""
+"""A compiled call runs on every rank, even if a rank ignores its results. torch.compile may not remove a call whose
+results are unused or empty: peers would wait for it until their deadline."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(group: dist.ProcessGroup, case: str, backend: str, cache: str | None) ->
     with pytest.MonkeyPatch.context() as patched:
         if cache is not None:
             patched.setenv("TORCHINDUCTOR_CACHE_DIR", f"{cache}/{group.rank()}")
-            # What ranks compile differs, and so does how long that takes.
+            # Ranks compile different programs, which takes different times.
             patched.setenv("WEFT_DEADLINE_S", "120")
             patched.setenv("WEFT_SETUP_DEADLINE_S", "120")
         y = compiled(*tensors)

@@ -1,7 +1,7 @@
 """embedding_all_to_all on CPU processes: what it computes.
 
-Cheapest first: one process; every option on 1, 2, 3, 4 and 8 ranks, bit for bit what one process computes; forms of
-input; shapes at random; calls in a row. Who waits for whom, and what a call leaves, is in test_embedding_calls.py, bad
+Cheapest first: one process; every option on 1, 2, 3, 4 and 8 ranks, with the bits that one process computes; forms of
+input; random shapes; repeated calls. Who waits for whom, and what a call leaves, is in test_embedding_calls.py, bad
 input in test_embedding_bad_input.py, ranks that fail in test_embedding_failure.py, the native kernel alone in
 tests/unit/test_cpu_kernel.py.
 """
@@ -247,7 +247,7 @@ def test_any_problem(pool: Pool, p: Problem, slice_size: int, order: str) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ten_shapes_in_a_row_on_poisoned_buffers(pool: Pool, transport: str) -> None:
-    """Larger, smaller and empty batches in turn through one operator; nothing of a call is left in a later one."""
+    """Alternate larger, smaller and empty batches through one operator; nothing of a call is left in a later one."""
     tables, owners = tables_of((8, 3, 16, 1, 70)), (0, 1, 2, 0, 1)
     sizes = [
         (3, 4, 5),

@@ -1,7 +1,7 @@
 """Backward of embedding_all_to_all on CPU processes, against torch's embedding_bag and optimizers in float64.
 
-Cheapest first: gradients and updates; bits for any number of ranks, threads and delays; hot rows, empty batches, 16-bit tables;
-numbers out of the ordinary; then calls that are refused, and ranks that are late, differ or die in backward.
+Cheapest first: gradients and updates; bits for any number of ranks, threads and delays; hot rows, empty batches, 16-bit
+tables; infinities, NaN and extreme numbers. Refused calls follow, and ranks that are late, differ or die in backward.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ def test_a_straggler_is_waited_for(pool: Pool) -> None:
 
 
 def counted_on_one_rank(group: dist.ProcessGroup) -> bool:
-    """Whether a step has the same bits if the first rank counts its FLOPs, which takes another way through torch."""
+    """True if a step has the same bits when the first rank counts its FLOPs, which takes another way through torch."""
     p, rank, both = problem(2, (8, 4, 16), 12), group.rank(), []
     for counts in (False, rank == 0):
         weights = [weight.clone() for weight in p.local_weights(rank)]
@@ -464,7 +464,7 @@ def test_a_rank_may_count_its_flops(pool: Pool) -> None:
 
 
 def compiled(group: dist.ProcessGroup, backend: str) -> list[bool]:
-    """Whether dense gradients of a compiled call, and of a second one, have the bits of an ordinary call's."""
+    """True if dense gradients of a compiled call, and of a second one, have the bits of an ordinary call's."""
     p, rank = problem(2, (8, 4, 16), 12), group.rank()
     weights = [weight.clone().requires_grad_() for weight in p.local_weights(rank)]
 

@@ -49,7 +49,7 @@ def keyed(*keys: str) -> Spoiler:
     return spoil
 
 
-# What is done to rank 1's arguments, and words that the error must have.
+# The change of rank 1's arguments, and words that the error must have.
 SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "index beyond the table": (put_at("values", 3, 31), ["'t1'", "'f1'", "sample", "index 31", "[0, 31)", "hash=True"]),
     "index far beyond": (put_at("values", -1, 2**62), ["'t2'", "'f2'", f"index {2**62}", "[0, 32)"]),
@@ -228,7 +228,7 @@ def option(**changes: Any) -> Callable[[Problem], Arguments]:
     return lambda p: changes
 
 
-# What rank 1 does otherwise, and words that the error must have.
+# The difference of rank 1's call, and words that the error must have.
 DIFFERENT: dict[str, tuple[Callable[[Problem], Any], list[str]]] = {
     "rows": (table(2, num_embeddings=99), ["table 2", "t2 [32, 16]", "t2 [99, 16]"]),
     "columns": (table(0, embedding_dim=7), ["table 0", "t0 [30, 8]", "t0 [30, 7]"]),

@@ -122,7 +122,7 @@ def caught(group, p, options, spoil):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_indices_out_of_range_read_as_zero_rows_and_warn(pool: Pool, transport: str, dtype: torch.dtype) -> None:
     p = Problem(tables_of((4, 6, 3), dtype=dtype), (1, 0, 1), (2, 3), longest=3, weighted=True)
-    # Rank 0 owns table t1 alone. Zero rows are what a weight of zero gives.
+    # Rank 0 owns table t1 alone. A weight of zero gives zero rows.
     spoil = {0: -1, 2: 31, 4: 2**62}
     answers = pool.run(caught, p, {"transport": transport}, spoil, ranks=2)
     for at in spoil:
@@ -283,7 +283,8 @@ def test_results_outlive_the_growth_of_buffers(pool: Pool) -> None:
 
 
 def hold_beyond_the_end(group, p, transport):
-    """Closing a communicator unmaps what nobody holds, and no more; the group's next call makes a new one."""
+    """Closing a communicator unmaps memory that nobody holds, and no more; the group's next call makes a new
+    communicator."""
     mine = dist.new_group([0, 1])
     held = ranks.call(mine, p, transport=transport)
     symm.communicator(mine, "cpu").close()
@@ -303,7 +304,8 @@ def test_results_outlive_their_group(pool: Pool, transport: str) -> None:
 
 
 def hold_with_one_buffer(group, p, holders):
-    """With outputs=1, `holders` keep their result: refused on every rank, and the group goes on once they drop it."""
+    """Let `holders` keep their result with outputs=1: every rank refuses the next call, and the group continues once
+    they drop it."""
     options = {"outputs": 1, "deadline_s": 20.0}
     held = ranks.call(group, p, **options)
     if group.rank() not in holders:
@@ -389,7 +391,7 @@ def test_two_plans_on_one_group_interleaved(pool: Pool) -> None:
 
 
 def on_two_groups(group, whole, pair, options):
-    """One operator on all four ranks and one on each pair of ranks, in turn."""
+    """Alternate one operator on all four ranks and one on each pair of ranks."""
     mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][group.rank() // 2]
     outputs = []
     for _ in range(2):

@@ -1,8 +1,8 @@
 """embedding_all_to_all when a rank does not do its part: the others do not hang, they say who, what and since when.
 
-First ranks that are late or raise, on groups of their own inside the shared pool; then ranks that are killed, in pools of
-their own. Deadlines are short where one is meant to be missed; where it is not, `deadline_s=5` makes a rank that only
-learns of a death by waiting fail with the wrong error.
+First ranks that are late or raise, on groups of their own inside the shared pool; then ranks that are killed, in pools
+of their own. Deadlines are short in tests that miss them. Elsewhere, `deadline_s=5` makes a rank fail with the wrong
+error if it learns of a death only by waiting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BAD_RANK = 1
 
 
 def wait_for_failure(group: dist.ProcessGroup) -> None:
-    """Do nothing until this rank has heard that its group failed."""
+    """Do nothing until this rank is notified that its group failed."""
     until = time.monotonic() + 30
     with contextlib.suppress(WeftError):
         while time.monotonic() < until:
@@ -76,7 +76,8 @@ def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
 
 
 def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
-    """Whoever missed the deadline first says so with `text`; others may have heard of it before theirs passed."""
+    """Check that the first rank to miss the deadline reports it with `text`; others may be notified before their own
+    deadline."""
     kinds = [kind for kind, _ in errors]
     assert "DeadlineError" in kinds
     assert set(kinds) <= {"DeadlineError", "PoisonedGroupError"}
@@ -102,12 +103,12 @@ def stuck(group, p, options, doing):
         if doing == "raise":
             raise ArithmeticError("on purpose")
         wait_for_failure(own)
-        dist.barrier(group)  # who has not given up yet would still take what comes now
+        dist.barrier(group)  # a rank that has not given up yet would still use data that arrive now
         return native(*args, **kwargs)
 
     if group.rank() == BAD_RANK:
         cpu.run_native = run_native
-    # Who raises tells the others; who hangs does not, and they wait until the deadline.
+    # A rank that raises notifies the others; a rank that hangs does not, and they wait until the deadline.
     deadline_s = 0.5 if doing == "hang" else 30.0
     error = ("", "")
     try:
@@ -127,7 +128,7 @@ def test_a_rank_that_hangs_inside_a_call(pool: Pool, transport: str, signal_name
     errors = [answers[rank][0] for rank in (0, 2)]
     text = rf"rank [02] waited 0.5 s for embedding_all_to_all {signal_name} from rank 1\b.*: wanted 2, found 1"
     assert_deadline(errors, text)
-    # The others have stored all that rank 1 waits for: its result is complete, or it hears of the failure first.
+    # The others have stored all data that rank 1 waits for: its result is complete, or it is notified of the failure first.
     assert answers[BAD_RANK][0][0] in ("", "PoisonedGroupError")
     assert_over(answers)
 

@@ -1,7 +1,5 @@
-"""First values of embedding tables: bounds and functions of the configs, weft's and TorchRec's, whatever the placement.
-
-Functions with a `group` argument run on the ranks.
-"""
+"""First values of embedding tables: bounds and functions of the configs, weft's and TorchRec's, for any placement.
+Functions with a `group` argument run on the ranks."""
 
 from __future__ import annotations
 

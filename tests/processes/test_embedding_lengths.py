@@ -1,5 +1,5 @@
-"""Lengths and offsets of a KeyedJaggedTensor that describe no bags are refused on every rank: by the operator, and by the module
-with a local batch, a global batch, and keys that no table uses. Then the next call works."""
+"""Invalid lengths and offsets of a KeyedJaggedTensor are refused on every rank. The operator refuses them, and the
+module with a local batch, a global batch, and keys that no table uses. Then the next call works."""
 
 from __future__ import annotations
 

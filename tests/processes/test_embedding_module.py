@@ -264,7 +264,7 @@ def try_forward(group, options: dict, parts: list, good: list) -> tuple[str, str
 
 
 def without_one(group, parts: list) -> list[str]:
-    """Return the errors of a forward to which rank 1 does not come, and of the next forward."""
+    """Return the errors of a forward that rank 1 leaves out, and of the next forward."""
     apart = dist.new_group(list(range(group.size())))
     module = ShardedEmbeddingBagCollection(TABLES, group=apart, deadline_s=2.0)
     module.load_full_weights(full_weights())

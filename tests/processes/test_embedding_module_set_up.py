@@ -44,7 +44,7 @@ def test_a_rank_that_does_not_come(pool: Pool, is_first: bool) -> None:
     errors = pool.run(absent, is_first, ranks=3, timeout_s=40)
     what = r"ranks \[1\] to set up" if is_first else r"the part of rank 1 \(pid \d+\) in making a ShardedEmbeddingBag"
     said = [error for error in errors if error is not None]
-    if is_first:  # whoever gives up first is heard of by the other
+    if is_first:  # the first rank to give up notifies the other
         assert {kind for kind, _ in said} <= {"DeadlineError", "PeerLostError"}
         assert all(re.search(f"waited 0.5 s for {what}", text) for _, text in said)
     else:

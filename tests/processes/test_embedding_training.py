@@ -209,7 +209,7 @@ def test_schedulers_write_the_learning_rate_of_the_next_update(pool: Pool) -> No
 
 
 def continues(group: dist.ProcessGroup, optimizer: Any) -> list[Any]:
-    """Whether a module that is loaded goes on as the one that was saved; the names of the saved states; errors."""
+    """True if a loaded module trains on like the saved module; also the names of the saved states; errors."""
     module, fresh = (made(group, optimizer=optimizer) for _ in range(2))
 
     def step(of: nn.Module, seed: int) -> None:

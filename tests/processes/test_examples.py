@@ -1,4 +1,4 @@
-"""The examples run as their headers say, on CPU processes, and docs/schedules.md shows what its code does."""
+"""The examples run as their headers say, on CPU processes, and docs/schedules.md shows the output of its code."""
 
 import ast
 import importlib.util
@@ -258,7 +258,7 @@ def test_the_pages_script_runs_and_prints_what_the_page_says(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_whole_page_is_one_program(tmp_path: Path) -> None:
-    """Ranks import it again: what a block does, and does not define, it guards."""
+    """Ranks import the page's code again: code in a block that is more than definitions is guarded."""
     (tmp_path / "page.py").write_text("\n\n".join((SCRIPT, NORM, LATE, SEEING, MAP)))
     printed = run("page.py", cwd=tmp_path)
     assert printed.startswith(TABLE)
@@ -283,7 +283,7 @@ def test_the_pages_norm() -> None:
 
 @pytest.mark.parametrize("message", [RACE, HANG], ids=["race", "hang"])
 def test_what_is_left_out_is_missed_as_the_page_says(message: str) -> None:
-    """The page says what it leaves out, and shows how the message begins, on lines of its own length."""
+    """The page marks omissions, and shows the begin of the message, on lines of its own length."""
     left_out = re.findall(r"Without\s`([^`]+)`", PAGE[: PAGE.index(message)])[-1]
     assert SCRIPT.count(left_out) == 1
     build = functions_of(SCRIPT.replace(left_out, ""))["from_the_left"]

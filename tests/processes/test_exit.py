@@ -1,7 +1,5 @@
-"""The end of a process in which something still waits for another one: it comes at once, and in order.
-
-Two processes without a pool, since it is their exits that count. The second one stays until the first has ended.
-"""
+"""The end of a process in which a thread still waits for another process: it ends at once, and normally. Two processes
+without a pool, because their exits are tested. The second process stays until the first has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from support.slow import slow
 
 
 def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:
-    """(exit status, what was printed) by rank 0; both get rank, directory and `arguments`."""
+    """Return rank 0's exit status and output. Both ranks get rank, directory and `arguments`."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
@@ -45,7 +43,7 @@ LEAVES = """
 
     def call(deadline_s):
         options = {"schedule": "serial", "return_A": False, "deadline_s": deadline_s}
-        x, w = torch.ones(4, 8), torch.ones(8, 3, requires_grad=True)  # of which the library gathers x again
+        x, w = torch.ones(4, 8), torch.ones(8, 3, requires_grad=True)  # backward gathers x again by gloo
         return weft.all_gather_matmul(x, [w], 0, dist.group.WORLD, **options)[1][0].sum()
 
     y = call(30)
@@ -90,7 +88,7 @@ WAITS = """
 
 @pytest.mark.parametrize("schedule", [slow("serial"), slow("shard[chunks=1,send=in_turn,by=dma]"), "gather[by=kernel]"])
 def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
-    """It comes out of native code in time: where the interpreter is already ending it would abort the process."""
+    """A thread leaves native code in time: while the interpreter is already ending, it would abort the process."""
     assert first_of_two(WAITS, tmp_path, schedule, timeout_s=30) == (0, "")
 
 

@@ -144,12 +144,12 @@ def test_a_rank_that_leaves_while_waited_for_is_named() -> None:
         assert kind == "PeerLostError"
         assert "rank 2 " in text
         assert "closed its end" in text
-    # Whoever notices says what it was waiting for; the news may reach the other before it began to wait.
+    # The first rank to notice names its wait; the other may be notified before it begins to wait.
     assert any("the agreement" in text for _, text in errors)
 
 
 def leave_early(group):
-    """Rank 1 leaves in order. Nobody waits for it any more, so nobody minds; its memory stays readable."""
+    """Rank 1 leaves normally. No rank waits for it any more, so none raises an error; its memory stays readable."""
     rank = group.rank()
     buffer, signal = symm.SymmetricBuffer((4,), torch.int64, group=group), symm.Signal(3, group=group)
     buffer.local.fill_(rank)
@@ -164,11 +164,11 @@ def leave_early(group):
     signal.set(1, peer=2 - rank, index=2)
     signal.wait(1, index=2, peer=2 - rank)
     if rank == 0:
-        signal.wait(1, index=1, peer=1)  # what it did before it left counts
+        signal.wait(1, index=1, peer=1)  # its writes before it left count
         late = error_of(lambda: signal.wait(2, index=1, peer=1))
         signal.comm.close()
         return late
-    # Rank 0's loss reached us, or its goodbye did; either way nobody is left to raise this.
+    # Rank 0 has lost the connection, or received the goodbye; either way no rank is left to raise this.
     return error_of(lambda: signal.wait(2, index=2))
 
 
@@ -193,7 +193,7 @@ def poison_by_hand(group, poisoner):
     comm.on_failure(lambda: 1 / 0)  # one callback's failure must not keep the others from running
     comm.on_failure(note)
     comm.on_failure(lambda: seen.append("taken back"))()
-    dist.barrier(group)  # not over the communicator: the poison may overtake what others still send there
+    dist.barrier(group)  # not over the communicator: the poison may overtake data that others still send there
     if group.rank() == poisoner:
         comm.poison("the table is on fire")
     assert happened.wait(NOTICE_S)
@@ -215,7 +215,7 @@ def test_poison_reaches_everybody_and_runs_the_callbacks(size: int) -> None:
 
 
 def miss_the_set_up(group):
-    """Rank 2 comes only after the others have given up; then all try again on the same group."""
+    """Rank 2 arrives only after the others have given up; then all try again on the same group."""
     first = None
     if group.rank() == 2:
         time.sleep(0.5)
@@ -268,7 +268,8 @@ def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
 
 
 def test_a_rank_that_hangs_up_on_one_it_has_not_met_still_says_why() -> None:
-    """Rank 0 has a connection from rank 1 waiting, but has not read rank 1's entry, when it hears that rank 2 gave up."""
+    """Rank 0 has a waiting connection from rank 1, but has not read rank 1's entry, when it is notified that rank 2
+    gave up."""
     store = dist.HashStore()
     listener = bootstrap._socket()
     listener.bind("\0" + bootstrap.PREFIX + secrets.token_hex(16))

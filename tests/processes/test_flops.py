@@ -1,5 +1,5 @@
-"""FlopCounterMode counts for a rank what it counts for the same GEMMs of torch: forward and backward, a backward whose forward was
-made without it, and a compiled graph."""
+"""FlopCounterMode counts for a rank as for the same GEMMs of torch: forward and backward, a backward whose forward ran
+outside of it, and a compiled graph."""
 
 from __future__ import annotations
 

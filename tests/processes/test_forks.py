@@ -1,8 +1,5 @@
-"""A forked child has its parent's process groups, whose sockets it may not talk on: it is told so whatever it calls, and the
-parent's groups live on.
-
-The functions with a `group` argument run on the ranks.
-"""
+"""A forked child has its parent's process groups, whose sockets it may not use: every call raises an error that says
+so, and the parent's groups live on. The functions with a `group` argument run on the ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`weft.on_failure`, and going on with the ranks that are left: the callback is called on every rank that lives, once, and what the
-living ranks compute on a new group is right.
+"""`weft.on_failure`, and continuing with the living ranks: each of them gets the callback once, and their results on a
+new group are right.
 
 The functions with a `group` argument run on the ranks.
 """
@@ -31,7 +31,7 @@ TABLES = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(2)]
 
 
 class Heard:
-    """Notes what a callback is told, and on which thread."""
+    """Recorder of the arguments of a callback, and of its thread."""
 
     def __init__(self) -> None:
         self.said: list[tuple[weft.errors.WeftError, str]] = []
@@ -71,7 +71,7 @@ def embeddings(group: dist.ProcessGroup) -> None:
 
 
 def lose_one(group, how, folder):
-    """Rank 1 is killed while the others do something else; they hear of it, make a group and call on it what weft has."""
+    """Kill rank 1 while the others are busy. They are notified, make a new group, and call weft's operators on it."""
     heard = Heard()
     weft.on_failure(group, heard)  # before weft knows the group
     for use in (product, experts, embeddings):

@@ -1,5 +1,6 @@
-"""Gradients of weights lie as the weights do. A parameter's gradient that lies otherwise is copied by autograd at every step, and
-for a `linear.weight`, which operators get transposed, that copy costs as much as a part of the GEMM."""
+"""Gradients of weights lie as the weights do. Autograd copies a gradient whose layout differs from its parameter's, at
+every step. Operators get a `linear.weight` transposed, and copying its gradient would cost as much as a part of the
+GEMM."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ def test_known_parts_of_as_many_rows_in_all(pool: Pool) -> None:
 
 
 def same_now_and_then_late(group: dist.ProcessGroup, calls: int) -> None:
-    """Serial calls and runs of a schedule in turns, ranks late now and then, and a rank that refuses one now and then."""
+    """Alternate serial calls and runs of a schedule, with ranks late now and then, and a rank that sometimes
+    refuses."""
     own, rank = own_group(group), group.rank()
     same, late = random.Random(5), random.Random(6 + rank)
     kinds = [(operator, {}) for operator in OPERATORS] + [("all_gather_matmul", {"schedule": "gather[by=kernel]"})]
@@ -195,7 +196,7 @@ def test_known_schedules_that_differ(pool: Pool, operator: str, schedule: str) -
 
 
 def known_here_alone(group: dist.ProcessGroup) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Rank 1 has another number of experts, for the first time. Nobody waits for a deadline."""
+    """Rank 1 has another number of experts, for the first time. No rank waits for a deadline."""
     own = own_group(group)
     call(own, "all_to_all_matmul")
     x, w, experts = torch.ones(4, K), torch.ones(3, K, N), 3 if group.rank() == BAD_RANK else EXPERTS
@@ -298,7 +299,7 @@ def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[st
      ("direct", "schedule 'direct of backward of all_gather_matmul' of gradients of ")],
 )  # fmt: skip
 def test_errors_in_backward_name_the_operator_that_was_called(pool: Pool, taken: str, what: str) -> None:
-    """And none that a user has never heard of."""
+    """And no name that a user has never seen."""
     missed, _ = pool.run(known_backward, taken, "nothing", ranks=2)
     assert_deadline([missed], f"rank 0 waited 0.5 s for {what}.* from rank 1")
     for kind, text in pool.run(known_backward, taken, "something else", ranks=2):
@@ -308,7 +309,8 @@ def test_errors_in_backward_name_the_operator_that_was_called(pool: Pool, taken:
 
 
 def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Rank 1 comes, and then does not begin the collective: it raises, gets Ctrl-C, or does nothing until the others give up."""
+    """Let rank 1 arrive, and then not begin the collective: it raises, gets Ctrl-C, or does nothing until the others
+    give up."""
     own = own_group(group)
     call(own, "all_gather_matmul")
     native = collectives.all_gather_single

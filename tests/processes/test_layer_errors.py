@@ -169,7 +169,7 @@ def other_layers(group: dist.ProcessGroup) -> dict[str, Told]:
     }  # fmt: skip
     follows = weft.nn.ParallelMLP(
         HIDDEN, HIDDEN, **options
-    )  # where a layer has no collective, its peers hear of it in the next
+    )  # a layer without collectives notifies its peers in the next one
     for name, layer in layers.items():
         here, there = layer(), layer(**meta)
         found[name] = told(
@@ -309,7 +309,7 @@ def test_an_error_between_collectives_is_a_refusal(pool: Pool, kind: str, traine
 
 
 class Changes:
-    """An activation whose result broadcasts against what it is multiplied with, or has another dtype, on one rank."""
+    """Return an activation whose result broadcasts against its factor, or has another dtype, on one rank."""
 
     def __init__(self, here: bool, dtype: bool) -> None:
         self.here, self.dtype = here, dtype

@@ -1,4 +1,4 @@
-"""Mistakes in an operator of one's own: what is said names them and what to write instead."""
+"""Mistakes in your own operator: errors name them and the fix."""
 
 from __future__ import annotations
 

@@ -54,24 +54,24 @@ def serial(p: MatmulScatter) -> Schedule:
 
 @builder(MatmulScatter)
 def straight(p: MatmulScatter) -> Schedule:
-    """The rows of each peer leave when they are computed; the own ones come last, and are added to what has come."""
+    """The rows of each peer leave when they are computed. The own rows are last, and are added to the arrived rows."""
     d, (x, w, y) = _operands("straight", p)
     world, rows = p.world_size, p.m // p.world_size
     staged = d.buffer("staged", p.m, p.n, p.dtype, "scratch")
     box = d.buffer("box", p.m, p.n, p.dtype, "symmetric")
-    done, there, free = (d.signals(signal, world) for signal in ("done", "there", "free"))
+    done, there, credit = (d.signals(signal, world) for signal in ("done", "there", "credit"))
     compute, copy = d.lane("compute"), d.lane("copy", "copy")
     for distance in range(1, world + 1):
         to = peer(world, distance)
         part = (to * rows, rows)
         compute.matmul(staged.part(rows=part), x.part(rows=part), w.part()).set(done, to)
-        copy.wait(done, to).wait(free, to, previous=True)
+        copy.wait(done, to).wait(credit, to, previous=True)
         copy.copy(staged.part(rows=part), box.part(rows=(RANK * rows, rows), at=to)).set(there, RANK, at=to)
     for source in range(world):
         compute.wait(there, source)
     compute.reduce(y.part(), *(box.part(rows=(source * rows, rows)) for source in range(world)))
     for source in range(world):
-        compute.set(free, RANK, at=source)
+        compute.set(credit, RANK, at=source)
     return d.schedule()
 
 

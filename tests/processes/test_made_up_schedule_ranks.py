@@ -1,7 +1,5 @@
-"""A schedule that somebody made up, on CPU processes: right results through the public operator, and in the order of its lanes.
-
-The functions with a `group` argument run on the ranks.
-"""
+"""A user's schedule on CPU processes: right results through the public operator, and in the order of its lanes. The
+functions with a `group` argument run on the ranks."""
 
 from __future__ import annotations
 
@@ -106,11 +104,11 @@ def sum_on_the_last(world: int) -> Schedule:
     mine = lookup((*(0 for _ in range(last)), 1), RANK)
     x, y = d.buffer("x", 4, 6, "fp32", "input"), d.buffer("y", mine * 4, 6, "fp32", "output")
     box = d.buffer("box", 4 * world, 6, "fp32", "symmetric")
-    there, free = d.signals("there", world), d.signals("free", 1)
+    there, credit = d.signals("there", world), d.signals("credit", 1)
     parts = tuple(box.part(rows=(4 * source, 4)) for source in range(world))
-    lane = d.lane("compute").wait(free, previous=True)
+    lane = d.lane("compute").wait(credit, previous=True)
     lane.copy(x.part(), box.part(rows=(RANK * 4, 4), at=last)).set(there, RANK, at=last)
-    come, gone = [Wait("there", source) for source in range(world)], [Set("free", 0, at) for at in range(world)]
+    come, gone = [Wait("there", source) for source in range(world)], [Set("credit", 0, at) for at in range(world)]
     lane.repeat("only", mine, *come, Reduce(y.part(rows=(0, 4)), parts), *gone)
     return d.schedule()
 

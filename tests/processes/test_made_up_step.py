@@ -59,12 +59,12 @@ def doubled_by_a_peer(world: int, *, waits: bool = True, rows: int = 4) -> Sched
     d = Draft("doubled by a peer", world)
     x, y = d.buffer("x", 4, 6, "fp32", "input"), d.buffer("y", 4, 6, "fp32", "output")
     box = d.buffer("box", 4, 6, "fp32", "symmetric")
-    there, free = d.signals("there", 1), d.signals("free", 1)
+    there, credit = d.signals("there", 1), d.signals("credit", 1)
     lane, following = d.lane("compute"), (RANK + 1) % world
     if waits:
-        lane.wait(free, previous=True)
+        lane.wait(credit, previous=True)
     lane.then(Scale(box.part(rows=(0, rows), at=following), x.part(), RANK + 2)).set(there, at=following)
-    lane.wait(there).compute("add", y.part(), x.part(), box.part()).set(free, at=(RANK - 1) % world)
+    lane.wait(there).compute("add", y.part(), x.part(), box.part()).set(credit, at=(RANK - 1) % world)
     return d.schedule()
 
 

@@ -24,8 +24,9 @@ each_dim = pytest.mark.parametrize("dim", [0, -1])
 def on_poisoned_memory(
     group: dist.ProcessGroup, m: int, n: int, k: int, columns: bool, dtype: torch.dtype
 ) -> list[str]:
-    """Each schedule that overlaps, run in a row on fresh data, its own memory and its results poisoned; compared when all have run.
-    The first rank comes late to the second run, the last one to the third; the last run is the first again, to the bit."""
+    """Run each overlapped schedule repeatedly on fresh data, with poisoned memory and results, and compare after all
+    runs. The first rank is late for the second run, the last one for the third. The last run repeats the first, bit by
+    bit."""
     rank, world, names = group.rank(), group.size(), []
     case = Gemm((m, k), n, dtype, -1 if columns else 0)
     made = [MatmulAllGatherGradientsCall(case, group, seed) for seed in range(4)]
@@ -113,7 +114,7 @@ def test_many_sizes_in_a_row(pool: Pool, dim: int, schedule: str | None) -> None
 
 @pytest.mark.parametrize("schedule", ["serial", DIRECT, COLUMNS])
 def test_operands_may_lie_otherwise_and_the_gradient_of_a_weight_lies_as_it(pool: Pool, schedule: str) -> None:
-    """Nobody is warned of how gradients lie, which autograd has made."""
+    """No warning is given for the layout of gradients, which autograd has made."""
     assert pool.run(ranks.layouts, schedule, ranks=3, timeout_s=60) == [[]] * 3
 
 

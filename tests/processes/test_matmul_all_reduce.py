@@ -109,7 +109,7 @@ def test_sums_beyond_fp16_are_infinite_and_means_of_them_too(pool: Pool, schedul
 
 
 def librarys_sum(group: dist.ProcessGroup) -> None:
-    """It leaves what it adds up, which may be a gradient of torch's."""
+    """The summed tensor, which may be a gradient of torch's, is not changed."""
     from weft.runtime.unfused import STRAIGHT
     from weft.runtime.unfused.collectives import all_reduce
 

@@ -63,7 +63,8 @@ def test_compiled_gradients_by_the_dual(pool: Pool, wanted: tuple[bool, bool]) -
 
 
 def gradients_weigh_steps(group: dist.ProcessGroup) -> None:
-    """In fp32 small steps round away, but the product is linear in h and in w: the gradient weighs what a step of any size adds."""
+    """In fp32 small steps round away. But the product is linear in h and in w, so the gradient predicts the change of a
+    step of any size."""
     call = MatmulAllToAllCall(Experts(k=4, n=3), group, 7)
     h, w = (t.clone().requires_grad_() for t in call.mine)
     by = right_gradients(call)[0][0]
@@ -143,7 +144,7 @@ def call(
 
 
 def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
-    """Tables that rank 1 gets wrong, in a first call and later: every rank hears of it, and the group lives on."""
+    """Pass wrong tables on rank 1, in a first call and later: every rank gets the error, and the group lives on."""
     found, world, bad = {}, group.size(), group.rank() == 1
     h, w = torch.ones(2 * world, 8), torch.ones(2, 8, 3)
     received, splits = torch.tensor([[2, 0]] * world), torch.tensor([2, 0] * world)
@@ -181,7 +182,7 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                 "rows": "rank 1: rows=7, but splits add up to 6: pass this rank's number of tokens",
             }.items():
                 assert found[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, found[f"{name}, {when}"])
-        if schedule == "serial":  # which makes memory for what comes
+        if schedule == "serial":  # which allocates memory for the arriving rows
             assert found["capacity"] == "nothing"
         else:
             assert found["capacity"].startswith(

@@ -1,4 +1,4 @@
-"""Choices that are measured: what is said of them, on demand, remembered, and of builders from outside the house."""
+"""Schedules selected by measurement: warnings, autotuning on demand, caching, and builders from outside of weft."""
 
 from __future__ import annotations
 

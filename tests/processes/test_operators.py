@@ -1,8 +1,6 @@
-"""Every operator on CPU processes: results by every schedule, gradients, torch.compile, layouts, bad arguments, ranks that differ
-or do not come, timelines.
-
-`support/operators/cases.py` has a row for each. What one operator does alone has a file of its own.
-"""
+"""Every operator on CPU processes: results by every schedule, gradients, torch.compile, layouts, bad arguments, ranks
+that differ or do not arrive, timelines. `support/operators/cases.py` has a row for each. Tests of a single operator
+have a file of their own."""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ def test_unfused_calls_as_on_gpus(pool: Pool, operator: str, world: int) -> None
 
 
 def more_tokens(group: dist.ProcessGroup, operator: str, schedule: str, dual: str, known: bool) -> tuple[str, str]:
-    """Call without capacity, with the gradients of rows. Begin with 4 tokens a rank. Then the last rank has as many as that
-    leaves room for, then one more (return its error), then few again. known: True if backward has been called before."""
+    """Call without capacity, with the gradients of rows. Begin with 4 tokens per rank. Then the last rank has as many
+    as there is room for, then one more (return its error), then few again. known: True if backward has been called
+    before."""
     own, world = own_group(group), group.size()
 
     def both(of_last: int, backward: bool = True) -> None:
@@ -67,7 +68,8 @@ def more_tokens(group: dist.ProcessGroup, operator: str, schedule: str, dual: st
 @pytest.mark.parametrize("schedule", ["serial", "pinned"])
 @pytest.mark.parametrize("operator", DUALS)
 def test_backward_of_what_forward_takes(pool: Pool, operator: str, schedule: str, dual: str, known: bool) -> None:
-    """One rank has as many tokens as there is room for, and then one more, which is refused before anything is done."""
+    """Give one rank as many tokens as there is room for, and then one more, which is refused before anything is
+    done."""
     names = [
         of if of == "serial" else ROWS[name].small.schedule
         for of, name in ((schedule, operator), (dual, DUALS[operator]))

@@ -1,5 +1,6 @@
-"""weft.parallel's styles on CPU processes: a Llama that is divided by them learns as one divided by torch's does, with FSDP2 and
-activation checkpointing; a block compiles; and for every layout results, gradients and parameters of a layer are torch's."""
+"""weft.parallel's styles on CPU processes. A Llama with these styles learns like a Llama with torch's styles, also with
+FSDP2 and activation checkpointing. A block compiles. For every layout, results, gradients and parameters of a layer
+equal torch's."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def test_a_hugging_face_llama(pool: Pool) -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "weights frozen"])
 @pytest.mark.parametrize(("world", "k"), [(1, 8), (2, 8), slow(4, 8), (3, 8)])
 def test_torchtitans_functions(pool: Pool, world: int, k: int, frozen: bool) -> None:
-    """The kept part of x is a rank's, whatever the number of ranks; here with columns that do not divide by three."""
+    """The kept part of x is a rank's own, for any number of ranks; here with columns that are not divisible by
+    three."""
     for rank, saved in enumerate(pool.run(titan_functions.functions, k, frozen, ranks=world, timeout_s=60)):
         assert saved[0] == 5 * world * (k // world + (rank < k % world))
 

@@ -1,4 +1,5 @@
-"""Sizes that do not come back are run in turn and not prepared; those that do are. On GPUs; here CPU ranks do it too."""
+"""Sizes that do not recur run by NCCL and cuBLAS and are not compiled; sizes that recur are. This is the rule on GPUs;
+here CPU ranks follow it too."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
         one(2 * (PASSING + 3))  # it comes back
         assert count() == PASSING + 1
         one(2 * (PASSING + 3))
-        one(2 * (PASSING + 40))  # a new one, while others come back
+        one(2 * (PASSING + 40))  # a new size, while others recur
         assert count() == PASSING + 2
         one(2)
         assert count() == PASSING + 2
@@ -112,7 +113,7 @@ def expected_of(operator: str, xs: list[torch.Tensor], w: torch.Tensor, rank: in
 
 
 def in_another_layout(group: dist.ProcessGroup) -> None:
-    """Sizes come back on both ranks, on rank 1 in other layouts and by other arguments: both ranks must prepare them."""
+    """Sizes recur on both ranks, on rank 1 with other layouts and arguments: both ranks must compile them."""
     PASSING_ON.append("cpu")
     try:
         own, rank = dist.new_group([0, 1]), group.rank()

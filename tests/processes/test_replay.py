@@ -1,4 +1,4 @@
-"""Calls that repeat an earlier one take the short way, on tensors of their own; whatever means another call does not."""
+"""Calls that repeat an earlier call with other tensors take the fast path. Calls with another meaning do not."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_means_another_call_goes_the_long_way(pool: Pool) -> None:
 
 
 def with_gradients(group: dist.ProcessGroup) -> None:
-    """Calls of several forms, twice: gradients are those of the long way."""
+    """Make calls of several forms twice: gradients equal those of the slow path."""
     own, rank = dist.new_group([0, 1]), group.rank()
     generator = torch.Generator().manual_seed(rank)
 
@@ -228,7 +228,7 @@ def test_gradients_of_the_short_way(pool: Pool) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    """An error on one rank, in a call that peers repeat: all hear it, and the group lives."""
+    """Raise an error on one rank, in a call that peers repeat: all get it, and the group lives."""
     own = dist.new_group([0, 1])
     x, w = torch.randn(3, 8), torch.randn(8, 5)
     for _ in range(2):

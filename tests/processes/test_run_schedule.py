@@ -1,7 +1,8 @@
 """weft.run_schedule, the public way to run a schedule of one's own.
 
-In this order: results and what they are made in; equal schedules share an executor, dynamic sizes; bad input is refused on every
-rank before anything is written, and the group lives on; what differs between ranks, faulty schedules.
+In this order: results and their memory; equal schedules, which share an executor; dynamic sizes. Then bad input, which
+every rank refuses before anything is written, and the group lives on. Last, calls that differ between ranks, and faulty
+schedules.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ def shifted(world: int, *, chunks: int = 2, rows: int = ROWS, waits: bool = True
     d = Draft("shifted", world)
     x, w = d.buffer("x", rows, K, "fp32", "input"), d.buffer("w", K, N, "fp32", "input")
     y, box = d.buffer("y", rows, N, "fp32", "output"), d.buffer("box", rows, K, "fp32", "symmetric")
-    arrived, free = d.signals("arrived", chunks), d.signals("free", 1)
+    arrived, credit = d.signals("arrived", chunks), d.signals("credit", 1)
     send, compute, right = d.lane("to the right", "copy"), d.lane("compute"), (RANK + 1) % world
     if waits:
-        send.wait(free, previous=True)
+        send.wait(credit, previous=True)
     for c in range(chunks):
         part = (c * (rows // chunks), rows // chunks)
         send.copy(x.part(rows=part), box.part(rows=part, at=right)).set(arrived, c, at=right)
         compute.wait(arrived, c).matmul(y.part(rows=part), box.part(rows=part), w.part())
-    compute.set(free, at=(RANK + world - 1) % world)
+    compute.set(credit, at=(RANK + world - 1) % world)
     return d.schedule()
 
 
@@ -109,12 +110,12 @@ def ragged(most: int) -> Schedule:
     y = d.buffer("y", total("counts", 1, 2), K, "fp32", "output")
     counts, box = d.buffer("counts", 2, 1, "int64", "symmetric"), d.buffer("box", most, K, "fp32", "symmetric")
     d.holds(counts, [[3, 5], [5, 3]])
-    told_, arrived, free = d.signals("told", 1), d.signals("arrived", 1), d.signals("free", 1)
-    lane = d.lane("compute").wait(free, previous=True)
+    told_, arrived, credit = d.signals("told", 1), d.signals("arrived", 1), d.signals("credit", 1)
+    lane = d.lane("compute").wait(credit, previous=True)
     lane.copy(n.part(), counts.part(rows=(1, 1), at=other), "kernel").set(told_, at=other)
     lane.copy(n.part(), counts.part(rows=(0, 1)), "kernel").wait(told_).read(counts, by="host")
     lane.copy(x.part(), box.part(rows=(0, total("counts", 0, 1)), at=other)).set(arrived, at=other)
-    lane.wait(arrived).copy(box.part(rows=(0, total("counts", 1, 2))), y.part(), "kernel").set(free, at=other)
+    lane.wait(arrived).copy(box.part(rows=(0, total("counts", 1, 2))), y.part(), "kernel").set(credit, at=other)
     return d.schedule()
 
 
@@ -228,7 +229,8 @@ SCHEDULES: dict[str, Any] = {"schedule": "shifted", "ranks": shifted(4)}
 
 
 def refused(group: dist.ProcessGroup, name: str) -> list[str]:
-    """Rank 1's input is bad, in a first call and in a later one: what each rank is told, and whether y was written meanwhile."""
+    """Pass bad input on rank 1, in a first call and in a later one. Return each rank's error, and whether y was written
+    meanwhile."""
     own, rank, world, found = own_group(group), group.rank(), group.size(), []
     for _ in range(2):
         given = tensors_of(rank)
@@ -414,7 +416,7 @@ def test_faulty_schedules_and_unknown_steps_are_refused_by_name(pool: Pool) -> N
 
 
 def late(group: dist.ProcessGroup) -> tuple[str, str]:
-    """Rank 1 does not come to the second call."""
+    """Let rank 1 leave out the second call."""
     own, rank = own_group(group), group.rank()
     weft.run_schedule(shifted(2), tensors_of(rank), own)
     if rank == 1:

@@ -23,7 +23,7 @@ def problem(
         problem(1, 3, (9,)),
         problem(2, 2, (11, 6)),
         problem(2, 4, (16, 16), "bf16", exact=False),
-        problem(3, 2, (5, 0, 12)),
+        slow(problem(3, 2, (5, 0, 12))),
         problem(1, 3, (9,), return_x=True),
         problem(2, 4, (16, 11), exact=False, return_x=True),
         problem(3, 2, (5, 0, 12), return_x=True),

@@ -1,5 +1,5 @@
-"""Schedules on CPU processes, cheapest first: right results of every candidate, calls in a row, layouts of tensors, overlap,
-what is refused and how ranks disagree, and that nothing is left. Ranks that fail: `test_schedule_cpu_failure.py`.
+"""Schedules on CPU processes, cheapest first: right results of every candidate, repeated calls, layouts of tensors,
+overlap, refusals, ranks that disagree, and no leftovers. Ranks that fail: `test_schedule_cpu_failure.py`.
 
 The functions with a `group` argument run on the ranks.
 """
@@ -278,7 +278,7 @@ def struck_while_binding(group, p, builder):
                 executor._program._call = call
             executor.run(tensors)
             assert_right(p, tensors, nth, f"struck at step {nth}")
-            held.append(tensors)  # so that each lies elsewhere
+            held.append(tensors)  # so that each has another address
     return struck
 
 

@@ -28,7 +28,7 @@ from weft.runtime.cpu.schedule import CpuSchedule
 BAD_RANK = 1
 THREE = AllGatherMatmul(3, (4, 4, 4), (5,), 8, "fp32")
 LONG_S = 30.0
-# A step of rank 1 on a thread of its own, one on the caller's, and one of the library's collective.
+# A step of rank 1 on its own thread, one on the caller's, and one of gloo's collective.
 STEPS = [("shard", "copy x_shard -> box@2"), ("shard", "matmul y0"), ("serial", "all_gather x_shard -> gathered")]
 
 
@@ -117,7 +117,7 @@ def stuck(group, builder, step, doing):
 )
 def test_a_rank_that_hangs_in_a_run(pool: Pool, builder: str, step: str, text: str) -> None:
     answers = pool.run(stuck, builder, step, "hang", ranks=3)
-    # Rank 0 may have all that it waits for before it hears of the failure.
+    # Rank 0 may have all data that it waits for before it is notified of the failure.
     assert_deadline([error for rank, (error, _) in enumerate(answers) if rank != BAD_RANK and error[0]], text)
     assert_over([last for _, last in answers])
 
@@ -131,7 +131,7 @@ def test_a_rank_that_raises_in_a_run(pool: Pool, builder: str, step: str, doing:
     assert answers[BAD_RANK][0] == error
     for rank in (0, 2):
         kind, text = answers[rank][0]
-        # Who has all that it needs of rank 1 may end its run before it hears.
+        # A rank that has all data of rank 1 may end its run before it is notified.
         assert kind in ("PoisonedGroupError", "")
         assert not kind or re.search(rf"rank 1: schedule {builder}, .*: {error[0]}\(.*{error[1]}", text)
     assert_over([last for _, last in answers])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.on_ranks import told
+from support.slow import slow
 
 import weft
 from weft.launch import Pool
@@ -73,7 +74,7 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], Call]] = {
     "matmul_all_to_all": combined,
 }
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    # Its gradient depends on the other operand alone, and not on what comes in from above.
+    # Its gradient depends on the other operand alone, and not on the incoming gradient.
     "linear": torch.sum,
     "quadratic": lambda y: (y**2).sum(),
 }
@@ -176,7 +177,7 @@ def otherwise(group: dist.ProcessGroup, name: str) -> tuple[list[str], list[str]
     return forward, transformed
 
 
-@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul"])
+@pytest.mark.parametrize("name", [slow("all_gather_matmul"), slow("matmul_all_reduce"), "all_to_all_matmul"])
 def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
     for forward, transformed in pool.run(otherwise, name, ranks=2, timeout_s=100):
         for number, text in enumerate(forward):
@@ -186,7 +187,7 @@ def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
 
 
 def first_inside(group: dist.ProcessGroup) -> list[str]:
-    """Return what ranks are told of a new group's first call, on rank 1 inside a transform that wraps every new tensor."""
+    """Return the errors of a new group's first call, on rank 1 inside a transform that wraps every new tensor."""
     x, w = torch.randn(4, 8), torch.randn(1, 8, 3)
     own = [dist.new_group(list(range(group.size()))) for _ in range(2)]
     call, mlp = summed(own[0]), weft.nn.ParallelMLP(8, 16, group=own[1], sequence_dim=0)

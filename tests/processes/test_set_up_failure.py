@@ -45,7 +45,8 @@ def failure_of(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def interrupted(group: dist.ProcessGroup, where: str) -> list[tuple[str, str]]:
-    """Ctrl-C on rank 1, which waits for the others in a set-up exchange; they come when it has been dealt with. Then all retry."""
+    """Press Ctrl-C on rank 1, which waits for the others in a set-up exchange. They arrive when it has been handled;
+    then all retry."""
     own = dist.new_group(list(range(group.size())))
     comm = symm.communicator(own, "cpu")
     native, waiting, late = comm.all_gather_files, threading.Event(), where
@@ -130,7 +131,7 @@ def test_what_all_raise_alike_ends_nothing(pool: Pool) -> None:
 
 
 def late_for_the_first_call(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Rank 1 comes to its first call when the others have missed it and are at their second."""
+    """Let rank 1 make its first call when the others have given it up and make their second."""
     own, found = dist.new_group(list(range(group.size()))), []
     late = group.rank() == BAD_RANK
     for number in range(2):

@@ -1,5 +1,6 @@
-"""Waits while ranks set something up together: they say who has not come, and who never will; they end early where somebody cannot
-come any more or has no descriptor or thread to come with; and a process that was stopped finds what came meanwhile.
+"""Waits of a collective set-up. They name the ranks that have not arrived and those that never will. They end early if
+a rank cannot arrive any more, or has no descriptor or thread left. A process that was stopped finds what arrived
+meanwhile.
 
 The functions with a `group` argument run on the ranks. Where a deadline may not be what ends a wait it is LONG_S.
 """
@@ -275,7 +276,7 @@ def test_where_ranks_compile_and_measure_the_deadline_of_calls_holds(pool: Pool,
 
 
 def stopped_past_its_deadline(group, rounds):
-    """Rank 0 is stopped while it waits, and rank 1's part comes while it cannot look. Its watchdog is the last thread to go on."""
+    """Stop rank 0 while it waits; rank 1's part arrives meanwhile. Its watchdog is the last thread to continue."""
     native = Control._read
 
     def read_late(control: Control, rank: int) -> bool:
@@ -397,7 +398,7 @@ def call(group: dist.ProcessGroup) -> None:
 
 
 def without_descriptors(group, function, rooms, late):
-    """Rank 1 has few descriptors, and comes first or last."""
+    """Let rank 1 have few descriptors, and arrive first or last."""
     function(own_group(group))  # loads modules
     found: list[tuple[tuple[str, str, float], tuple[str, str, float]]] = []
     for room in rooms:

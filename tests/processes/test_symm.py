@@ -276,7 +276,7 @@ def run_out(group):
     errors.append(error_of(lambda: symm.SymmetricBuffer((1 << 20,), torch.float32, group=group)))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if group.rank() == 1:  # room for its own descriptor, not for those of the others
+    if group.rank() == 1:  # room for its own descriptor, but not for the others'
         spare = os.dup(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))
         os.close(spare)
@@ -323,8 +323,8 @@ def test_nothing_has_a_name_and_nothing_is_left(pool: Pool) -> None:
 
 
 def knock(group):
-    """Rank 1 pokes at rank 0's listener as a stranger would, before it comes to the set-up itself. Some say nothing and stay.
-    Seconds that the set-up takes then."""
+    """Let rank 1 connect to rank 0's listener like a stranger before it takes part in the set-up. Some connections send
+    nothing and stay. Return the seconds of the set-up."""
     silent = []
     if group.rank() == 1:
         store = dist.PrefixStore("weft/cpu", distributed_c10d._get_process_group_store(group))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import tensor_parallel_ranks as ranks
+from support import tensor_parallel_state_ranks as state_ranks
 from support.slow import mostly, pairs, slow
 
 from weft.launch import Pool
@@ -69,7 +70,8 @@ def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
 
 
 def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
-    """With norms; compiled or not, recomputed in backward or not. Gradients of what ranks have whole are everybody's."""
+    """With norms; compiled or not, recomputed in backward or not. Gradients of replicated activations are equal on all
+    ranks."""
     (one,) = pool.run(ranks.block_gradients, False, False, ranks=1, timeout_s=100)
     ways = [(2, False, False), (2, True, False), (2, False, True), (4, False, True), (2, False, True, True)]
     for world, *how in ways:
@@ -81,7 +83,7 @@ def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
 
 
 def test_checkpoints_have_all_ranks_parts(pool: Pool, tmp_path: Path) -> None:
-    names, again, *_ = pool.run(ranks.saved_and_loaded, str(tmp_path), ranks=4, timeout_s=100)
+    names, again, *_ = pool.run(state_ranks.saved_and_loaded, str(tmp_path), ranks=4, timeout_s=100)
     assert names == again
     assert {"mlp.up_proj.weight [40, 24]", "mlp.up_proj.bias [40]", "mlp.down_proj.weight [24, 40]"} < set(names)
     assert {"mlp.down_proj.bias [24]", "norm.weight [24]", "experts.down_proj [4, 8, 12]"} < set(names)
@@ -89,11 +91,11 @@ def test_checkpoints_have_all_ranks_parts(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recompute", [slow(False), True], ids=["", "recomputed"])
 def test_a_block_under_fsdp(pool: Pool, recompute: bool) -> None:
-    assert max(pool.run(ranks.sharded_by_fsdp, recompute, ranks=4, timeout_s=100)) < 1e-4
+    assert max(pool.run(state_ranks.sharded_by_fsdp, recompute, ranks=4, timeout_s=100)) < 1e-4
 
 
 def test_layers_on_meta_are_drawn_when_fsdp_has_divided_them(pool: Pool) -> None:
-    pool.run(ranks.drawn_under_fsdp, ranks=4, timeout_s=60)
+    pool.run(state_ranks.drawn_under_fsdp, ranks=4, timeout_s=60)
 
 
 def test_a_rank_that_does_not_come_to_a_norms_backward_is_missed(pool: Pool) -> None:

@@ -1,8 +1,8 @@
 """A call in which one rank alone meets an error, known shapes on CPU: the others are told, and no call pairs with another one.
 
-Cheapest first: errors before a rank has said that it takes part (refused, the group lives); after it (the group ends); steps of a
-training loop that one rank leaves in the middle; pauses of a process, which are no error. Each result is compared with what this
-very step must give, so that a result of another step is noticed.
+Cheapest first: errors before a rank has joined (refused, the group lives) and after it (the group fails). Then a
+training loop that one rank leaves in the middle, and pauses of a process, which are no error. Each result is compared
+with what this very step must give, so that a result of another step is noticed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def test_ctrl_c_in_a_call_ends_the_group(pool: Pool, schedule: str) -> None:
 
 
 def train(group: dist.ProcessGroup, operator: str, schedule: str) -> list[tuple[str, str]]:
-    """Steps of forward and backward; rank 1 has an error between the two in step 1. All catch what comes, and go on."""
+    """Train for some steps; rank 1 has an error between forward and backward of step 1. All ranks catch errors and
+    continue."""
     own, found, rank = own_group(group), [], group.rank()
     for step in range(4):
         try:
@@ -167,7 +168,7 @@ def test_no_step_pairs_with_another_one(pool: Pool, operator: str, schedule: str
 
 
 def paused(group: dist.ProcessGroup, schedule: str, seconds: float) -> int:
-    """Right results, while a process of its own stops this one for a moment again and again."""
+    """Compare results while another process repeatedly stops this one for a moment."""
     own, end, count = own_group(group), threading.Event(), 0
     assert right(own, 0, schedule)
     if group.rank() == BAD_RANK:
@@ -191,6 +192,6 @@ def paused(group: dist.ProcessGroup, schedule: str, seconds: float) -> int:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pause_is_no_failure(pool: Pool, schedule: str) -> None:
-    """A wait for gloo that is over when the process goes on, and a collective that ended meanwhile, are no error."""
+    """A wait for gloo that has expired when the process continues is no error if the collective has ended meanwhile."""
     first, second = pool.run(paused, schedule, 1.5, ranks=2)
     assert first == second > 3

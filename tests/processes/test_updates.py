@@ -1,4 +1,4 @@
-"""Steps that add to what is there: copies, GEMMs into a peer's buffer, sums, and the library's reductions; on CPU processes,
+"""Steps that accumulate: copies, GEMMs into a peer's buffer, sums, and gloo's reductions. They run on CPU processes,
 against float64, with all ranks adding to one place at once. What `verify` says of them.
 
 The functions with a `group` argument run on the ranks.
@@ -33,9 +33,9 @@ ON_CPU = DTYPES | {"fp64": torch.float64}
 
 
 def scattered(world: int, dtype: str, way: str) -> Schedule:
-    """y = this rank's rows of the sum of all ranks' x @ w. By `way`: "copy" and "compute" into each owner's buffer, "reduce" of
-    what peers have copied there, "remote" of what their GEMMs have stored there, or the library; "tracked" and "tracked remote"
-    likewise, by one GEMM whose tiles set signals. "pulled[...]": the schedule of that name."""
+    """y = this rank's rows of the sum of all ranks' x @ w. Write the schedule for a `way`: "copy" and "compute" into
+    each owner's buffer, "reduce" of peers' copies there, "remote" of peers' GEMMs there, or gloo's. "tracked" and
+    "tracked remote" do the same by one GEMM whose tiles set signals. "pulled[...]": the schedule of that name."""
     if way.startswith("pulled"):
         return named(MatmulReduceScatter(world, world * M, N, K, dtype), way).build()
     d = Draft(f"matmul, reduce-scatter by {way}", world)
@@ -89,8 +89,8 @@ def scattered(world: int, dtype: str, way: str) -> Schedule:
 
 
 def tracked(d: Draft, x: Buffer, w: Buffer, y: Buffer, part: Buffer, *, remote: bool) -> Schedule:
-    """One GEMM, the next rank's rows first and the own ones last, in tiles. What is complete is sent while it goes on; or its tiles
-    are stored where they belong, and set signals there."""
+    """Compute one GEMM in tiles, the next rank's rows first and the own rows last. Complete chunks are sent while it
+    runs; or its tiles are stored at their owners, and set signals there."""
     world, t = d.world_size, Expr("t")
     down, across = -(-M // TILE), -(-N // TILE)
     per_rank = down * across
@@ -265,8 +265,8 @@ def adding(*, first: bool = True, read_between: bool = False) -> Schedule:
         last.wait(there, 1).compute("relu", y.part(), total.part())
     else:
         last.wait(there, 1).wait(done, 0).wait(done, 1).compute("relu", y.part(), total.part())
-    last.set(free := d.signals("free", 1))
-    one.steps.insert(0, d.lane("spare").wait(free, previous=True).steps.pop())
+    last.set(credit := d.signals("credit", 1))
+    one.steps.insert(0, d.lane("spare").wait(credit, previous=True).steps.pop())
     return d.schedule()
 
 
@@ -280,7 +280,7 @@ def test_a_read_among_updates_is_a_race() -> None:
 
 
 def test_updates_of_nothing_are_found() -> None:
-    """Though each of them might come after the other one."""
+    """Though each of them might come after the other."""
     with pytest.raises(ScheduleError, match=r"it reads total@0\[0:\+2, 0:\+2\], which no step has written in this run"):
         verify(adding(first=False))
 

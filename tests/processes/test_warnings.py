@@ -92,7 +92,7 @@ def embedding_all_to_all(group: dist.ProcessGroup) -> None:
 
 def module(group: dist.ProcessGroup) -> None:
     ebc = ShardedEmbeddingBagCollection([TABLE], group=group, placement=[0])
-    # torch's own modules and its no_grad lie in between.
+    # torch's own modules and its no_grad are in between.
     model = torch.no_grad()(torch.nn.Sequential(ebc))
     model(weft.KeyedJaggedTensor(["f"], torch.tensor([1, 9]), lengths=torch.tensor([2])))  # the line
 

@@ -89,7 +89,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(distribution.locate_file(top))  # type: ignore[arg-type]
-    # No --no-deps: pip refuses here whatever needs more than what is there.
+    # No --no-deps: pip refuses here any requirement beyond the installed packages.
     pip("--python", folder / "bin" / "python", "install", "--no-index", wheel, cwd=folder)
     return folder / "bin" / "python"
 
@@ -119,7 +119,7 @@ def test_the_wheel_has_what_it_needs_and_says_so(wheel: Path) -> None:
 @pytest.mark.slow
 def test_it_runs_with_torch_and_numpy_alone(python: Path, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(EXAMPLE)
-    # -E: a PYTHONPATH would come before the wheel
+    # -E: a PYTHONPATH would precede the wheel
     done = subprocess.run([python, "-E", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     results, _, where = done.stdout.strip().rpartition(" ")

@@ -1,4 +1,5 @@
-"""Ranks that differ, on CPU and on GPUs: tables of counts that do not fit, and calls of two threads. They run on the ranks."""
+"""Ranks that differ, on CPU and on GPUs: tables of counts that disagree, and calls of two threads. The functions run on
+the ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def compared_by(operator: str) -> set[str]:
 def rows_that_nobody_expects(
     group: dist.ProcessGroup, device: str, schedule: str, by: int, known: bool
 ) -> tuple[tuple[str, str], bool]:
-    """Rank 0's `received` says `by` more rows from rank 1, or as many for other experts where by is 0."""
+    """Return the error text for rank 0's `received` with `by` more rows from rank 1, or with as many rows for other
+    experts if by is 0."""
     own = dist.new_group([0, 1])
     splits, received = torch.tensor([2, 2, 2, 2], device=device), torch.full((2, 2), 2, device=device)
     w, rows = torch.ones(2, 16, 12, device=device), None if "dma" in schedule else 8
@@ -61,7 +63,7 @@ def said_of_tables(by: int) -> str:
 
 
 def called_by_two_threads(group: dist.ProcessGroup, device: str, known: bool) -> list[tuple[str, str]]:
-    """Rank 0's second thread calls while its first one waits in a call, which rank 1 does not make before."""
+    """Let rank 0's second thread call while its first waits in a call, which rank 1 does not make before."""
     own, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     x, w = torch.ones(4, 8, device=device), torch.ones(8, 6, device=device)
     call = partial(weft.matmul_all_reduce, x, w, own, deadline_s=20.0)
@@ -87,7 +89,7 @@ def called_by_two_threads(group: dist.ProcessGroup, device: str, known: bool) ->
 
 
 def calls_running(group: dist.ProcessGroup) -> Callable[[], None]:
-    """A function that returns when another thread is in a call of `group`."""
+    """Return a function that returns when another thread is in a call of `group`."""
     running = calls_of(group).running
 
     def wait() -> None:

@@ -1,6 +1,6 @@
-"""Sums by `weft.runtime.cuda.add_up`, under Triton's interpreter and on a GPU: to the bit what adding up in fp32, part by part,
-comes to (the interpreter rounds to bf16 by cutting bits off); parts of the schedule's own and of the caller's, which lie elsewhere
-in each launch; nothing around them is written."""
+"""Sums by `weft.runtime.cuda.add_up`, under Triton's interpreter and on a GPU. They have the bits of a sum in fp32,
+part by part (the interpreter rounds to bf16 by truncation). Parts are the schedule's own or the caller's, which change
+their address in each launch. Nothing around them is written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """parts: "own" or "given", with "row" behind it if one row is added to all; "out" if it is the result's own memory; "gap" if
-    rows do not follow each other without gaps; "odd" if it begins at an odd place. out: likewise."""
+    """parts: "own" or "given", with "row" behind it if one row is added to all. "out" is the result's own memory, "gap"
+    has gaps between rows, and "odd" begins at an odd address. out: likewise."""
 
     rows: int
     cols: int
@@ -77,7 +77,7 @@ def play(name: str, device: torch.device) -> None:
                 for how in case.parts
             ]
             normed, weight = (Memory(how, case.rows, case.cols, case.dtype, device) for how in ("given", "given row"))
-        else:  # the caller's lie elsewhere
+        else:  # the caller's tensors have other addresses
             anew = {
                 id(m): Memory(how, case.rows, case.cols, case.dtype, device)
                 for m, how in [*zip(parts, case.parts, strict=True), (out, case.out)]

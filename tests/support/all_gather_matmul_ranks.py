@@ -1,4 +1,4 @@
-"""all_gather_matmul by FiCCO's heuristic, on CPU processes and on GPUs: what runs on the ranks."""
+"""all_gather_matmul by FiCCO's heuristic, on CPU processes and on GPUs: the code that runs on the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import weft
 
 
 def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, ...]], list[str]]:
-    """(schedules that calls ran: pinned so, and inside `use`), and what was warned of: M > K, M < K, and what it cannot do."""
+    """Return (schedules of calls: pinned, and inside `use`; warnings), for M > K, M < K, and an unsupported shape."""
     from weft.operator import calls, select
 
     found = []

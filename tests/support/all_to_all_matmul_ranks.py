@@ -1,4 +1,4 @@
-"""Gradients of all_to_all_matmul by its dual, on CPU processes and on GPUs: what runs on the ranks."""
+"""Gradients of all_to_all_matmul by its dual, on CPU processes and on GPUs: the code that runs on the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.runtime.unfused import experts
 
 @contextlib.contextmanager
 def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
-    """Calls of it that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
+    """Let backward's calls of `dual` take this schedule for new shapes; yield the names of unfused exchanges."""
     choose, send, sent = select.choose, experts.send, list[str]()
 
     def chosen(p: Any, comm: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
@@ -35,8 +35,8 @@ def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]
 
 
 def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
-    """Compare with float64 the tokens' gradient, which the combine computes, with y longer than what came. Return the number of
-    its shapes."""
+    """Compare the tokens' gradient, which the combine computes, with float64; y is longer than the arrived rows. Return
+    the number of its shapes."""
     for seed in range(3):
         call = AllToAllMatmulCall(Experts(exact=not max_rows, k=8, n=6), group, seed)
         exact = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]

@@ -1,4 +1,4 @@
-"""Mixture of experts for tests: random splits, tokens and weights, and what must come out, in float64."""
+"""Mixture of experts for tests: random splits, tokens and weights, and the expected results in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Splits = tuple[tuple[int, ...], ...]
 
 
 def random_splits(world: int, experts: int, rows: Sequence[int], seed: int) -> Splits:
-    """Very uneven: most experts of a rank get little or nothing."""
+    """Return very uneven splits: most experts of a rank get few tokens or none."""
     random = np.random.default_rng(seed)
     return tuple(
         tuple(map(int, random.multinomial(count, random.dirichlet(np.full(world * experts, 0.3))))) for count in rows

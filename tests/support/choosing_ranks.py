@@ -1,4 +1,4 @@
-"""The rank functions of the tests of the schedule that a call of all_to_all_matmul takes."""
+"""Functions that run on the ranks: the schedule that a call of all_to_all_matmul takes."""
 
 from __future__ import annotations
 

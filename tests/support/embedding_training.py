@@ -33,7 +33,7 @@ OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = (
 
 @dataclass(frozen=True)
 class Steps:
-    """`count` steps on batches like `p`'s, each with other ids and another upstream gradient."""
+    """`count` training steps on batches like those of `p`, each with other ids and another upstream gradient."""
 
     p: Problem
     count: int = 3

@@ -66,7 +66,8 @@ def dense(
 
 
 def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, compiled: bool) -> None:
-    """Results and all gradients against a dense layer in float64 on all ranks' tokens; a rank without tokens; twice to the bit."""
+    """Compare results and all gradients with a dense layer in float64 on all ranks' tokens. A rank may have no tokens.
+    Results repeat bit by bit."""
     rank, world = group.rank(), group.size()
     room = 40 * TOP_K * world if bounded else None
     pinned: tuple[str | None, str | None] = (None, None)
@@ -105,7 +106,7 @@ def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, c
 
 
 def trains(group: dist.ProcessGroup, steps: int) -> tuple[list[float], list[float]]:
-    """Losses of some steps of Adam on all ranks' tokens: of the layer, and of the dense one in one process."""
+    """Return losses of some steps of Adam on all ranks' tokens: of the layer, and of a dense layer in one process."""
     rank, world, experts = group.rank(), group.size(), 4
     given = [routed(r, experts, 24, 3) for r in range(world)]
     targets = [torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(r)) for r in range(world)]
@@ -132,7 +133,7 @@ def trains(group: dist.ProcessGroup, steps: int) -> tuple[list[float], list[floa
 
 
 def handled(group: dist.ProcessGroup) -> dict[str, str]:
-    """Copies, pickles, state dicts in all forms, and what bad arguments are told."""
+    """Return copies, pickles, state dicts in all forms, and the errors for bad arguments."""
     rank, world, experts = group.rank(), group.size(), 4
     mlp, stock = layer(group, experts), whole(experts, True)
     x, index, by = (t.to(device()) for t in routed(rank, experts, 6, 1))
@@ -195,7 +196,7 @@ def rows_lost(group: dist.ProcessGroup) -> str:
 
 
 def captured(group: dist.ProcessGroup) -> None:
-    """On GPUs: a layer that waits for nothing, in a graph, with other routing at every replay."""
+    """Replay a layer that waits for nothing in a graph on GPUs, with other routing at every replay."""
     rank, experts, tokens = group.rank(), 4, 64
     exact = {name: w.double() for name, w in whole(experts, True).items()}
     mlp = layer(

@@ -1,4 +1,4 @@
-"""torch's fused operators of fp8 GEMMs, called with the same arguments as weft's, on GPUs: what runs on the ranks."""
+"""torch's fused operators of fp8 GEMMs, called with weft's arguments, on GPUs: the code that runs on the ranks."""
 
 from __future__ import annotations
 

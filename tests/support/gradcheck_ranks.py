@@ -1,8 +1,8 @@
 """Gradients against differences (`torch.autograd.gradcheck`): what runs on the ranks.
 
-gradcheck moves one number at a time, and asks for the gradient of one number of the result. So an operator is made one function of
-all ranks' tensors and of nothing else, which every rank computes alike: each takes its own part of the numbers (`_Own`), makes the
-call, and joins the results (`_Joined`).
+gradcheck moves one number at a time, and asks for the gradient of one number of the result. So an operator becomes a
+function of all ranks' tensors and of nothing else, which every rank computes alike. Each rank takes its own part of the
+numbers (`_Own`), makes the call, and joins the results (`_Joined`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _from_all(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -
 
 
 class _Own(torch.autograd.Function):
-    """[numbers of all ranks, so many of each] -> this rank's, as a tensor of `shape`."""
+    """Map [numbers of all ranks, so many of each] to this rank's numbers, as a tensor of `shape`."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """A result -> [numbers of all ranks' results, so many of each]."""
+    """Map a result to [numbers of all ranks' results, so many of each]."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -62,7 +62,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor that all ranks have alike: its gradient is the sum of theirs."""
+    """A tensor that is equal on all ranks: its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -77,8 +77,8 @@ class _Shared(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Case:
-    """own: shapes of a tensor on each rank, for each that ranks have of their own; shared: of what they have alike. call: of this
-    rank, on its tensors, gives the results that can be differentiated."""
+    """A call for gradcheck. own: the shapes, on each rank, of each tensor that differs between ranks. shared: of each
+    tensor that is equal. call: of this rank, on its tensors; returns the results that can be differentiated."""
 
     own: Sequence[Sequence[Shape]]
     call: Callable[[Tensors, dict[str, Any]], Tensors]
@@ -86,7 +86,8 @@ class Case:
 
 
 def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
-    """A small one for each operator, with so many times the rows. Splits are uneven, and an expert has no tokens."""
+    """Return a small case of each operator, with `by` times the rows. Splits are uneven, and an expert has no
+    tokens."""
     rank, world = group.rank(), group.size()
 
     def alike(*shapes: Shape) -> list[list[Shape]]:
@@ -99,7 +100,7 @@ def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
             return [A, *ys]
 
         return Case(alike((3 * by, 4), (4, 2), (4, 1)), gathered)
-    if name == "all_gather_matmul_gradients":  # as backward calls it, where nobody wants the gathered x
+    if name == "all_gather_matmul_gradients":  # as backward calls it: the gathered x is not returned
 
         def multiplied(t: Tensors, options: dict[str, Any]) -> Tensors:
             return weft.all_gather_matmul(t[0], t[1:], 0, group, return_A=False, **options)[1]

@@ -27,13 +27,13 @@ def wrong_in(file: str, names: Iterable[str]) -> dict[str, str]:
     command = [sys.executable, file, *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     said = dict(json.loads(line) for line in done.stdout.splitlines())
-    # Wild stores end the process: the first case that it has not answered is the one that did it.
+    # Wild stores end the process: the first case without an answer caused it.
     crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
     return {name: text for name, text in (dict.fromkeys(names, crashed) | said).items() if text}
 
 
 def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
-    """Those of `runs` that the command line names."""
+    """Play the runs that the command line names."""
     torch.set_num_threads(1)
     _mend()
     for name in sys.argv[1:]:
@@ -67,7 +67,7 @@ def _mend() -> None:
     @cache
     def patch_once(function: Any) -> Any:
         patch_language(function)
-        return interpreter._LangPatchScope()  # which puts nothing back
+        return interpreter._LangPatchScope()  # which restores nothing
 
     interpreter._patch_lang_tensor = patch
     interpreter._patch_lang = patch_once

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from weft.builders import AllGatherMatmul, NotApplicableError, builder, unregister
-from weft.builders.operands import all_gather_matmul_operands, peer, starts
+from weft.builders.operands import all_gather_matmul_operands, offsets, peer
 from weft.schedule import RANK, Index, Schedule, Wait, lookup
 from weft.schedule.kernels import TileKernel
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel(TileKernel):
-    """One that no executor has an entry for, whatever its tiles do."""
+    """A kernel that no executor has an entry for."""
 
     kind: ClassVar[str] = "made_up"
     name: str = "made_up"
@@ -32,21 +32,21 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
         pull:     own shard into the own box; at each hop, when the left one has the next shard, load it; tell the right one
         compute:  own rows of y; then the rows of each shard that has come
 
-    Only its owner writes a box, and the rank on the right reads it too: it says when it is done (`free`).
+    Only its owner writes a box, and the rank on the right reads it too: it says when it is done (`credit`).
     """
     world = p.world_size
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
     d, x, ws, ys, gathered = all_gather_matmul_operands("ring", p)
     box = d.buffer("box", p.m, p.k, p.dtype, "symmetric")
-    there, here, free = d.signals("there", world - 1), d.signals("here", world - 1), d.signals("free", 1)
+    there, here, credit = d.signals("there", world - 1), d.signals("here", world - 1), d.signals("credit", 1)
     left, right = peer(world, -1), peer(world, 1)
 
     def rows_of(rank: Index) -> tuple[Index, Index]:
-        return lookup(starts(p.rows), rank), lookup(p.rows, rank)
+        return lookup(offsets(p.rows), rank), lookup(p.rows, rank)
 
     compute, pull = d.lane("compute"), d.lane("pull", "copy")
-    pull.wait(free, previous=True).copy(x.part(), box.part(rows=rows_of(RANK)), by).set(there, 0, at=right)
+    pull.wait(credit, previous=True).copy(x.part(), box.part(rows=rows_of(RANK)), by).set(there, 0, at=right)
     for w, y in zip(ws, ys, strict=True):
         compute.matmul(y.part(rows=rows_of(RANK)), x.part(), w.part())
     for hop in range(1, world):
@@ -58,14 +58,14 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
         compute.wait(here, hop - 1)
         for w, y in zip(ws, ys, strict=True):
             compute.matmul(y.part(rows=rows), box.part(rows=rows), w.part())
-    pull.set(free, at=left)
+    pull.set(credit, at=left)
     if gathered:
         compute.copy(box.part(), gathered.part(), "kernel")
     return d.schedule()
 
 
 def hasty(p: AllGatherMatmul) -> Schedule:
-    """`ring`, in which nobody waits until the box has been read in the run before: a race."""
+    """Build `ring` without waiting until the box has been read in the run before: a race."""
     made = ring(p, by="dma")
     lanes = [
         replace(lane, steps=tuple(s for s in lane.steps if not (isinstance(s, Wait) and s.previous)))

@@ -25,7 +25,7 @@ from weft.ops.matmul_all_gather_gradients import OPERATOR
 
 @contextlib.contextmanager
 def taking(schedule: str) -> Iterator[None]:
-    """Backward takes it, and calls its operator."""
+    """Let backward take this schedule, and call its operator."""
     native, called = public.within, []
 
     def within(op: Any, call: Any, group: dist.ProcessGroup, turn: Any) -> list[torch.Tensor]:
@@ -67,14 +67,14 @@ def gradcheck(group: dist.ProcessGroup, schedule: str) -> str:
 
 
 def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
-    """The warnings of calls in which x, g and w lie in other ways; w's gradient lies as w does."""
+    """Return the warnings of calls with x, g and w in other layouts; w's gradient has w's layout."""
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(8):
             case = Gemm((17, 24), 8, dim=-1 if seed % 2 else 0, schedule=schedule)
             call = MatmulAllGatherGradientsCall(case, group, seed)
-            if seed == 7:  # as of a sum: one element, seen everywhere
+            if seed == 7:  # as the gradient of a sum: one element, expanded
                 call.inputs = [[x, w, g[:1, :1].expand_as(g)] for x, w, g in call.inputs]
             x, w, g = call.mine
             if seed & 2:
@@ -105,7 +105,8 @@ def empty(group: dist.ProcessGroup, m: int, n: int, k: int) -> None:
 
 
 def called_by_backward(group: dist.ProcessGroup, dim: int, wanted: Sequence[bool]) -> tuple[set[str], bool]:
-    """(which operators backward calls, whether the gradients of equal calls have equal bits). The first call chooses."""
+    """Return (operators that backward calls, True if gradients of equal calls have equal bits). The first call
+    chooses."""
     own = own_group(group)
     given = data(group.rank(), (24, 16), torch.float32, 1), data(group.rank(), (16, 12), torch.float32, 2)
     tensors = [t.requires_grad_(want) for t, want in zip(given, wanted, strict=True)]

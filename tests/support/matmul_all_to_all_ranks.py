@@ -16,8 +16,8 @@ import weft
 
 
 def gradients_by_dual(group: dist.ProcessGroup, dual: str) -> list[torch.Tensor]:
-    """Gradients of whatever is wanted, for every kind of traffic, against float64: the same bits each time, whatever else is
-    wanted, of rows that travel once. Returns those of weights, in which the dual's order of GEMMs has no part."""
+    """Compare all wanted gradients with float64, for every kind of traffic. Bits repeat, whatever else is wanted, and
+    rows travel once. Return the gradients of weights, which do not depend on the dual's order of GEMMs."""
     own, found = own_group(group), list[torch.Tensor]()
     kinds: list[Traffic] = ["uneven", "all to one", "one has nothing", "nothing", "uneven"]
     for seed, kind in enumerate(kinds):
@@ -53,7 +53,8 @@ def weighing(rank: int, rows: int, n: int, seed: int) -> torch.Tensor:
 
 
 def round_trip(group: dist.ProcessGroup, schedules: tuple[str | None, str | None]) -> None:
-    """Dispatch, experts of two GEMMs, combine, forward and backward, as one function of the tokens, against float64."""
+    """Compare dispatch, experts of two GEMMs, and combine, forward and backward, with float64, as one function of the
+    tokens."""
     rank, world, experts, k, width = group.rank(), group.size(), 2, 8, 6
     for seed in range(3):
         splits = traffic("uneven", world, experts, seed)
@@ -89,7 +90,7 @@ def round_trip(group: dist.ProcessGroup, schedules: tuple[str | None, str | None
 
 
 def dense(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype = F32) -> None:
-    """One expert, even splits: a GEMM before all_to_all_single."""
+    """Compare one expert with even splits with a GEMM before all_to_all_single."""
     world, rank, rows, k, n = group.size(), group.rank(), 6, 8, 4
     xs = [torch.randn(world * rows, k, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
     ws = [torch.randn(k, n, generator=torch.Generator().manual_seed(50 + r)).to(dtype) for r in range(world)]

@@ -1,4 +1,5 @@
-"""The combine of a mixture of experts for tests: random rows at the ranks of their experts, and what must come out, in float64."""
+"""The combine of a mixture of experts for tests: random rows at the ranks of their experts, and the expected results in
+float64."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 
 
 def received_of(rank: int, splits: Splits) -> torch.Tensor:
-    """Return [ranks, experts]: the rows of each rank that are at `rank`, for each of its experts."""
+    """Return [ranks, experts]: the number of each rank's rows at `rank`, for each of its experts."""
     experts = len(splits[0]) // len(splits)
     return torch.tensor([of_rank[rank * experts : (rank + 1) * experts] for of_rank in splits])
 

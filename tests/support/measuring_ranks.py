@@ -1,5 +1,5 @@
-"""Choices that are measured, on CPU processes and on GPUs: what runs on the ranks. No other test has these shapes, since times
-are remembered."""
+"""Schedules selected by measurement, on CPU processes and on GPUs: the code that runs on the ranks. No other test has
+these shapes, because times are cached."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ K, N = 24, 20
 
 @contextmanager
 def instead(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of a module, for a while."""
+    """Set attributes of a module for a while."""
     before = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -53,7 +53,7 @@ def instead(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def on_h200s(world: int) -> Iterator[None]:
-    """Have the choice take CPU processes for H200s."""
+    """Let the planner take CPU processes for H200s."""
     if device().type == "cuda":
         yield
         return
@@ -63,7 +63,7 @@ def on_h200s(world: int) -> Iterator[None]:
 
 
 def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
-    """[m, K] of each rank @ [K, N], checked. Which schedule was taken."""
+    """Call with [m, K] of each rank @ [K, N], check the result, and return the schedule."""
     call = AllGatherMatmulCall(Gathered((m, K), N), group, 1)
     call.check(group, call(group, **options))
     p, pinned = described(group, m), options.get("schedule", weft.plan.pinned())
@@ -72,7 +72,7 @@ def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
 
 
 def again(group: dist.ProcessGroup) -> None:
-    """Drop what was prepared: the next call chooses anew."""
+    """Drop compiled operators: the next call chooses anew."""
     symm.communicator(group, device()).close()
 
 
@@ -81,7 +81,7 @@ def described(group: dist.ProcessGroup, m: int) -> AllGatherMatmul:
 
 
 def kept(p: AllGatherMatmul, mode: str) -> list[str]:
-    """Names of what was timed, from the disk."""
+    """Return the names of timed candidates, from the disk."""
     found = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
     (times,) = [one["times_us"] for one in found if str(p.rows) in one["key"]["problem"] and one["key"]["mode"] == mode]
     return sorted(times)
@@ -102,8 +102,9 @@ BREAKS: dict[str, Callable[[Path], object]] = {
 def broken_caches(
     group: dist.ProcessGroup, directory: str, breaks: list[str]
 ) -> dict[str, tuple[list[str], list[str], str]]:
-    """Each rank has a cache of its own, with a calibration and measured times; rank 1's breaks, in several ways. For each, the
-    schedules that are taken with "autotune" and without, what is said of the cache, and what the rank's model rests on."""
+    """Give each rank its own cache with a calibration and measured times, and break rank 1's in several ways. For each,
+    return the schedules taken with "autotune" and without, warnings about the cache, and the source of the rank's
+    model."""
     kept_dir, tempfile.tempdir, found = os.environ["WEFT_CACHE_DIR"], directory, {}
     h200, world, in_memory = load_machine("h200"), group.size(), plan.autotune.__globals__["_known"]
     model = lambda device, size: plan.calibrated(h200, size).model  # noqa: E731
@@ -145,7 +146,7 @@ def warnings_of(group: dist.ProcessGroup) -> list[str]:
 
 
 def on_demand_everywhere(group: dist.ProcessGroup) -> list[str]:
-    """All operators take the name, pinned and in a block; what was timed for one of them."""
+    """Pin the name for all operators, and in a block. Return the timed candidates of one of them."""
     others = {
         "all_to_all_matmul": Experts(traffic="two each", k=48, n=3, schedule="autotune"),
         "all_gather_scaled_matmul": ScaledGathered((7, 48), schedule="autotune"),
@@ -236,7 +237,7 @@ def made_up_is_measured(group: dist.ProcessGroup) -> tuple[list[str], int]:
 
 
 def hasty_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
-    """A racy builder: pinned, among others, tuned; and that the group lives on without it."""
+    """Pin and tune a racy builder among others. The group must live on without it."""
     with made_up.registered(made_up.hasty):
         found = {
             "pinned": told(lambda: multiply(group, 21, schedule="hasty")),

@@ -1,6 +1,5 @@
-"""Helpers of functions that run on the ranks, on CPU processes and on GPUs: data, tolerances, poisoned results, late ranks.
-
-Data are made from seeds, so every rank knows every other's."""
+"""Helpers of functions that run on the ranks, on CPU processes and on GPUs: data, tolerances, poisoned results, late
+ranks. Data are made from seeds, so every rank knows all ranks' data."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def late(seconds: float) -> None:
     """Delay this rank's next call, on the host or on its GPU."""
     if device().type == "cuda":
-        torch.cuda._sleep(int(seconds * 1e9))  # about as many cycles a second
+        torch.cuda._sleep(int(seconds * 1e9))  # about as many cycles per second
     else:
         time.sleep(seconds)
 
@@ -86,7 +85,7 @@ def same_everywhere(group: dist.ProcessGroup, *ys: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def poisoned_outputs(operator: Operator[Any]) -> Iterator[None]:
-    """New results of `operator` hold NaN."""
+    """Fill new results of `operator` with NaN."""
     native = operator.outputs
 
     def outputs(call: Any, world: int) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def applicable(p: Problem) -> list[Candidate]:
-    """Return the candidates that can do `p`."""
+    """Return the candidates that support `p`."""
     found = []
     for candidate in candidates(p):
         with contextlib.suppress(NotApplicableError):

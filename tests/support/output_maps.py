@@ -1,4 +1,4 @@
-"""Output maps in tests: weft's, random ones, and what runs on the ranks, of CPU processes and of GPUs."""
+"""Output maps in tests: weft's and random maps, and the code that runs on the ranks, of CPU processes and of GPUs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LARGEST_TILE = 128
 
 
 def library(world: int, rows: int) -> dict[str, Mapped]:
-    """Every map of weft's, by engines and by stores, in one chunk for each rank and in two, and with tracked GEMMs where chunks are
-    tiles. rows: of a rank's part."""
+    """Return all of weft's maps, by engines and by stores, in one chunk for each rank and in two, and with tracked
+    GEMMs if chunks are tiles. rows: of a rank's part."""
     found: dict[str, tuple[Any, OutputMap, dict[str, Any]]] = {}
     whole = world * rows
     for per in (1, 2):
@@ -68,7 +68,7 @@ def library(world: int, rows: int) -> dict[str, Mapped]:
 
 
 def random_map(rng: random.Random, collective: Any, world: int, rows: int) -> Mapped:
-    """Each chunk takes a tree of its own: to its owner, or from there. Every rank has an order of production of its own."""
+    """Draw a tree for each chunk, to its owner or from there, and an order of production for each rank."""
     per, options = (
         rng.randint(1, 2),
         {"add": "reduce", "engines": rng.randint(1, 2), "by": rng.choice(("dma", "kernel"))},
@@ -92,7 +92,7 @@ def random_map(rng: random.Random, collective: Any, world: int, rows: int) -> Ma
 
 
 def _tree(rng: random.Random, root: int, world: int) -> dict[int, int]:
-    """The parent of every rank but the root."""
+    """Draw the parent of every rank but the root."""
     known, parents = [root], dict[int, int]()
     for rank in rng.sample(range(world), world):
         if rank != root:
@@ -120,7 +120,7 @@ def _from_root(
 
 
 class Case:
-    """Operands of all ranks, what this rank must get, and what it gets by torch's GEMM and the library's collective."""
+    """Operands of all ranks, this rank's expected result, and its result by cuBLAS (or CPU) GEMM and NCCL or gloo."""
 
     def __init__(
         self, group: dist.ProcessGroup, collective: str, rows: int, n: int, k: int, dtype: Any, seed: int
@@ -144,8 +144,8 @@ class Case:
 def run_all(
     group: dist.ProcessGroup, schedules: dict[str, tuple[str, Schedule]], sizes: tuple[int, int, int], dtype: Any
 ) -> None:
-    """Several calls in a row with fresh data, into poisoned memory, ranks late now and then; the first call again, to the bit.
-    schedules: by name, with the collective. sizes: rows of a rank's part, n, k."""
+    """Make repeated calls with fresh data into poisoned memory, with ranks late now and then, and repeat the first, bit
+    by bit. schedules: by name, with the collective. sizes: rows of a rank's part, n, k."""
     rank, world = group.rank(), group.size()
     for name, (collective, schedule) in schedules.items():
         made = executor(schedule, symm.communicator(group, device()))
@@ -195,7 +195,7 @@ def _poison(made: Any) -> None:
 
 
 def to_the_right(p: MatmulReduceScatter) -> Schedule:
-    """Return a schedule as a user may write it: a ring that goes to the right, in two chunks for each rank."""
+    """Return a schedule as a user may write it: a ring to the right, in two chunks for each rank."""
     world, right = p.world_size, (RANK + 1) % p.world_size
     order = [(RANK + world - 1 - distance) % world * 2 + piece for distance in range(world) for piece in range(2)]
     made = OutputMap(p.m, 2 * world, tuple(order))
@@ -218,7 +218,7 @@ def tracked_map(p: MatmulReduceScatter, *, by: Any) -> Schedule:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Register the schedule as a user does for good with `@builder(MatmulReduceScatter)` above a function."""
+    """Register the schedule as a user does for good, with `@builder(MatmulReduceScatter)` above a function."""
     builder(MatmulReduceScatter)(to_the_right)
     builder(MatmulReduceScatter, add=("gemm", "reduce"), by=("dma", "store"))(direct_map)
     builder(MatmulReduceScatter, by=("dma", "store"))(tracked_map)
@@ -232,8 +232,7 @@ def registered() -> Iterator[None]:
 
 
 def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
-    """Compare by the operator, to the bit, each map's results with those of the schedule that is written by hand. Return the
-    maps."""
+    """Compare bits of each map's results with those of the hand-written schedule, by the operator. Return the maps."""
     pairs = {
         f"direct_map[add={add},by={by}]": f"direct[chunks=1,by={by},add={add}]"
         for add in ("gemm", "reduce")

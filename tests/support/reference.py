@@ -4,9 +4,9 @@ A `Problem` describes the tables, their owners, and the sparse input of the glob
 from the seed, so that none is sent. `reference` is the sum of each bag in float64.
 
 Tolerances. `assert_close` bounds every element. A bag of n ids needs at most n + 2 roundings to fp32 (n products, n - 1
-additions, the mean's division), each off by at most 2**-24 of the sum of magnitudes, and one rounding to the tables' dtype.
-`assert_as_exact_as_torch` compares whole outputs. The error against float64 may be twice that of torch's embedding_bag in the
-same dtype: both add in fp32, and only the order of additions may differ.
+additions, the mean's division), and one rounding to the tables' dtype. Each fp32 rounding is off by at most 2**-24 of
+the sum of magnitudes. `assert_as_exact_as_torch` compares whole outputs. The error against float64 may be twice that of
+torch's embedding_bag in the same dtype: both add in fp32, and only the order of additions may differ.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Self-calibration: what runs on the ranks, on CPU processes that take themselves for GPUs that nobody knows, and on GPUs whose
-machine file is hidden."""
+"""Self-calibration: the code that runs on the ranks. CPU processes take themselves for unknown GPUs, and GPUs have
+their machine file hidden."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOBODYS = "NVIDIA Nobody's 2"
 
 
 class Measured:
-    """Derived numbers, times 1 + a tenth of the rank: no rank measures what another does."""
+    """Derived numbers, times 1 + a tenth of the rank: each rank measures other numbers."""
 
     copy_units = 64
 
@@ -58,8 +58,8 @@ def _forget() -> None:
 
 
 def at_first_calls(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Two shapes, then the same with another group, as in a process that begins later: how often was measured, what was taken,
-    what numbers the ranks have."""
+    """Call with two shapes, then the same with another group, like a later process. Return the number of measurements,
+    the schedules, and the ranks' numbers."""
     rank, world, measured = group.rank(), group.size(), list[str]()
     name = f"{NOBODYS} of {world}"
 
@@ -90,7 +90,7 @@ def at_first_calls(group: dist.ProcessGroup) -> dict[str, Any]:
 
 @contextmanager
 def _without_file() -> Iterator[None]:
-    """This machine's GPUs are known by their driver alone."""
+    """Hide the machine file: only the driver knows this machine's GPUs."""
     with instead(here, file_of=lambda name: None):
         machine_of.cache_clear()
         _forget()
@@ -102,7 +102,8 @@ def _without_file() -> Iterator[None]:
 
 
 def on_gpus(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The real thing: seconds that it takes, numbers and models, and that a second group finds what the first has saved."""
+    """Self-calibrate. Return the seconds, the numbers and models, and whether a second group finds the saved
+    numbers."""
     name, world = this_machine.device_name(device()), group.size()
     with _without_file():
         derived = machine_of(name)
@@ -131,7 +132,7 @@ def on_gpus(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def _of_file(name: str, world: int, units: int) -> dict[str, float]:
-    """Numbers of a machine file that were measured."""
+    """Return the measured numbers of a machine file."""
     machine = load_machine(name)
     model = model_of(machine, world, kernel_copy_units=units)
     numbers = {

@@ -9,7 +9,7 @@ import pytest
 
 
 def mostly(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """`values`, for `parametrize`: all but those in `fast` are marked as slow."""
+    """Return `values` for `parametrize`: all except those in `fast` are marked as slow."""
     values = list(values)
     if missing := [one for one in fast if one not in values]:
         raise ValueError(f"{missing} are not among {values}: name some that are")
@@ -17,8 +17,8 @@ def mostly(values: Iterable[Any], *fast: Any) -> list[Any]:
 
 
 def pairs(first: Iterable[Any], second: Iterable[Any], *fast: tuple[Any, Any]) -> list[Any]:
-    """Each of `first` with each of `second`, for `parametrize` of both: all but the pairs in `fast` are marked as slow. Where two
-    things matter apart from each other, a few pairs try each of both."""
+    """Return each of `first` with each of `second`, for `parametrize` of both: all except the pairs in `fast` are
+    marked as slow. If two parameters matter independently, a few pairs try each of both."""
     second = list(second)
     values = [(one, other) for one in first for other in second]
     if missing := [pair for pair in fast if pair not in values]:
@@ -27,5 +27,5 @@ def pairs(first: Iterable[Any], second: Iterable[Any], *fast: tuple[Any, Any]) -
 
 
 def slow(*values: Any) -> Any:
-    """One set of parameters that is."""
+    """Return a set of parameters that is marked as slow."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -156,7 +156,7 @@ def train(
     group: dist.ProcessGroup, by: str, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int,
     sequence: bool = True,
 ) -> tuple[list[float], dict[str, str], dict[str, int]]:  # fmt: skip
-    """(losses, layouts, calls of weft in the last step)."""
+    """Return (losses, layouts, calls of weft in the last step)."""
     torch.manual_seed(1)
     model = Llama(bias, recompute).to(device())
     kind, world = device().type, group.size()
@@ -173,7 +173,7 @@ def train(
     made = (
         torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
         if optimizer == "SGD"
-        # One parameter at a time: torch's way to take many at once refuses plain parameters beside DTensors.
+        # One parameter at a time: torch's fused update refuses plain parameters beside DTensors.
         else torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     )
     losses = []
@@ -216,7 +216,7 @@ def block_compiled(
 
 
 def hugging_face(group: dist.ProcessGroup, by: str, steps: int) -> tuple[list[float], dict[str, int]]:
-    """A tiny LlamaForCausalLM of random weights. (losses, calls of weft in the last step)."""
+    """Train a tiny LlamaForCausalLM of random weights. Return (losses, calls of weft in the last step)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -257,8 +257,8 @@ def hugging_face(group: dist.ProcessGroup, by: str, steps: int) -> tuple[list[fl
 
 
 def recomputed_in_parts(group: dist.ProcessGroup) -> tuple[float, int, int]:
-    """Activation checkpointing that saves some operators' results, weft's scatter among them: (how far gradients are from those
-    without it, calls of the gather and of the scatter in forward)."""
+    """Train with activation checkpointing that saves some operators' results, weft's scatter among them. Return
+    (distance of gradients from those without it, calls of the gather and of the scatter in forward)."""
     from functools import partial
 
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

@@ -1,5 +1,5 @@
-"""Single layers, and a few that share an input, under weft.parallel's styles and under torch's: what runs on the ranks, on CPU
-processes and on GPUs."""
+"""Single layers, and a few that share an input, under weft.parallel's styles and under torch's: the code that runs on
+the ranks, on CPU processes and on GPUs."""
 
 from __future__ import annotations
 

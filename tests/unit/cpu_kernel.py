@@ -118,8 +118,8 @@ def run(
     isa: str = "",
     timelines: list[np.ndarray] | None = None,
 ) -> Result:
-    """All ranks' calls, one after another, into outputs full of NaN with guard rows around them; around each rank's
-    values lie indices that would be counted as bad."""
+    """Make all ranks' calls, one after another, into outputs full of NaN with guard rows around them. Around each
+    rank's values are indices that would be counted as bad."""
     dtype = p.tables[0].dtype
     guarded = [torch.full((n + 2, p.total_dim), torch.nan, dtype=dtype) for n in p.batch_sizes]
     outputs = [g[1:-1] for g in guarded]

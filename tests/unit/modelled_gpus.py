@@ -1,11 +1,11 @@
-"""GPUs of several ranks, modelled in this process: what the GPU executor works with stands in for what is missing here.
+"""GPUs of several ranks, modelled in this process: stand-ins for all parts of CUDA that the GPU executor uses.
 
-Schedules are compiled as for GPUs (`weft.runtime.cuda.compile`), and issued by the executor's own code. Native operations, calls of
-the library and our kernels are put into the queues of streams, which `played_gpus` empties: there kernels do what they promise. A
-host is a thread, which runs as far as it is let, and stands still where it waits for the device. Events hold as CUDA's do: for the
-last record that the host issued before.
+Schedules are compiled as for GPUs (`weft.runtime.cuda.compile`), and issued by the executor's own code. Native operations,
+calls of NCCL and cuBLAS, and weft's kernels are put into the queues of streams. `played_gpus` empties the queues: there
+kernels do what they promise. A host is a thread, which runs until it waits for the device. Events have CUDA's semantics:
+a wait refers to the last record that the host issued before it.
 
-Only real GPUs show what kernels and engines do by themselves, and how fast.
+Only real GPUs show what kernels and engines really do, and how fast.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from weft.runtime.cuda.context import Context, LastRun, Tensors, own_buffers, ra
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.regions import Regions
 from weft.schedule import Collective, Compute, Schedule, Tiles
-from weft.schedule.expr import Held
+from weft.schedule.expr import PrefixSums
 from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import substitute
 
-WORDS = 1 << 50  # where a rank's words lie, as an address: this times 1 + its rank
+WORDS = 1 << 50  # the address of a rank's words: this times 1 + its rank
 CPU = torch.device("cpu")
 
 
@@ -267,7 +267,7 @@ class Gemms:
         host().issue(host().stream, "call", partial(self._multiply, dict(tensors)))
 
     def _multiply(self, tensors: Tensors) -> None:
-        held = {self._counts: Held(self._held.flatten().tolist())}
+        held = {self._counts: PrefixSums(self._held.flatten().tolist())}
         for tile in range(substitute(self._step.extent, held)):
             for step in self._step.body:
                 gemm = substitute(step, {**held, self._step.index: tile})
@@ -295,7 +295,7 @@ class TrackedTiles:
 
 
 class Together(NamedTuple):
-    """In place of a call of the library that all ranks make: the n-th of a run."""
+    """Stand in for a call of NCCL that all ranks make: the n-th of a run."""
 
     nth: int
     op: str
@@ -344,7 +344,7 @@ def collect(op: str, sources: list[torch.Tensor], targets: list[torch.Tensor]) -
 
 
 class Words:
-    """Their addresses are no memory's: what lies in them is `Played.words`."""
+    """Their addresses are not in memory: `Played.words` has their contents."""
 
     def address(self, rank: int) -> int:
         return WORDS * (1 + rank)

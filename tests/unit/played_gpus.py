@@ -1,9 +1,9 @@
 """All ranks' hosts and streams of modelled GPUs (`modelled_gpus`), played one operation after another in random orders that hosts,
 streams and events allow.
 
-A stream does its operations in order, copies row by row, writes of one signal one by one. Every token is known by the run that put
-it, so one that comes to another run, or is put onto one that lies there, is found at once. Between runs the caller writes what it
-gives, and behind each reads the results and then uses all memory for something else.
+A stream does its operations in order, copies row by row, writes of one signal one by one. Every flag is known by the run that set
+it, so a flag that reaches another run, or is set again before it is cleared, is found at once. Between runs the caller writes its
+inputs; after each it reads the results, and then uses all memory for something else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from weft.symm.memory import lent
 class Played:
     """All ranks' hosts and streams, in so many runs. tensors_of: what a rank gives in a run, from 1.
 
-    results: by rank and run. words: by rank and number, the run in which a word's token was put, or None."""
+    results: by rank and run. words: by rank and number, the run in which a word's flag was set, or None."""
 
     def __init__(self, schedule: Schedule, runs: int, tensors_of: Callable[[int, int], dict[str, Any]]) -> None:
         flags, world = flags_of(schedule), schedule.world_size
@@ -85,12 +85,12 @@ class Played:
             results = {name: run.made.get(name, tensors[name]) for name in outputs}
             host.issue(0, "taken", results, list(tensors.values()))
 
-    # --- tokens ---
+    # --- flags ---
 
     def _put(self, run: int, address: int) -> None:
         rank, word = address // WORDS - 1, address % WORDS // 8
         if word in self.words[rank]:
-            assert self.words[rank][word] is None, f"run {run} puts a token where one lies, word {word} of rank {rank}"
+            assert self.words[rank][word] is None, f"run {run} sets a flag that is set, word {word} of rank {rank}"
             self.words[rank][word] = run
 
     def _take(self, address: int) -> None:
@@ -99,14 +99,14 @@ class Played:
             self.words[rank][word] = None
 
     def _come(self, one: Issued, addresses: list[int]) -> Iterator[bool]:
-        """Goes on when a token lies in each of these words, and with it."""
+        """Continue when the flag in each of these words is set, and check the run that set it."""
         for address in addresses:
             rank, word = address // WORDS - 1, address % WORDS // 8
             assert rank == one.rank
             while (found := self.words[rank][word]) is None:
                 yield False
             wanted = one.run - self.previous[rank][word]
-            assert found == wanted, f"run {one.run} finds the token of run {found}, rank {rank}"
+            assert found == wanted, f"run {one.run} finds the flag of run {found}, rank {rank}"
 
     # --- operations, each in small steps: False while it cannot go on ---
 
@@ -152,7 +152,7 @@ class Played:
                 yield True
 
     def _launch(self, one: Issued, what: dict[str, Any]) -> Iterator[bool]:
-        for word in what["opens"]:
+        for word in what["sets_before"]:
             self._put(one.run, word)
             yield True
         source, target = (
@@ -186,8 +186,8 @@ class Played:
         for word in what["sets"]:
             self._put(one.run, word)
             yield True
-        yield from self._come(one, what["answers"])
-        for word in what["answers"]:
+        yield from self._come(one, what["waits_after"])
+        for word in what["waits_after"]:
             self._take(word)
             yield True
 

@@ -1,4 +1,4 @@
-"""The kernel that adds up under Triton's interpreter. `tests/support/interpreted.py` says how."""
+"""The summing kernel under Triton's interpreter (`tests/support/interpreted.py`)."""
 
 from __future__ import annotations
 

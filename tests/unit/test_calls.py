@@ -1,4 +1,4 @@
-"""Calls by their number, as ranks tell each other of them on GPUs: refusals, and the mode in which all are compared."""
+"""Numbered calls, of which ranks notify each other on GPUs: refusals, and the mode in which all calls are compared."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_a_refusal_that_comes_during_the_call_is_seen_at_its_end() -> None:
 
 
 def test_a_rank_that_refused_knows_when_no_peer_can_make_the_call_any_more() -> None:
-    """A peer that has not come to it answers at once; one that is at it, when it refuses it too; one that has made it, never."""
+    """A peer that has not made the call yet answers at once; a peer in the call, when it refuses it too; a peer that
+    has made it, never."""
     for peer in ("behind", "at it, heard first", "at it, refused first", "done"):
         here, there = GroupCalls(), GroupCalls()
         there.begin()

@@ -65,7 +65,7 @@ def test_a_rank_without_tables_learns_the_batch_elsewhere():
     nothing = jagged(None, blocks=0)
     assert check_jagged(nothing, lonely, 1, (3, 2), []) == CheckedInput((), (3, 2), 5)
     assert check_jagged(nothing._replace(keys=(), stride=6), lonely, 1, None, []).batch_sizes == (3, 3)
-    assert check_jagged(jagged(), lonely, 1, None, []).global_batch == 4  # others' features tell it too
+    assert check_jagged(jagged(), lonely, 1, None, []).global_batch == 4  # others' features show it too
     with refused("no features", "batch_sizes"):
         check_jagged(nothing, lonely, 1, None, [])
     with refused("5 offsets", "without features"):

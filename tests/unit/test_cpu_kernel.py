@@ -210,5 +210,5 @@ def test_offsets_that_lie_read_nothing_outside(batch: int) -> None:
     )  # offsets 0, -3, about 10**12, -3, 10**12 ...
     p.values[0] = np.array([1, 2, 3])
     result = run(p)
-    assert result.counts[0][0] == 0  # what lies outside would have counted as bad
+    assert result.counts[0][0] == 0  # indices outside would have counted as bad
     assert result.outputs[0].abs().max() <= p.tables[0][1:4].abs().sum(0).max()

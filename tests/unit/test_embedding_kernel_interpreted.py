@@ -1,7 +1,7 @@
 """The Triton kernel of embedding_all_to_all under Triton's interpreter: no GPU, one process plays all ranks in turn.
 
-Peers are buffers of this process, so what a rank would wait for is there before it runs: every rank's "ready" is set
-beforehand, and in the cases that wait also "done" and the flags. `tests/support/interpreted.py` says how.
+Peers are buffers of this process, so all signals that a rank waits for are set before it runs. These are every rank's
+"ready", and in the cases that wait also "done" and the flags. `tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Ranks:
 
 
 def play(case: Case) -> None:
-    """All calls of a case, and what must hold after each."""
+    """Make all calls of a case, and check the conditions after each."""
     ranks = Ranks(case)
     wanted = without_bad(case)
     to_nearest = case.p.sharding.dtype != torch.bfloat16  # the interpreter cuts bits off, GPUs round
@@ -186,7 +186,7 @@ def without_bad(case: Case) -> Problem:
 
 
 def check_signals(ranks: Ranks, rank: int, epoch: int) -> None:
-    """Every peer has heard "ready" with the right buffer from this rank, and with `direct` "done"."""
+    """Check that every peer got "ready" with the right buffer from this rank, and with `direct` "done"."""
     for reader in range(ranks.world):
         if reader != rank:
             word = int(ranks.signals[reader, 2 * rank + 1])

@@ -24,7 +24,7 @@ def test_set_up_is_given_less_time_than_a_call() -> None:
 @pytest.mark.parametrize(
     ("variables", "seconds"),
     [
-        ({"WEFT_DEADLINE_S": "3"}, 3),  # who wants to hear within 3 seconds wants it of set-up too
+        ({"WEFT_DEADLINE_S": "3"}, 3),  # a deadline of 3 seconds holds for set-up too
         ({"WEFT_SETUP_DEADLINE_S": "7"}, 7),
         ({"WEFT_SETUP_DEADLINE_S": "200"}, 200),
         ({"WEFT_SETUP_DEADLINE_S": "200", "WEFT_DEADLINE_S": "100"}, 100),

@@ -1,4 +1,4 @@
-"""Waiting for a collective of the library on CPU: what a wait that is over means depends on what became of the work meanwhile."""
+"""Waiting for gloo's collectives: the meaning of a wait that has ended depends on the state of the work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The grouped matmul kernel under Triton's interpreter: no GPU, one process plays one rank after the exchange.
 
-Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers; what must
-not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); launches that
-add up pieces of k, as schedules have them too; then tables that promise more rows than there are, and arguments that are refused.
+Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers. Rows of
+y that belong to no launched segment, memory around y, and the slots' unused rows (all NaN here) are not touched. Then
+launches that add pieces of k, as schedules also do; tables that promise more rows than there are; refused arguments.
 `tests/support/interpreted.py` says how.
 """
 
@@ -121,8 +121,8 @@ class Rank:
     def check(
         self, y: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True, added: int = 0
     ) -> None:
-        """Segments that were launched against float64; all other rows are as they were. added: how often to what was there,
-        which is rounded each time."""
+        """Compare launched segments with float64; all other rows are unchanged. added: how often products were added,
+        each time with a rounding."""
         # Half a unit in the last place: the result's rounding; where the interpreter cuts bits off, a whole one.
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         at = 0

@@ -1,8 +1,9 @@
 """Every variant of the Triton kernel that the launcher can ask for compiles, for NVIDIA and for AMD, without a GPU.
 
-Triton compiles for whatever device its driver names: here a stand-in that names one, so that the launcher's own constants
-and types are what is compiled. For NVIDIA, ptxas also says what became of it: rows of aligned tables of one width are read
-16 bytes at a time and nothing is spilled; where widths differ, masks and strides take registers, and a little may be.
+Triton compiles for whatever device its driver names: here a stand-in that names one, so that the launcher's own
+constants and types are what is compiled. For NVIDIA, ptxas also shows the result. Rows of aligned tables of one width
+are read 16 bytes at a time and no register is spilled. If widths differ, masks and strides take registers, and a few
+may be spilled.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PUT = {"transport": "put", "slice_size": 3}
 
 
 class NamedDevice:
-    """The compiler's questions to Triton's driver: which device is current, and what it is."""
+    """Stand in for Triton's driver: the current device, and its target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -81,7 +82,8 @@ def compiled(
 
 
 def registers_and_stack(cubin: bytes, folder: Path) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, as the assembler wrote them down; spilled registers lie on the stack."""
+    """Return registers and bytes of stack of a thread from the assembler's output; spilled registers are on the
+    stack."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -202,11 +204,11 @@ def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **ke
     "key",
     [
         {},
-        {"transposed": True},
-        {"world_size": 64, "experts": 16},
-        {"back": True},
+        slow({"transposed": True}),
+        slow({"world_size": 64, "experts": 16}),
+        slow({"back": True}),
         {"back": True, "transposed": True},
-        {"adds": True},
+        slow({"adds": True}),
         {"adds": True, "transposed": True},
     ],
     ids=str,
@@ -221,7 +223,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     stores = 2 if "back" in key else 1  # to the own result or to the outbox
     assert stores >= len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) / config.parts >= 1
     assert "wgmma.mma_async" in ptx
-    assert ("ld.global.v4" in ptx) == ("adds" in key)  # what is there already, 16 bytes at a time
+    assert ("ld.global.v4" in ptx) == ("adds" in key)  # the present contents, 16 bytes at a time
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
     assert config.per_sm * config.warps * 32 * registers <= 65536
@@ -230,7 +232,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
 
 @pytest.mark.parametrize(
     "key",
-    [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}, {"back": True}, {"adds": True}],
+    [slow({}), slow({"transposed": True}), {"aligned": False, "k": 100, "n": 33}, {"back": True}, {"adds": True}],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
@@ -275,7 +277,7 @@ def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "key", [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}, {"adds": True}], ids=str
+    "key", [slow({}), slow({"transposed": True}), {"aligned": False, "k": 100, "n": 33}, {"adds": True}], ids=str
 )
 def test_tracked_matmul_with_pointers(key: dict[str, Any]) -> None:
     for dtype in (torch.float16, torch.float32):

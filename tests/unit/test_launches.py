@@ -7,7 +7,7 @@ import pytest
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Region, Set, Step, Wait, total
 from weft.schedule.kernels import PooledBags, TileKernel, TrackedMatmul
 from weft.schedule.launches import crosses, launches, launches_of_rank, setters, units_of_dynamic_copies
-from weft.schedule.steps import COPY_UNITS, LATE_COPY_UNITS, Tiles
+from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Tiles
 from weft.schedule.verify.issue_order import issue_order
 
 d = Draft("buffers", 2)
@@ -29,15 +29,15 @@ def grouped(*steps: Step, **options: bool) -> list[str]:
     assert [step for one in found for step in one.steps] == list(steps)
     assert [one.first for one in found] == [sum(len(o.steps) for o in found[:i]) for i in range(len(found))]
     for one in found:
-        assert {*one.opens, *one.waits, *one.body, *one.sets, *one.answers} == set(one.steps)
+        assert {*one.sets_before, *one.waits, *one.body, *one.sets, *one.waits_after} == set(one.steps)
     return ["".join(step.kind[0] for step in one.steps) for one in found]
 
 
 def test_a_copy_by_kernel_takes_signals_between_ranks_with_it() -> None:
     steps = WAIT, WAIT, copy(BOX.part()), SET, SET, WAIT
     (one,) = launches(steps, [True, True, False, True, True, True], BUFFERS)
-    assert (one.waits, one.body, one.sets, one.answers) == (steps[:2], steps[2:3], steps[3:5], steps[5:])
-    assert (one.first_wait, one.begin, one.first_answer, one.last, one.anchor) == (0, 2, 5, 5, 5)
+    assert (one.waits, one.body, one.sets, one.waits_after) == (steps[:2], steps[2:3], steps[3:5], steps[5:])
+    assert (one.first_wait, one.begin, one.first_wait_after, one.last, one.anchor) == (0, 2, 5, 5, 5)
     assert one.units == COPY_UNITS
     assert list(one.carried()) == [False, False, False, True, True, False]
 
@@ -88,11 +88,11 @@ def test_dynamic_copies_end_a_launch_and_share_few_units() -> None:
         for _ in range(2):
             lane.copy(x.part(rows=rows), box.part(rows=rows, at=(RANK + 1) % 2), "kernel")
     schedule = draft.schedule()
-    assert units_of_dynamic_copies(schedule, "copy") == LATE_COPY_UNITS // 2
+    assert units_of_dynamic_copies(schedule, "copy") == DYNAMIC_COPY_UNITS // 2
     lanes, buffers = [lane.name for lane in schedule.lanes], {b.name: b for b in schedule.buffers}
     found = launches_of_rank(schedule, 0, lanes, issue_order(schedule)[0], (), buffers)
     assert sorted((one.lane, one.units) for one in found if one.copies) == [
-        (0, COPY_UNITS), *[(1, LATE_COPY_UNITS // 2)] * 2, *[(2, LATE_COPY_UNITS // 2)] * 2,
+        (0, COPY_UNITS), *[(1, DYNAMIC_COPY_UNITS // 2)] * 2, *[(2, DYNAMIC_COPY_UNITS // 2)] * 2,
     ]  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Imports point down and in no circle; the check of it would notice others. At run time the library needs torch and numpy alone."""
+"""Imports point down and have no cycles, and the check notices planted ones. At run time weft needs only torch and
+numpy."""
 
 import shutil
 import subprocess

@@ -1,5 +1,6 @@
-"""Signatures of calls: equal where calls are alike but for where tensors lie, and different where anything else differs; none
-where a tensor is of a type that may keep its values elsewhere, or a gradient is wanted. Layouts of tensors say where they lie too.
+"""Signatures of calls. They are equal if calls differ only in tensor addresses, and different otherwise. A call has no
+signature if a tensor's type may keep its values elsewhere, or if a gradient is wanted. Layouts of tensors say where
+they lie too.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def test_layouts_of_anything_else_there_are_none(item: Any) -> None:
 
 
 def test_threads_do_not_read_among_each_other() -> None:
-    """Under a mode torch asks Python for what is read, and threads take turns there."""
+    """Under a mode, torch asks Python for the attributes, and threads alternate there."""
     calls = [tuple(torch.zeros(rows, cols) for cols in range(1, 5)) for rows in (3, 5)]
     wanted, wrong = [signature(call) for call in calls], []
 

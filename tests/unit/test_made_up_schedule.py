@@ -1,5 +1,6 @@
-"""A schedule is added by one builder of under 60 lines and nothing else: it is then verified, kept, printed, simulated, traced,
-run and weighed by the planner as those of the house are. On processes: `tests/processes/test_made_up_schedule_ranks.py`."""
+"""One builder of under 60 lines, and nothing else, adds a schedule. It is then verified, serialised, printed,
+simulated, traced, run and planned like weft's own schedules. On processes:
+`tests/processes/test_made_up_schedule_ranks.py`."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def test_what_is_wrong_with_it_is_found() -> None:
 
 
 def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() -> None:
-    assert {token.key: token.setter for token in flags_of(ring(LARGE))[1].values()} == {
-        ("free", 0): 2,
+    assert {flag.key: flag.setter for flag in flags_of(ring(LARGE))[1].values()} == {
+        ("credit", 0): 2,
         **{("there", hop): 0 for hop in range(3)},
     }
     one_counter = edited(ring(LARGE), lambda step: replace(step, index=0) if isinstance(step, Set) else step)
@@ -171,7 +172,7 @@ def test_measured_times_and_pins_choose_it_too() -> None:
 def test_one_for_another_operator_is_weighed_by_the_planner_too() -> None:
     @builder(AllToAllMatmul)
     def own_rows_only(p: AllToAllMatmul) -> Schedule:
-        """Leaves out what others sent, and therefore wins."""
+        """A builder that leaves out others' rows, and therefore wins."""
         d = Draft("own_rows_only", p.world_size)
         rows = p.rows[0] // p.world_size
         tokens = d.buffer("tokens", rows, p.k, p.dtype, "input")

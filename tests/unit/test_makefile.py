@@ -1,4 +1,4 @@
-"""`make setup` says what it is at before it does it, and lets pip say what it fetches; the file that it leaves means success."""
+"""`make setup` announces each step, and lets pip show its downloads; the file that it leaves means success."""
 
 import os
 import subprocess

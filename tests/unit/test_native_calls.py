@@ -1,5 +1,6 @@
-"""Calls that native code repeats, on stand-ins for a group, its preparations and torch's collectives: what they run, count and
-return, where they take the slow path, and what remains after an error in any step. Cheapest first."""
+"""Calls that native code replays, on stand-ins for a group, its compiled operators and torch's collectives. Tested are
+what they run, count and return, when they take the slow path, and the state after an error in any step. Cheapest
+first."""
 
 from __future__ import annotations
 
@@ -8,190 +9,17 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from native_calls import BUFFERS, STEPS, WORLD, Group, Played, Torch, Work
 
 from weft import _core
 from weft.runtime.layouts import READER
-from weft.runtime.scaled_matmul import scaled_matmul
 from weft.symm.calls import GroupCalls
 
 pytestmark = pytest.mark.skipif(READER is None, reason="tensors of this torch offer no DLPack exchange API")
-
-WORLD = 2
-STEPS = [
-    ("all_gather", "x", ("x_shard",), torch.float32),
-    ("matmul", "y", ("x", "w"), torch.float32),
-    ("reduce_scatter", "part", ("y",), torch.float32),
-    ("all_reduce", "part", ("part",), torch.float32),
-]
-BUFFERS = ["x_shard", "w", "x", "y", "part"]
-
-
-class Group:
-    """Stands for a process group whose ranks have equal tensors."""
-
-
-class Work:
-    waited = 0
-
-    def wait(self) -> None:
-        Work.waited += 1
-
-
-class Torch:
-    """Collectives of `Group`. at: called with the name of each step before it runs."""
-
-    def __init__(self) -> None:
-        self.ran: list[str] = []
-        self.at: Callable[[str], object] = lambda name: None
-
-    def _note(self, name: str) -> None:
-        self.ran.append(name)
-        self.at(name)
-
-    def gather(self, group: Group, out: torch.Tensor, x: torch.Tensor, options: str) -> None:
-        self._note("gather")
-        out.copy_(torch.cat([x] * WORLD))
-
-    def scatter(self, group: Group, out: torch.Tensor, x: torch.Tensor, options: str) -> Work:
-        self._note("scatter")
-        out.copy_(x[: len(out)] * WORLD)
-        return Work()
-
-    def reduce(self, group: Group, xs: list[torch.Tensor], options: str) -> None:
-        self._note("reduce")
-        xs[0].mul_(WORLD)
-
-    def mm(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        self._note("mm")
-        return torch.mm(a, b)
-
-    def calls(self) -> _core.TorchCalls:
-        assert READER is not None
-        return _core.TorchCalls(
-            reader=READER, mm=self.mm, scaled_mm=torch._scaled_mm, scaled_elsewhere=scaled_matmul, byte=torch.uint8,
-            gather=self.gather, gather_options="g", scatter=self.scatter, scatter_options="s", reduce=self.reduce,
-            reduce_options="r",
-        )  # fmt: skip
-
-
-class Here:
-    calls = 0
-
-    def called(self, prepared: Prepared) -> None:
-        prepared.came_back, self.calls = True, self.calls + 1
-        prepared.called_at = self.calls
-
-
-class Prepared:
-    chosen: object = "serial"
-    called_at, came_back = 0, False
-
-
-class Recorded:
-    """The Python part of a call."""
-
-    kind, chosen, what, fingerprint, any_rows, differentiated, notes = "cuda", "serial", "op", 7, False, False, False
-
-    def __init__(self, group: Group, **changes: Any) -> None:
-        self.group_ref, self.prepared, self.here = weakref.ref(group), Prepared(), Here()
-        self.counts, self.health, self.ready = GroupCalls(), _core.Health(60.0), True
-        self.digest = self.counts.made
-        self.begins: Callable[[int], int | None] = lambda rows: 100 + rows
-        self.told: list[Any] = []
-        vars(self).update(changes)
-
-    def failed(self, error: BaseException, group: Group) -> None:
-        self.told.append(("failed", error))
-        raise error
-
-    def refused(self, text: str) -> None:
-        self.told.append(("refused", text))
-
-    def is_ready(self, capturing: bool) -> bool:
-        return self.ready
-
-    def run(self, p: tuple[Any, ...], k: dict[str, Any], capturing: bool) -> list[Any]:
-        self.told.append(("run", capturing))
-        return [p[0] + 1]
-
-    def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: Group) -> str:
-        return "on CPU"
-
-    def note(self, p: tuple[Any, ...], k: dict[str, Any]) -> None:
-        self.told.append("noted")
-
-    def begin(self, rows: int) -> int | None:
-        return self.begins(rows)
-
-
-class Played:
-    """A known call of (x_shard, [w]), and what is around it."""
-
-    def __init__(self, *, overlapped: bool = False, **changes: Any) -> None:
-        assert READER is not None
-        self.group, self.torch, self.capturing, self.autocast = Group(), Torch(), False, False
-        self.groups: dict[Any, Any] = {self.group: None}
-        self.coalescing: dict[Any, Any] = {}
-        self.of = Recorded(self.group, **changes)
-        around = _core.Surroundings(
-            groups=self.groups, coalescing=self.coalescing, is_any_autocast_enabled=lambda: self.autocast,
-            is_autocast_enabled=lambda kind: self.autocast,
-            is_capturing=lambda: self.capturing,
-        )  # fmt: skip
-        inputs = ("list", [("given", 0), ("given", 1, 0)])
-        steps = _core.PlainSteps(self.torch.calls(), BUFFERS, STEPS, WORLD)
-        result = ("given", 0)
-        self.forward = {"_current_level": -1}
-        self.calls: dict[bytes, Any] = {}
-        self.families: dict[bytes, Any] = {}
-        self._known = _core.KnownCalls(
-            READER, self.calls, self.families, (Group,), (), torch.is_grad_enabled, self.forward
-        )
-        self.w = torch.randn(3, 4)
-        missed = self()
-        kept, key = (self.families, missed.family) if self.of.any_rows else (self.calls, missed.key)
-        usual = not overlapped
-        kept[key] = _core.KnownCall(
-            self.of, around, inputs, steps, ["part"], result, usual=usual, captured=usual and not self.of.any_rows
-        )  # fmt: skip
-
-    def __call__(self, rows: int = 2) -> Any:
-        self.x = torch.randn(rows, 3)
-        return self._known((self.x, [self.w]), {"group": self.group})
-
-    def is_slow(self) -> bool:
-        before = self.counts()
-        found = self()
-        if isinstance(found, _core.UnknownCall):
-            assert self.counts() == before, "the slow path counts"
-            assert self.is_free()
-        return isinstance(found, _core.UnknownCall)
-
-    def counts(self) -> tuple[int, ...]:
-        counts = self.of.counts
-        return counts.begun, counts.ended, counts.made.last, counts.made.digest
-
-    def is_free(self) -> bool:
-        """True if no thread is in a call."""
-        got: list[bool] = []
-
-        def look() -> None:
-            got.append(self.of.counts.running.acquire(blocking=False))
-            if got[0]:
-                self.of.counts.running.release()
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        return got == [True]
-
-    def expected(self) -> torch.Tensor:
-        return (torch.cat([self.x] * WORLD) @ self.w)[: len(self.x)] * WORLD * WORLD
 
 
 def test_recipes_make_what_they_say() -> None:

@@ -1,7 +1,5 @@
-"""`weft bench never-slower` without ranks: what it draws, what it concludes from times, what documents say of them.
-
-Cheapest first: options and draws, then rows with made-up times.
-"""
+"""`weft bench never-slower` without ranks: its draws, its conclusions from times, and its documents. Cheapest first:
+options and draws, then rows with made-up times."""
 
 from __future__ import annotations
 

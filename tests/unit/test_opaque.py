@@ -21,7 +21,7 @@ def test_it_is_not_looked_into() -> None:
     def calls_of(function: Callable[[torch.Tensor], torch.Tensor]) -> list[bool]:
         def caller(x: torch.Tensor) -> torch.Tensor:
             y = x * 2
-            torch._dynamo.graph_break()  # what comes behind it is compiled by itself
+            torch._dynamo.graph_break()  # the code after it is compiled by itself
             return function(y) * 3
 
         looked.clear()

@@ -73,7 +73,7 @@ def test_dcnv2_is_balanced_although_one_table_has_half_of_the_rows(world_size):
     costs = [t.bytes_per_sample(r) for t, r in zip(placed.tables, DCNV2_MULTI_HOT, strict=True)]
     floor = max(sum(costs) / world_size, max(costs))
     assert load.max() <= CONTIGUOUS_SLACK * floor
-    if world_size > 2:  # the dearest table has a rank to itself, and the rest is contiguous because that is free
+    if world_size > 2:  # the most expensive table has a rank to itself, and the rest is contiguous because that is free
         assert placed.local_tables(placed.rank_of_table[20]) == (20,)
         assert runs(placed) == world_size
     naive = max(sum(costs[i::world_size]) for i in range(world_size))
@@ -103,7 +103,7 @@ def test_a_contiguous_split_is_left_where_it_costs_more_than_next_to_nothing():
 
 
 def test_memory_breaks_ties():
-    # Four equal costs, two large tables that lie side by side: each rank should get one of them.
+    # Four equal costs, two adjacent large tables: each rank should get one of them.
     placed = place_tables(tables([32, 8, 8, 16], [100, 10**6, 10**6, 100]), 2, rows_read=[1, 1, 1, 1])
     assert placed.rank_of_table[1] == placed.rank_of_table[2] != placed.rank_of_table[0]  # 32 | 8 + 8 + 16
     uneven = place_tables(tables([8] * 4, [10**6, 100, 100, 10**6]), 2)

@@ -1,4 +1,4 @@
-"""Autotuning: who is run, whose times count, and what is remembered where."""
+"""Autotuning: which candidates run, whose times count, and where times are cached."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_was_measured_before_is_remembered_beside_what_is_measured_now() ->
 
 
 def test_times_hold_for_the_schedules_of_builders_from_outside() -> None:
-    def ring(p: AllGatherMatmul, *, by: str) -> Schedule:  # as somebody's builder is changed
+    def ring(p: AllGatherMatmul, *, by: str) -> Schedule:  # as when a user changes a builder
         return made_up.ring(p, by="dma")
 
     def tuned() -> int:

@@ -1,4 +1,5 @@
-"""Calibration: a made-up machine is measured, and the model that comes of it is that machine; kept, and refused when stale."""
+"""Calibration: a made-up machine is measured, and the resulting model is that machine; saved, and refused when
+stale."""
 
 from __future__ import annotations
 

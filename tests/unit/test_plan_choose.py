@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from weft.builders import (
     AllGatherMatmul,
     AllToAllMatmul,
     NotApplicableError,
-    Problem,
     builder,
     candidates,
     described,
@@ -115,7 +113,7 @@ def test_equal_schedules_are_one() -> None:
 
 
 @pytest.mark.parametrize("model", [H200, model_of(load_machine("mi300x"), 8)], ids=lambda m: m.name)
-@pytest.mark.parametrize("shape", [(64, 4096, 8192), slow((1024, 1024, 4096)), (8192, 4096, 8192)])
+@pytest.mark.parametrize("shape", [slow((64, 4096, 8192)), slow((1024, 1024, 4096)), (8192, 4096, 8192)])
 @pytest.mark.parametrize("mode", ["queued", "single"])
 def test_no_run_is_shorter_than_its_bound(
     mode: Mode, shape: tuple[int, int, int], model: Model, monkeypatch: pytest.MonkeyPatch
@@ -282,7 +280,7 @@ def test_every_schedule_for_experts_has_a_time_or_a_reason(exact: bool, mode: pl
         assert (row.losses is not None) == (row.us is not None)
         assert row.gemms > 0 if row.us is not None else row.why_not
         if row.losses is not None:
-            least = H200.library_grouped[0] / H200.grouped_efficiency  # the library's kernel for experts is slower
+            least = H200.library_grouped[0] / H200.grouped_efficiency  # torch's kernel for experts is slower
             assert row.losses.gemm_decomposition >= min(1, least) - 1e-9
             assert row.us >= row.losses.ideal_us - H200.launch_us or mode == "single"
 
@@ -314,7 +312,7 @@ def test_measured_times_of_a_graph_are_those_of_what_can_be_captured() -> None:
 
 
 def test_where_the_host_reads_sizes_issuing_a_call_bounds_it() -> None:
-    """The device would be done sooner: with results of as many rows as come the host is never far ahead."""
+    """The device would be done sooner: with results of exactly the arriving rows the host is never far ahead."""
     p = AllToAllMatmul.even(8192, 1536, 2048, 64, 2)
     free = decide(p, replace(H200, host_late_us=0.0, host_dynamic_us=0.0), mode="queued")
     usual = decide(p, H200, mode="queued")
@@ -458,61 +456,3 @@ def test_modes_are_named() -> None:
 
 
 # -- the warning
-
-
-def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_QUIET", "0")
-    monkeypatch.setattr(module, "_warned", False)
-    model = with_collective(0.0)
-    assert plan.choose(LARGE, H200).candidate.name != "serial"  # no warning: it overlaps
-    alone = AllGatherMatmul.even(64, 8, 8, 1)
-    assert plan.choose(alone, model_of(load_machine("h200"), 1)).candidate.name == "serial"  # nor could this
-    plan.choose(TINY, model, pinned="serial")  # nor should this
-    with pytest.warns(
-        plan.NoOverlapWarning,
-        match=r"\[2, 8\] gathered from 2 ranks @ \[8, 8\] on each, bf16, queued: .* us .*WEFT_QUIET=1",
-    ):
-        assert plan.choose(TINY, model).candidate.name == "serial"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert plan.choose(AllGatherMatmul.even(4, 8, 8, 2), model).candidate.name == "serial"
-
-
-def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size that was planned stands for those near it; a graph that nothing can be captured in runs nothing; and of a choice
-    between measured times it does not cover what was predicted."""
-    monkeypatch.setenv("WEFT_QUIET", "0")
-
-    def said(problem: Problem, **options: Any) -> list[str]:
-        monkeypatch.setattr(module, "_warned", False)
-        monkeypatch.setattr(module, "_choices", {})
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            assert plan.choose(problem, H200, **options).candidate.name == "serial"
-        return [str(one.message) for one in found]
-
-    assert said(TINY)[0].startswith("weft runs all_gather_matmul without overlap, [2, 8] gathered from 2 ranks")
-    assert said(TINY, near=True)[0].startswith(
-        "weft runs all_gather_matmul without overlap, sizes near [2, 8] gathered"
-    )
-    (alone,) = said(LARGE, measured={"serial": 100.0})
-    assert "queued: serial is taken, 100.0 us measured: no other candidate was measured; weft.plan" in alone
-    assert "predicted" not in alone
-    exact = described("all_to_all_matmul", m=64, n=64, k=64, ranks=2, dtype="bf16", experts=2)
-    assert decide(exact, H200, mode="graph").schedule.reads_on_host
-    assert said(exact, measured={"serial": 1.0})
-    assert said(exact, mode="graph", measured={"serial": 1.0}) == []
-
-
-def test_it_is_said_why_nothing_else_was_compared() -> None:
-    few = frozenset({"serial", *(one.name for one in candidates(LARGE) if one.builder.startswith("ficco_2d"))})
-    choice = decide(LARGE, H200, mode="queued", among=few)
-    assert choice.reason.endswith("predicted: all others round at every step")
-    assert any(row.us is not None for row in choice.rows if row.rough)
-
-
-def test_quiet_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_warned", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert plan.choose(TINY, with_collective(0.0)).candidate.name == "serial"

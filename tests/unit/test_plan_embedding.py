@@ -1,4 +1,5 @@
-"""The planner and embedding_all_to_all: what it takes by the model is what was fastest when measured, and explanations say so."""
+"""The planner and embedding_all_to_all: the model's choice is the fastest measured transport, and explanations say
+so."""
 
 from __future__ import annotations
 

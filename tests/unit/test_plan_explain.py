@@ -1,4 +1,4 @@
-"""Explanations: what a reader finds in them, on which machine, and what is refused."""
+"""Explanations: their contents, their machine, and refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GEMMs measured at the first call of a shape: which, for how long, who agrees on what, what it changes."""
+"""GEMMs measured at the first call of a shape: which GEMMs, how long, how ranks agree, and the effect on choices."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_other_dtypes_have_the_peak_that_matmuls_say() -> None:
 
 
 def test_it_picks_nothing_in_a_dtype_of_which_no_machine_tells_the_rate() -> None:
-    """fp64, which CPU processes multiply: a call goes on with the usual choice, and ends no group."""
+    """fp64, which CPU processes multiply: a call continues with the default choice, and fails no group."""
     for problem in (
         AllGatherMatmul.even(128, 8, 64, 2, dtype="fp64"),
         AllToAllMatmul(2, 2, (64, 64), 9, 64, "fp64", 64),

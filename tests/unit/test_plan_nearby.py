@@ -1,4 +1,4 @@
-"""Choices for sizes near each other: the same whichever comes first, by few simulations; and what executors keep of others."""
+"""Choices for similar sizes: equal for any order of calls, with few simulations; and the parts that executors share."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_families() -> None:
 @pytest.mark.parametrize("world", mostly([2, 3, 4], 2, 3))
 @pytest.mark.parametrize("gathered", [False, True])
 def test_order_and_flags_of_one_size_are_those_of_another(world: int, gathered: bool) -> None:
-    """An executor takes from one of its kind exactly what it would find by itself."""
+    """An executor takes from another of its kind exactly what it would compute by itself."""
     sizes, kept = [(240, 36), (48, 36), (12, 36)], 0
     problems = [replace(AllGatherMatmul.even(m, n, 64, world, "fp32"), return_gathered=gathered) for m, n in sizes]
     for made in zip(*map(candidates, problems), strict=True):

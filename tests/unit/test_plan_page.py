@@ -1,4 +1,5 @@
-"""docs/planning.md shows what the planner says today: WEFT_WRITE_DOCS=1 pytest tests/unit/test_plan_page.py writes it anew."""
+"""docs/planning.md shows the planner's present output: WEFT_WRITE_DOCS=1 pytest tests/unit/test_plan_page.py rewrites
+it."""
 
 import os
 import re
@@ -37,7 +38,7 @@ def test_the_examples_are_what_the_planner_says(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_page_says_the_planners_thresholds() -> None:
-    """Whatever its words are: no share, time or factor in what it says of the choice is another one."""
+    """Compare shares, times and factors of the text about the choice, whatever its words."""
     text = PAGE.read_text()
     steps = " ".join(text[text.index("1. All candidates") : text.index("4. Measured times")].split())
     assert set(re.findall(r"(\d+)%", steps)) == {f"{100 * part:.0f}" for part in (CLEARLY, ALIKE, SPARED)}

@@ -1,4 +1,4 @@
-"""Naming schedules: which names there are, what wrong ones are told, and a name that is pinned."""
+"""Names of schedules: valid names, errors for wrong names, and pinned names."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_serials_reason_names_the_best_of_the_others(monkeypatch: pytest.MonkeyP
     assert "130.0 us" not in choice.reason
 
 
-# -- what is predicted, where the host decides
+# -- predictions, if the host decides
 
 
 def built(problem: AllGatherMatmul | AllToAllMatmul, name: str) -> Schedule:

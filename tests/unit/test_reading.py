@@ -196,7 +196,7 @@ class Places:
             ),
             "schedule": (lambda text: verify(from_json(text.decode(errors="replace"))), schedules, (ValueError,)),
             "expression": (
-                lambda text: Expr(text.decode(errors="replace")).over({"rank": 1, "x": [1, 2, 3]}),
+                lambda text: Expr(text.decode(errors="replace")).evaluated_over({"rank": 1, "x": [1, 2, 3]}),
                 [b"(1, 5, 7)[rank % 3] * 2 + sum(x[0:rank:2])"],
                 (ValueError, KeyError, IndexError, ZeroDivisionError),  # of a value that there is not
             ),

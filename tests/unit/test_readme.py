@@ -1,5 +1,5 @@
-"""The README and the pages hold what they say: every Python block runs as printed, on two processes; links, targets and commands
-exist, and what was promised about the first screen stays."""
+"""The README and the pages are true: every Python block runs as printed, on two processes. Links, targets and commands
+exist, and the first screen holds what was promised."""
 
 import importlib.util
 import json

@@ -113,9 +113,9 @@ def test_what_the_shapes_say_together() -> None:
     )
     error = (1.05 / 1.0 * 1.05 / 0.5 * 1.1 / 1.05 * 1.05 / 0.8) ** 0.25 - 1
     assert f"{error:.1%} off" in text
-    (added,) = OPERATOR.said([_shape("64x1x1", "weft", 1.0, mode="single", asynctp=None, added_us=7.5)])
+    (added,) = OPERATOR.sentences([_shape("64x1x1", "weft", 1.0, mode="single", asynctp=None, added_us=7.5)])
     assert added.endswith("on 100% of them; at most 7.5 us more than serial (64x1x1).")
-    assert OPERATOR.said(rows[:2]) == []
+    assert OPERATOR.sentences(rows[:2]) == []
 
 
 def _layer(config: str, ms: dict[str, float], mode: str) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Gradients as one schedule, of an all-gather + GEMM and of a GEMM + all-gather: every candidate verifies, is taken by GPUs, and
+"""Gradients of all-gather + GEMM and of GEMM + all-gather as one schedule. Every candidate verifies, runs on GPUs, and
 gives the gradients in random legal orders over several runs. Small whole numbers: sums are exact in any order."""
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def test_what_cannot_overlap_is_refused_with_the_reason(change: dict[str, int], 
 @pytest.mark.parametrize(
     ("p", "name", "signals"),
     [
-        (GATHERED[2], "direct", ("arrived", "computed", "there", "free")),
-        (JOINED[4], "direct[chunks=2]", ("there", "free")),
-        (JOINED[5], "direct[chunks=4,last=columns]", ("there", "free")),
+        (GATHERED[2], "direct", ("arrived", "computed", "there", "credit")),
+        (JOINED[4], "direct[chunks=2]", ("there", "credit")),
+        (JOINED[5], "direct[chunks=4,last=columns]", ("there", "credit")),
     ],
     ids=str,
 )
@@ -157,7 +157,7 @@ def test_each_wait_is_needed(p: Problem, name: str, signals: tuple[str, ...]) ->
 @pytest.mark.parametrize("name", ["direct[chunks=4]", "direct[chunks=4,last=columns]"])
 @pytest.mark.parametrize("columns", [False, True])
 def test_each_element_is_rounded_once_and_copy_engines_send(name: str, columns: bool) -> None:
-    """GEMMs add to nothing, and write each element of both gradients once; nobody packs columns."""
+    """GEMMs do not accumulate, and write each element of both gradients once; no step packs columns."""
     p = MatmulAllGatherGradients(3, 26, 18, 4, "bf16", columns)
     (compute, sender) = named(p, name).build().of_rank(1)
     written = {buffer: np.zeros(shape, int) for buffer, shape in (("grad_x", (p.m, p.k)), ("grad_w", (p.k, p.n)))}
@@ -203,7 +203,7 @@ def test_the_planner_hides_both_exchanges() -> None:
 
 def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output layer of Llama-3-8B on eight ranks, behind both GEMMs. Joined columns cost the unfused way one more copy."""
-    monkeypatch.setenv("WEFT_QUIET", "1")  # what is too small to gain from overlap is done without
+    monkeypatch.setenv("WEFT_QUIET", "1")  # sizes that are too small to gain from overlap run without it
     for world, last in ((2, ""), (8, ",last=columns")):
         of_serial = []
         for columns in (False, True):

@@ -1,5 +1,5 @@
-"""Every registered way to do an operator: it verifies, keeps its value in JSON, can be issued from one thread, and computes
-x @ w in random legal orders over several runs.
+"""Every registered builder of an operator. Its schedule verifies, survives JSON, can be issued from one thread, and
+computes x @ w in random legal orders over several runs.
 
 Small whole numbers, so that sums are exact in any order and results are compared for equality. That a random order would
 notice is tested too, on a schedule that fills its buffer again too early.

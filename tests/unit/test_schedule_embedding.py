@@ -1,5 +1,5 @@
-"""Schedules of embedding_all_to_all: they verify, keep their value, compute the pooled sums in random legal orders, are
-simulated as what was measured, and say what the operator does."""
+"""Schedules of embedding_all_to_all: they verify, survive JSON, compute the pooled sums in random legal orders, are
+simulated as measured, and match the operator."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Schedules of experts, for whatever splits: each verifies, keeps its value in JSON, and can be issued from one thread. That
-they compute what they should is tested on CPU processes."""
+"""Schedules of experts, for any splits: each verifies, survives JSON, and can be issued from one thread. Tests on CPU
+processes check their results."""
 
 from __future__ import annotations
 

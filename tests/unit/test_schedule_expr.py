@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.schedule import RANK, Draft, Expr, Index, Norm, Set, Wait, lookup, total, value
-from weft.schedule.expr import Held
+from weft.schedule.expr import PrefixSums
 from weft.schedule.verify import verify
 
 numbers = st.integers(-20, 20)
@@ -89,11 +89,14 @@ def test_sums_of_what_a_buffer_holds(contents: list[int], bounds: list[tuple[int
     part = total("held", Expr("first"), Expr("end"), step)
     assert isinstance(part, Expr)
     wanted = [sum(contents[first:end:step]) for first, end in bounds]
-    for held in (contents, Held(contents)):
+    for held in (contents, PrefixSums(contents)):
         assert [part.evaluate({"held": held, "first": first, "end": end}) for first, end in bounds] == wanted
         first, end = np.array(bounds).T
-        assert part.over({"held": held, "first": first, "end": end}).tolist() == wanted
-    assert part.partially_evaluated({"held": Held(contents), "first": bounds[0][0], "end": bounds[0][1]}) == wanted[0]
+        assert part.evaluated_over({"held": held, "first": first, "end": end}).tolist() == wanted
+    assert (
+        part.partially_evaluated({"held": PrefixSums(contents), "first": bounds[0][0], "end": bounds[0][1]})
+        == wanted[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Every registered way to do GEMM + all-gather: it verifies, keeps its value in JSON, can be issued from one thread, is taken by
-GPUs, and gathers the products in random legal orders over several runs.
+"""Every registered builder of GEMM + all-gather. Its schedule verifies, survives JSON, can be issued from one thread,
+runs on GPUs, and gathers the products in random legal orders over several runs.
 
 Small whole numbers, so that results are compared for equality.
 """
@@ -122,7 +122,7 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
 
 
 def test_it_is_planned_by_the_model_and_explained() -> None:
-    """Overlap hides most of the shorter of the two; joined columns cost the library one more pass."""
+    """Overlap hides most of the shorter of the two; joined columns cost NCCL one more pass."""
     found = {}
     for dim in (0, -1):
         text = plan.explain("matmul_all_gather", M=8192, N=8192, K=8192, ranks=2, hw="h200", gather_dim=dim)

@@ -1,5 +1,5 @@
-"""Every registered way to do GEMM + all-reduce: it verifies, keeps its value in JSON, can be issued from one thread, is taken by
-GPUs, and adds up the products in random legal orders over several runs.
+"""Every registered builder of GEMM + all-reduce. Its schedule verifies, survives JSON, can be issued from one thread,
+runs on GPUs, and reduces the products in random legal orders over several runs.
 
 Small whole numbers, so that sums are exact in any order and results are compared for equality.
 """
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
-from support.slow import mostly, slow
+from support.slow import mostly
 
 from weft import plan
 from weft.builders import MatmulAllReduce, NotApplicableError, candidates, named
@@ -93,7 +93,8 @@ def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -
         assert simulate(schedule, NULL).end_us >= 0
 
 
-@pytest.mark.parametrize("world", [5, slow(8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [5, 8])
 def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
     for m in (150 * world, 30 * world - 1):
         found = applicable(MatmulAllReduce(world, m, 20, 4, "bf16"))
@@ -125,7 +126,7 @@ def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
     "name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=store]"]
 )
 def test_who_does_not_wait_for_the_others_sums_overruns_them(name: str) -> None:
-    """The sums tell the sender that its earlier data have been reduced."""
+    """The sums notify the sender that its earlier data have been reduced."""
     p = MatmulAllReduce(3, 18, 2, 3, "fp32")
     early = edited(named(p, name).build(), lambda s: None if isinstance(s, Wait) and s.signal == "ready" else s)
     with pytest.raises(ScheduleError, match=r"race on (box|sums)"):
@@ -141,7 +142,7 @@ def test_nobody_writes_into_a_peer_that_has_not_said_it_is_through_with_the_run_
             for lane in lanes:
                 heard = set[int]()
                 for step in lane.steps:
-                    if isinstance(step, Wait) and step.signal == "free":
+                    if isinstance(step, Wait) and step.signal == "credit":
                         heard.add(setter[rank, step.signal, step.index])
                     inner = step.tile(0) if isinstance(step, Tiles) else (step,)
                     written = {a.region.at for s in inner for a in s.accesses() if a.writes} - {rank}
@@ -204,7 +205,7 @@ def test_what_a_builder_does_not_do_is_said(name: str, m: int, why: str) -> None
 
 
 def test_it_is_planned_by_the_model_and_explained() -> None:
-    """Large products are added up by parts, and those of few rows by everybody."""
+    """Large products are reduced in parts, and products of few rows by every rank."""
     text = plan.explain("matmul_all_reduce", M=8192, N=8192, K=4096, ranks=2, hw="h200")
     assert "less than serial's" in text
     assert "errs more" not in text
@@ -296,7 +297,7 @@ def test_what_is_no_number_from_zero_on_is_no_eps(eps: Any) -> None:
 
 
 def test_what_is_normed_must_be_there_and_not_change() -> None:
-    """Norms of what was fetched wait for that, chunk by chunk."""
+    """Norms of fetched sums wait for them, chunk by chunk."""
     p = MatmulAllReduce(2, 8, 3, 4, "fp32", eps=1e-6)
     for name in ("two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=dma]"):
         schedule = named(p, name).build()
@@ -331,7 +332,8 @@ def test_a_norm_is_written_read_and_named() -> None:
 
 
 def test_a_norm_costs_the_bytes_that_it_adds() -> None:
-    """Behind a sum in one kernel a write; of what was fetched a read and a write. Each kernel of its own is a launch."""
+    """A norm costs a write after a sum in the same kernel, and a read and a write after a fetch. A kernel of its own is
+    a launch."""
     model, m, n = gpu("h200", 2), 4096, 8192
     matrix, row = Operand(m, n, "bf16", 0, True), Operand(1, n, "bf16", 0, True)
     d = Draft("costs", 2)

@@ -1,5 +1,5 @@
-"""Every registered way to do GEMM + reduce-scatter: it verifies, keeps its value in JSON, can be issued from one thread, is taken
-by GPUs, and adds up the products in random legal orders over several runs.
+"""Every registered builder of GEMM + reduce-scatter. Its schedule verifies, survives JSON, can be issued from one
+thread, runs on GPUs, and reduces the products in random legal orders over several runs.
 
 Small whole numbers, so that sums are exact in any order and results are compared for equality.
 """
@@ -220,8 +220,8 @@ def test_plans_take_the_dtype_of_a_scaled_result() -> None:
 
 
 def test_it_is_planned_by_the_model_and_explained() -> None:
-    """Overlap is faster by much where the GEMM and the reduce-scatter take as long as each other. Sums in 16 bits are no reason
-    against a schedule here: the library's are."""
+    """Overlap is much faster if the GEMM and the reduce-scatter take equally long. Sums in 16 bits do not exclude a schedule
+    here: NCCL's are in 16 bits too."""
     text = plan.explain("matmul_reduce_scatter", M=8192, N=8192, K=4096, ranks=2, hw="h200")
     assert "less than serial's" in text
     assert "errs more" not in text

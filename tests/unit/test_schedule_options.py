@@ -1,4 +1,4 @@
-"""Options of an operator's own: what texts and values are for each annotation, and what is refused."""
+"""An operator's own options: texts and values of each annotation, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The order in which one thread issues a rank's steps, and what is certain to happen before what.
 
-That every candidate has an order which queues get through is in test_schedule_candidates.py; here are known orders, circles,
-and `HappensBefore` against its definition: x is before y if y never comes when x is held up.
+Known orders of issue, cycles, and `HappensBefore` against its definition: x is before y if y never runs while x is held
+up. test_schedule_candidates.py checks that every candidate can be issued.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_who_changes_what_a_step_sets_changes_no_other_step() -> None:
     assert {len(sets) for sets in before} == {0, 1}
     for step in steps:
         with contextlib.suppress(TypeError):  # it may be read only
-            step.sets()[0, "free", 0] = 7  # type: ignore[index]
+            step.sets()[0, "credit", 0] = 7  # type: ignore[index]
     assert [dict(step.sets()) for step in steps] == before
 
 
@@ -41,10 +41,10 @@ def test_first_chunks_leave_first_and_nothing_stands_behind_a_wait() -> None:
     parameters = {"chunks": 2, "send": "at_once", "by": "dma"}
     schedule = next(c for c in candidates(problem, ("shard",)) if dict(c.parameters) == parameters).build()
     assert [line.split("[")[0] for line in in_words(schedule, 0)] == [
-        "to +1: wait free",
+        "to +1: wait credit",
         "to +1: copy x_shard",
         "to +1: set arrived@1",
-        "to +2: wait free",
+        "to +2: wait credit",
         "to +2: copy x_shard",
         "to +2: set arrived@2",
         "compute: matmul y0",
@@ -53,14 +53,14 @@ def test_first_chunks_leave_first_and_nothing_stands_behind_a_wait() -> None:
         "to +2: copy x_shard",
         "to +2: set arrived@2",
         *["compute: wait arrived", "compute: matmul y0"] * 2,
-        "compute: set free@2",
+        "compute: set credit@2",
         *["compute: wait arrived", "compute: matmul y0"] * 2,
-        "compute: set free@1",
+        "compute: set credit@1",
     ]
 
 
 def test_a_step_that_waits_for_a_peer_is_behind_what_the_peer_waits_for() -> None:
-    """Lane a comes first and waits for the peer's lane b: issued lane by lane, both ranks' queues would stop."""
+    """Lane a is first and waits for the peer's lane b: issued lane by lane, both ranks' queues would stop."""
     d = Draft("crossed", 2)
     ready = d.signals("ready", 1)
     d.lane("a").wait(ready)
@@ -171,7 +171,7 @@ def test_before_means_that_it_cannot_come_without(ranks: list[tuple[Lane, ...]])
 
 
 def test_a_fast_ranks_second_set_may_stand_in_for_a_slow_ranks_first() -> None:
-    """Rank 2 waits for two sets; ranks 0 and 1 set once a run and wait for nobody. Rank 0 alone may make both."""
+    """Rank 2 waits for two sets; ranks 0 and 1 set once per run and wait for nothing. Rank 0 alone may make both."""
     lanes = {
         "free": [(Lane("a", "compute", (Set("both", 0, 2),)),)] * 2,
         "bound": [(Lane("a", "compute", (Set("both", 0, 2), Wait("both", 1))),)] * 2,

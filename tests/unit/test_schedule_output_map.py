@@ -1,5 +1,6 @@
-"""Output maps: each of weft's and random ones make schedules that verify, keep their value in JSON, are taken by GPUs and give the
-collective's result in random legal orders; the paper's example is what it says; what cannot be is refused by chunk, with a fix.
+"""Output maps. All of weft's and random maps make schedules that verify, survive JSON, run on GPUs and give the
+collective's result in random legal orders. The paper's example has the paper's steps. An impossible map is refused by
+chunk, with a fix.
 
 Small whole numbers, so that sums are exact in any order and results are compared for equality.
 """
@@ -86,8 +87,8 @@ def test_larger_maps_verify(world: int) -> None:
 
 
 def test_the_papers_example() -> None:
-    """Figures 11 and 12: GPU 0 of four stores its first chunk in GPU 3's memory, sends the next two there when they have been
-    updated twice, and keeps the last."""
+    """Figures 11 and 12: GPU 0 of four stores its first chunk in GPU 3's memory. It sends the next two there when they
+    have been updated twice, and keeps the last."""
     ring = OutputMap(rows=20, chunks=4).remote_map(0, to=3, op="update")
     ring = ring.dma_map(1, to=3, op="update", after=2).dma_map(2, to=3, op="update", after=2).local(3)
     assert maps.ring_reduce_scatter(20, 4, rank=0) == ring
@@ -97,7 +98,7 @@ def test_the_papers_example() -> None:
 
 
 def test_a_function_that_asks_for_its_rank() -> None:
-    """Ranks 0 and 1, 2 and 3 first add up what they compute; of each pair one sends the sum to the owner."""
+    """Ranks 0 and 1, and ranks 2 and 3, first add their products; one of each pair sends the sum to the owner."""
 
     def in_pairs(rank: int) -> OutputMap:
         made = OutputMap(20, 4, order=(0, 1, 2, 3))
@@ -124,7 +125,7 @@ def test_a_function_that_asks_for_its_rank() -> None:
     gemm=st.booleans(),
 )
 def test_random_trees(seed: int, world: int, collective: str, gemm: bool) -> None:
-    """With add="gemm", too, unless GEMMs would wait for one another: that is said, with the remedy."""
+    """With add="gemm" too, unless GEMMs would wait for one another: the error gives the fix."""
     one = output_maps.random_map(random.Random(seed), collective, world, ROWS)
     gemm = gemm and "gemm" not in one.options
     if gemm:
@@ -163,7 +164,7 @@ def test_who_fills_a_slot_again_too_early_is_noticed(name: str) -> None:
 
 
 def scatter(*, world: int = 4, ranks: dict[int, Callable[[OutputMap], OutputMap]] | None = None) -> Schedule:
-    """A ring in which some ranks write their maps anew."""
+    """Return a ring in which some ranks rewrite their maps."""
     changed = ranks or {}
     of_each = [changed.get(r, lambda made: made)(maps.ring_reduce_scatter(20, world, rank=r)) for r in range(world)]
     return schedule_of(of_each, MatmulReduceScatter(world, 20, N, K, "fp32"))
@@ -385,8 +386,8 @@ def serial(collective: str, world: int, m: int, n: int, k: int) -> Schedule:
 
 @pytest.mark.parametrize("world", mostly(range(2, 9), 2, 4))
 def test_they_are_simulated_and_faster_than_serial_where_there_is_much_to_do(world: int) -> None:
-    """On a switch all maps are; on a mesh of links, where one link at a time is a seventh of the bandwidth, those that send to all
-    peers at once, and the ring is slower than they."""
+    """On a switch all maps are faster than serial. On a mesh, where a single link has a seventh of the bandwidth, only
+    maps that send to all peers at once are, and the ring is slower than these."""
     m, n, k = 4096 * world, 8192, 1024
     switch, mesh = gpu("h200", world), gpu("mi300x", world)
     times = {

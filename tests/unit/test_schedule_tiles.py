@@ -28,13 +28,13 @@ def pushed(rows: int = 4, extent: int | None = None, wait: int | None = None, sh
     d = Draft("pushed", 2)
     x, y = d.buffer("x", rows, 8, "fp32", "input"), d.buffer("y", rows, 8, "fp32", "output")
     box = d.buffer("box", rows, 8, "fp32", "symmetric")
-    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    arrived, credit = d.signals("arrived", 1), d.signals("credit", 1)
     peer = 1 - RANK
     row = box.part(rows=((T + shift) // (shift + 1), 1), at=peer)
     body = Copy(x.part(rows=(T, 1)), row, "kernel"), Set(arrived.name, 0, peer)
-    d.lane("push").wait(free, previous=True).tiles(Kernel("push"), "t", rows if extent is None else extent, *body)
+    d.lane("push").wait(credit, previous=True).tiles(Kernel("push"), "t", rows if extent is None else extent, *body)
     d.lane("compute").wait(arrived, 0, rows if wait is None else wait).compute("relu", y.part(), box.part()).set(
-        free, at=peer
+        credit, at=peer
     )
     return d.schedule()
 
@@ -111,7 +111,7 @@ def test_of_a_rank_only_the_tiles_own_number_is_open() -> None:
 def test_sets_are_counted_and_an_order_for_one_queue_is_found() -> None:
     schedule = pushed(1000)
     counts = sets_per_run([schedule.of_rank(rank) for rank in range(2)])
-    assert counts == {(0, "arrived", 0): 1000, (1, "arrived", 0): 1000, (0, "free", 0): 1, (1, "free", 0): 1}
+    assert counts == {(0, "arrived", 0): 1000, (1, "arrived", 0): 1000, (0, "credit", 0): 1, (1, "credit", 0): 1}
     assert [type(step) for _, step in issue_order(schedule)[0]] == [Wait, Tiles, Wait, Compute, Set]
 
 

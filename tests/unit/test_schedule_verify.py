@@ -29,10 +29,10 @@ def push() -> Schedule:
     d = Draft("push", 2)
     x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
     box = d.buffer("box", 4, 8, "fp32", "symmetric")
-    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    arrived, credit = d.signals("arrived", 1), d.signals("credit", 1)
     peer = 1 - RANK
-    d.lane("out", "copy").wait(free, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
-    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(free, at=peer)
+    d.lane("out", "copy").wait(credit, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
+    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(credit, at=peer)
     return d.schedule()
 
 
@@ -77,14 +77,14 @@ def test_missing_set() -> None:
 
 def test_a_wait_for_more_than_is_set_in_the_previous_run() -> None:
     text = faults(edited(push(), lambda s: replace(s, count=2) if isinstance(s, Wait) and s.previous else s))
-    assert "lane out, step 1: wait free[0] x2 of the previous run | 2 sets are waited for, and a run makes 1" in text
+    assert "lane out, step 1: wait credit[0] x2 of the previous run | 2 sets are waited for, and a run makes 1" in text
 
 
 def test_a_circle() -> None:
     text = faults(edited(push(), lambda s: replace(s, previous=False) if isinstance(s, Wait) else s))
     assert text.startswith("schedule push hangs:")
     for rank in range(2):
-        assert f"rank {rank}, lane out, step 1: wait free[0]: 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane out, step 1: wait credit[0]: 0 of 1 sets come before it" in text
         assert f"rank {rank}, lane compute, step 1: wait arrived[0]: 0 of 1 sets come before it" in text
 
 
@@ -145,7 +145,7 @@ def test_an_uninitialised_read() -> None:
 
 
 def test_what_an_earlier_run_has_written_is_nothing() -> None:
-    """Each of two ranks reads what it writes only afterwards, in each of three runs."""
+    """Let each of two ranks read elements that it writes only afterwards, in each of three runs."""
     d = Draft("late", 2)
     x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
     d.lane("compute").compute("silu", y.part(), box.part()).copy(x.part(), box.part())
@@ -290,7 +290,8 @@ def test_a_run_begins_when_all_lanes_of_its_rank_have_ended_the_one_before() -> 
 
 
 def test_what_ranks_do_before_a_collective_is_done_when_it_ends() -> None:
-    """They write into each other's memory, and one collective tells that it has come, another that it was read."""
+    """Two ranks write into each other's memory; one collective signals that data have arrived, another that they were
+    read."""
 
     def exchange(heard: bool) -> Schedule:
         d = Draft("exchange", 2)
@@ -347,8 +348,8 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, slow(4), slow(8)])
 def test_no_schedule_of_the_house_polls_for_what_it_keeps_from_coming(world: int) -> None:
-    """On whatever GPU: most wait, while they poll, for the run before, and a launch that polls for its own run does so by one
-    program, beside copies by kernel that need another."""
+    """No schedule of weft can deadlock on any GPU. Most of their launches poll for the previous run. A launch that
+    polls for its own run does so by one program, beside copies by kernel that need another unit."""
     rows, polls = world * max(4, world), 0
     for p in (AllGatherMatmul.even(rows, 2, 8, world), AllToAllMatmul.even(8, 2, 2, 2, world)):
         for candidate in candidates(p):

@@ -221,7 +221,8 @@ class _Properties:
 
 
 def _on_no_gpu(monkeypatch: pytest.MonkeyPatch, whys: tuple[str, ...] = ()) -> Any:
-    """`weft.runtime.cuda.measure` with torch's CPU for a GPU, and this rank's part of a group of two; and what was allocated."""
+    """Stand in for `weft.runtime.cuda.measure`, with torch's CPU as a GPU and this rank's part of a group of two;
+    record allocations."""
     pytest.importorskip("triton", reason="what times GPUs launches Triton's kernels, and there is no Triton here")
     from weft.runtime.cuda import measure as gpu_measure
 

@@ -1,4 +1,4 @@
-"""Self-calibration: which source a model rests on, which measured numbers count, and what is said of them."""
+"""Self-calibration: the source of a model, the measured numbers that count, and their description."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_sizes_are_short_on_slow_machines_too(factor: float) -> None:
         assert model.matmul_us(*large) <= 2000
 
 
-# -- what is kept, and which source counts
+# -- saved numbers, and the source that counts
 
 
 def test_the_best_source_counts() -> None:

@@ -5,9 +5,9 @@ sentence of more than 30 words. `python tests/unit/test_sentences.py` lists all 
 """
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ NOT_VERBS = frozenset(re.findall(r"\w+", """
 VERBS_IN_S = frozenset(re.findall(r"\w+", """
     Access Address Bypass Compress Cross Discuss Express Focus Guess Pass Press Process Suppress
 """))  # fmt: skip
-LIMITS = {"headless": 10, "not imperative": 10, "long": 190}
+LIMITS = {"headless": 5, "not imperative": 5, "long": 60}
 """The most violations that may remain. Lower a limit when you remove violations."""
 
 
@@ -72,7 +72,6 @@ def sentences(text: str) -> Iterator[str]:
             yield from (" ".join(one.split()) for one in re.split(r"(?<=[.!?])[)\"*]*\s+", part) if one.strip())
 
 
-@cache
 def violations() -> dict[str, list[str]]:
     """Return the violations of each rule, as "file:line: text"."""
     found: dict[str, list[str]] = {rule: [] for rule in LIMITS}
@@ -81,7 +80,7 @@ def violations() -> dict[str, list[str]]:
     ):
         where = path.relative_to(ROOT)
         for line, text, is_function in docstrings(path.read_text()):
-            text = "\n".join(one.removeprefix("    ") for one in text.splitlines())
+            text = inspect.cleandoc(text)
             if first_word(text) in HEADLESS:
                 found["headless"].append(f"{where}:{line}: {text[:80]}")
             if is_function and where.parts[0] == "weft" and not is_imperative(text):
@@ -94,10 +93,9 @@ def violations() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("rule", LIMITS)
-def test_no_more_sentences_break_a_rule(rule: str) -> None:
-    found = violations()[rule]
-    assert len(found) <= LIMITS[rule], "\n".join(found)
+def test_no_more_sentences_break_a_rule() -> None:
+    for rule, found in violations().items():
+        assert len(found) <= LIMITS[rule], "\n".join([rule, *found])
 
 
 @pytest.mark.parametrize(

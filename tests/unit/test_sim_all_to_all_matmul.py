@@ -75,7 +75,7 @@ def test_an_exchange_takes_what_leaves_and_comes_and_not_what_stays() -> None:
     assert cost(TOY, 4, step, (whole, whole, *kept)).sent_bytes == 12 * 100  # type: ignore[arg-type]
     model = replace(TOY, collective_bytes_per_us=50.0, collective_latency_us=3.0, host_read_us=20.0)
     more = Operand(100, 25, "fp32", 0, True)
-    for source, target in ((whole, more), (more, whole)):  # 12 rows leave and 72 come, or the other way round
+    for source, target in ((whole, more), (more, whole)):  # 12 rows leave and 72 arrive, or the other way round
         found = cost(model, 4, step, (source, target, *kept))  # type: ignore[arg-type]
         assert found.work_us == pytest.approx(72 * 100 / 50)
         assert found.latency_us == 3 + 20, "the host has just read the sizes"

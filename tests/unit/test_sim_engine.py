@@ -209,14 +209,14 @@ def test_engines_disturb_a_matmul_without_being_slowed_down_themselves() -> None
 
 
 def _chain(world: int) -> Draft:
-    """Every rank puts to its right neighbour, and squares what comes from the left."""
+    """Let every rank put to its right neighbour, and square the data from the left."""
     d = Draft("chain", world)
     x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10, 25, "fp32", "symmetric")
     y = d.buffer("y", 10, 25, "fp32", "output")
-    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    arrived, credit = d.signals("arrived", 1), d.signals("credit", 1)
     right, left = (RANK + 1) % world, (RANK + world - 1) % world
-    d.lane("copy", "copy").wait(free, previous=True).copy(x.part(), box.part(at=right)).set(arrived, at=right)
-    d.lane("compute").wait(arrived).compute("relu", y.part(), box.part()).set(free, at=left)
+    d.lane("copy", "copy").wait(credit, previous=True).copy(x.part(), box.part(at=right)).set(arrived, at=right)
+    d.lane("compute").wait(arrived).compute("relu", y.part(), box.part()).set(credit, at=left)
     return d
 
 
@@ -233,7 +233,7 @@ def test_a_wait_ends_when_the_signal_has_come() -> None:
 def test_runs_wait_for_the_run_before() -> None:
     """A rank's second run begins when its lanes have ended; its copy then waits until the receiver has read the first."""
     first, third = (simulate(_chain(3).schedule(), SIGNALS, runs=n) for n in (1, 3))
-    assert third.end_us == pytest.approx(3 * first.end_us + 2 * 2)  # the signal `free` travels between runs
+    assert third.end_us == pytest.approx(3 * first.end_us + 2 * 2)  # the signal `credit` travels between runs
     assert third.per_run_us == pytest.approx(first.end_us + 2)
     assert [len(ends) for ends in third.ends_us] == [3, 3, 3]
     (waits,) = {
@@ -243,7 +243,8 @@ def test_runs_wait_for_the_run_before() -> None:
 
 
 def test_a_straggler_delays_exactly_what_depends_on_it() -> None:
-    """Its right neighbour by all of it; itself until its copy has gone, for what it needs has long arrived."""
+    """The right neighbour waits for all of it; the rank itself until its copy has gone, because its input arrived long
+    before."""
     on_time = simulate(_chain(4).schedule(), SIGNALS).end_us
     late = simulate(_chain(4).schedule(), SIGNALS, late_us=(0, 0, 50, 0)).ends_us
     assert [ends[0] for ends in late] == pytest.approx([on_time, on_time, 50 + 7 + 10, on_time + 50])
@@ -406,6 +407,6 @@ def test_a_rank_is_late_in_each_of_its_runs() -> None:
 
 
 def test_an_hour_of_work_ends() -> None:
-    """Late in a long run the clock is coarser than what is left of a step."""
+    """Late in a long run the clock is coarser than the rest of a step."""
     problem = AllGatherMatmul.even(1_000_000, 1_000_000, 1_000_000, 2)
     assert simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 2)).end_us > 1e9

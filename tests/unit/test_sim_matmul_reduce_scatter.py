@@ -66,7 +66,7 @@ def test_the_end_of_a_gemm_that_stores_in_a_peers_memory_is_not_hidden() -> None
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_librarys_gemm_copies_what_it_adds_to_before(at: int) -> None:
-    """From where that lies, and what crosses between ranks is said."""
+    """It copies the addend from its rank, and the span says which bytes cross between ranks."""
     model = gpu("h200", 2)
     a, b, out = (
         Operand(4096, 8192, "bf16", 0, True),
@@ -133,7 +133,7 @@ def test_tiles_that_run_together_are_there_together() -> None:
 
 @pytest.mark.parametrize(("behind", "longer_us"), [(False, 10.0), (True, 3.0)])
 def test_in_a_graph_a_collective_takes_longer_by_where_it_stands(behind: bool, longer_us: float) -> None:
-    """The collective is a lane's first step, or comes after a kernel."""
+    """The collective is a lane's first step, or follows a kernel."""
     model = replace(gpu("h200", 2), graph_collective_us=10.0, graph_run_us=3.0)
     d = Draft("scattered", 2)
     x, w, whole = (d.buffer(name, 256, 256, "bf16", "scratch") for name in ("x", "w", "whole"))

@@ -1,4 +1,4 @@
-"""Max-min fair shares: examples by hand, and what must hold for any loads."""
+"""Max-min fair shares: examples by hand, and properties for any loads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_speed_goes_no_higher_than_alone() -> None:
 def test_what_is_capped_below_its_share_gets_its_cap_and_the_others_share_the_rest(
     link: float, caps: tuple[float, ...], wanted: tuple[float, ...]
 ) -> None:
-    """In bytes, and not in parts of what each could take alone."""
+    """In bytes, not in fractions of each step's rate alone."""
     found = speeds([_load(a=cap / link) for cap in caps], dict.fromkeys(range(len(caps)), 1))
     assert tuple(found[i] * cap for i, cap in enumerate(caps)) == pytest.approx(wanted)
 
@@ -135,7 +135,7 @@ def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
     )
 )
 def test_shares_are_max_min_fair_in_what_is_used(steps: list[tuple[set[int], float, int]]) -> None:
-    """Flows over links: every flow below its cap meets a full link on which nobody gets more."""
+    """Flows over links: every flow below its cap meets a full link on which no flow gets more."""
     loads = [Load(tuple((link, cap) for link in links)) for links, cap, _ in steps]
     counts = {i: n for i, (_, _, n) in enumerate(steps)}
     found = speeds(loads, counts)

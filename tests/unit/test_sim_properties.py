@@ -108,7 +108,7 @@ APART = ("serial", SHARD, "shard[chunks=2,send=in_turn,by=dma]")
 
 
 def with_nothing_shared(model: Model) -> Model:
-    """Return a model without sharing. If matmuls and copies share something, a copy that comes sooner or later may come at a
+    """Return a model without sharing. If matmuls and copies share a resource, an earlier or later copy may be at a
     worse moment."""
     wiring = Wiring(mesh, model.wiring.numbers)
     return replace(model, copy_disturbance=0.0, kernel_copy_disturbance=0.0, hbm_bytes_per_us=1e12, wiring=wiring)

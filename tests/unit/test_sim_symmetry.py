@@ -64,7 +64,7 @@ def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode)
     for name, schedule in _schedules(world).items():
         one = simulate(schedule, model, runs=2, mode=mode)
         alike += one.program.symmetric
-        # Ranks that send in the order of their numbers, or compute what lies before and behind their own, do not do the same.
+        # Ranks that send in the order of their numbers, or compute rows before and after their own, do not do the same.
         differ = "order=natural" in name or "collective[start=hetero,gemms=fused" in name
         assert one.program.symmetric != differ, name
         if one.program.symmetric:
@@ -145,7 +145,7 @@ def _rings(
         # At rank 0 two counters, and one at the others; and the other way round.
         (_rings(set_at=(ZERO, (0, 0, 1, 0)), wait_at=(ZERO,)), False),
         (_rings(set_at=(ZERO, (1, 1, 0, 1)), wait_at=(ZERO,)), False),
-        # Rank 0 waits for what comes from the next but one, the others for what comes from the next.
+        # Rank 0 waits for data from the next rank but one, the others for data from the next.
         (_rings(set_at=(ZERO, (1,) * 4), wait_at=((1, 0, 0, 0),)), False),
     ],
 )

@@ -41,7 +41,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "scattered to 2 ranks", "scattered to 4 ranks"))
 def test_kernels_are_loaded_without_a_change_of_what_peers_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A new layout's kernels are loaded while peers may be in the run before, or have sent what is for the next one."""
+    """A new layout's kernels are loaded while peers may be in the run before, or have sent data of the next run."""
     model(monkeypatch)
     for what in ("current_stream", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, what, lambda *_: contextlib.nullcontext())
@@ -61,7 +61,7 @@ def test_kernels_are_loaded_without_a_change_of_what_peers_read(monkeypatch: pyt
     assert len(loaded) >= 2
 
 
-def test_tokens_of_experts_can_be_taken_in_time() -> None:
+def test_flags_of_experts_can_be_cleared_in_time() -> None:
     for problem, builders in (
         (AllToAllMatmul, ("dispatch", "dispatch_by_expert")),
         (partial(AllToAllMatmul, return_x=True), ("dispatch", "dispatch_by_expert")),
@@ -87,7 +87,7 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
 @pytest.mark.parametrize(
     ("previous", "heard", "safe"), [(False, True, True), (False, False, False), (True, True, False)]
 )
-def test_an_answer_protects_a_token_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
+def test_an_answer_protects_a_flag_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
     """Each rank notifies its peer at once in every run; the peer answers once its wait has ended. A rank that waits for the
     answer in another lane ends its run only then. That is in time for the flag of the next run, but too late for a flag that a
     wait for the previous run has left until then."""
@@ -108,13 +108,13 @@ def test_an_answer_protects_a_token_only_if_it_is_heard_in_time(previous: bool, 
 @pytest.mark.parametrize(
     ("name", "standing", "come", "wanted"),
     [
-        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"free"}, None),  # idle: rows of the run before have been read
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"credit"}, None),  # idle: rows of the run before have been read
         ("shard[chunks=1,send=in_turn,by=dma]", 0, set(), "arrived"),  # room was there and is taken, or never was
-        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"arrived"}, "free"),
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"arrived"}, "credit"),
         ("gather[by=kernel]", 0, set(), None),
-        ("gather[by=kernel]", 1, set(), "room"),
+        ("gather[by=kernel]", 1, set(), "credit"),
         ("gather[by=kernel]", 2, set(), "arrived"),
-        ("gather[by=kernel]", 1, {"room"}, "arrived"),
+        ("gather[by=kernel]", 1, {"credit"}, "arrived"),
     ],
 )
 def test_what_a_run_waits_for_is_told_from_its_words(
@@ -129,7 +129,8 @@ def test_what_a_run_waits_for_is_told_from_its_words(
 
 
 def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
-    """One of three ranks did not come: flags of the other have arrived and are cleared, and both lack the same flag."""
+    """One of three ranks did not arrive: the other's flags have arrived and are cleared, and both lack the same
+    flag."""
     schedule = next(c for c in candidates(PROBLEMS["3 ranks, uneven"]) if c.name.startswith("shard[chunks=1")).build()
     flags = flags_of(schedule)[2]
     found = missing(flags, [0] * len(flags), 0)
@@ -138,7 +139,8 @@ def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
 
 
 def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
-    """In one hardware queue they would never come: each rank's copy lane waits for the set of the other's launch."""
+    """In one hardware queue the flags would never arrive: each rank's copy lane waits for the set of the other's
+    launch."""
     d = Draft("two lanes", 2)
     x, y, box = (
         d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output"), d.buffer("box", 8, 8, "fp32", "symmetric"),

@@ -9,7 +9,7 @@ from weft.runtime.cuda.watch import Watch
 
 
 class Runs:
-    """Stands for an executor: marks that runs have left, and when it was asked for what it waits for."""
+    """Stand in for an executor: marks of runs, and the times at which it was asked what it waits for."""
 
     deadline_s = 10.0
 

@@ -44,7 +44,8 @@ def test_sub_layers_have_the_papers_sizes() -> None:
 
 @pytest.mark.parametrize("pinned", [slow(None), "serial"])
 def test_a_machine_that_is_not_here_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch, pinned: str | None) -> None:
-    """Some of the sub-layers take serial, though there are others; and what is pinned for calls here is not pinned there."""
+    """Some sub-layers take serial, although other schedules exist; a schedule pinned for calls here is not pinned
+    there."""
     monkeypatch.setattr(importlib.import_module("weft.plan.choose"), "_warned", False)
     monkeypatch.delenv("WEFT_QUIET", raising=False)
     with warnings.catch_warnings(), plan.use(pinned):

@@ -14,7 +14,7 @@ from weft.symm import cuda
 
 
 class _Rank:
-    """A communicator of one rank, in ordinary memory, that hears what `others` are made to say."""
+    """A communicator of one rank, in ordinary memory, which receives the scripted messages of `others`."""
 
     def __init__(self, others: list[Any] | None = None) -> None:
         self.rank, self.world_size, self.device, self.others = 0, 1, torch.device("cpu"), others

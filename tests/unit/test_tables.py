@@ -39,7 +39,7 @@ class TorchRecDataType(enum.Enum):
 
 @dataclass
 class TorchRecConfig:
-    """The fields of TorchRec 1.6.1's `EmbeddingBagConfig`, and what it sets where no `init_fn` is given."""
+    """The fields of TorchRec 1.6.1's `EmbeddingBagConfig`, and its value if no `init_fn` is given."""
 
     num_embeddings: int
     embedding_dim: int
@@ -151,7 +151,7 @@ OTHER = {  # values that are not the default, of the fields that do not say what
     "enable_embedding_update": True,
     "stash_weights": True,
 }
-TAKEN = {  # and what is made of the others
+TAKEN = {  # and the values made from them
     "num_embeddings": (7, lambda made: made.num_embeddings == 7),
     "embedding_dim": (7, lambda made: made.embedding_dim == 7),
     "name": ("y", lambda made: made.name == "y"),

@@ -119,11 +119,8 @@ def test_other_tiles_of_a_grouped_matmul_are_noticed() -> None:
 
 
 def back_by_kernel(kernel: ReturningMatmul, counts: list[list[int]], rank: int, k: int) -> list[tuple[int, Segment]]:
-    """Return the segments of the way back by the docstring of `weft.kernels.grouped_matmul`, with the rank whose memory is
-    written.
-
-    counts: rows that came, by source, and below them this rank's tokens, by rank.
-    """
+    """Return the segments of the way back, by the docstring of `weft.kernels.grouped_matmul`, with the rank whose
+    memory is written. counts: arrived rows, by source, and below them this rank's tokens, by rank."""
     world = len(counts) // 2
     came, given = counts[:world], counts[world:]
     found: list[tuple[int, Segment]] = []

@@ -129,7 +129,7 @@ def _on(wiring: Wiring) -> object:
 
 
 def _ring_all_gather(world: int) -> Schedule:
-    """Each rank passes on to the next what it got last, of 1000 bytes a rank."""
+    """Each rank sends the last chunk that it received to the next, of 1000 bytes per rank."""
     d = Draft("ring", world)
     x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10 * world, 25, "fp32", "symmetric")
     came, right = d.signals("came", world), (RANK + 1) % world
@@ -143,7 +143,8 @@ def _ring_all_gather(world: int) -> Schedule:
 
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_a_ring_all_gather_on_a_ring_takes_the_textbook_time(world: int) -> None:
-    """(p - 1) (latency + bytes / bandwidth): nobody waits for a link. The signal takes the link's latency as well."""
+    """(p - 1) (latency + bytes / bandwidth): no transfer waits for a link. The signal takes the link's latency as
+    well."""
     found = simulate(_ring_all_gather(world), _on(Wiring(ring, (100.0, 0.25))))  # type: ignore[arg-type]
     assert found.end_us == pytest.approx((world - 1) * (7 + 0.25 + 1000 / 100 + 0.25))
     assert found.program.ranks == (0,)
@@ -165,7 +166,7 @@ def test_all_to_all_at_once_takes_what_the_fullest_link_of_a_ring_takes() -> Non
     ],
 )
 def test_two_flows_share_a_link_that_both_go_over(wiring: Wiring, alone_us: float, both_us: float) -> None:
-    """From rank 0 to 1, and to 2; on the hosts the second one goes by the NIC and disturbs nobody."""
+    """From rank 0 to 1, and to 2. On the hosts the second transfer uses the NIC and disturbs no other."""
 
     def ends(*targets: int) -> dict[str, float]:
         d = Draft("from rank 0", 5)

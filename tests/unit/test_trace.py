@@ -1,4 +1,4 @@
-"""Traces: what is written can be read back without loss, bytes add up, and a picture is a picture."""
+"""Traces: written traces can be read back without loss, bytes add up, and a picture is drawn."""
 
 import json
 from pathlib import Path

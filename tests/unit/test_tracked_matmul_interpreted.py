@@ -1,7 +1,6 @@
-"""The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors, against float64;
-no memory around them is written, or added to them; each word gets its token when all of its tiles have come, and not before;
-counters are zero again.
-`tests/support/interpreted.py` says how.
+"""The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors,
+against float64. No memory around them is written or read. Each word gets its flag when all of its tiles are stored, and
+not before. Counters are zero again. `tests/support/interpreted.py` says how.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Case:
     sets: int = 1
     launches: int = 2
     splits: int = 1  # along k
-    missing: int = 0  # of the tiles that a counter waits for, how many never come
-    adds: int | None = None  # columns that rows of what is added are further apart than there are
+    missing: int = 0  # of the tiles that a counter waits for, the number that never arrive
+    adds: int | None = None  # columns by which rows of the addend are further apart than they are wide
 
 
 CASES = {

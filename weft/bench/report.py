@@ -11,8 +11,8 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
 - `<!-- study:STUDY NAME -->` to `<!-- /study -->`: the page of the study (`weft.studies`); also empty until then.
 - `<!-- never-slower:NAME -->` to `<!-- /never-slower -->`: the result of a run of `weft bench never-slower`, one line per
   operator. `<!-- never-slower-says:NAME -->` to `<!-- /never-slower-says -->`: the same in a sentence. Both are empty until then.
-- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline, as the
-  geometric mean over configurations; with ` worst` after the baseline, on the configuration with the least gain.
+- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: the speed of a variant relative to its baseline,
+  as the geometric mean over configurations. With ` worst` after the baseline, it is the least of all configurations.
 
 A later run of a configuration in a mode replaces an earlier one; its variants are never mixed with another run's.
 """

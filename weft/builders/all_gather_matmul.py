@@ -6,18 +6,19 @@
 
 `weft.builders.ficco` has schedules that cut shards finer.
 
-**gather.** Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank puts
-its shard where the peers' GEMMs will read it, and sets one signal. This schedule wins if a GEMM takes as long for half the
-rows, because most of its reads are weights, and if NCCL's all-gather takes longer to start than to move the data.
+**gather.** Nothing overlaps, but the GEMM stays whole and the gather is as short as the hardware allows. Every rank
+puts its shard where the peers' GEMMs will read it, and sets one signal. This schedule wins under two conditions. A GEMM
+takes as long for half the rows, because most of its reads are weights. And NCCL's all-gather takes longer to start than
+to move the data.
 
 **shard.**
 
     to peers: wait until rank + i has read the previous run's rows; put the shard into its `box`; set `arrived` there
-    compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; set `free` at their sender
+    compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; set `credit` at their sender
 
-Shards are put, not fetched: a put starts from the caller's own tensor, so nothing is copied into symmetric memory first, and the
-owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no two ranks send to
-the same rank.
+Shards are put, not fetched. A put starts from the caller's own tensor, so nothing is copied into symmetric memory
+first, and the owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no
+two ranks send to the same rank.
 
 If sending takes longer than the GEMM of the own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
 that chunk should be small ("3:1"). But small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.builders.operands import Operands, Pieces, carry, cut, peer, starts
+from weft.builders.operands import Operands, Pieces, copy_rows, offsets, peer, split
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
@@ -60,19 +61,19 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
         raise NotApplicableError("one rank has nothing to gather")
     o = Operands("gather", p)
     d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
-    arrived, room = d.signals("arrived", world), d.signals("room", world)
-    own = (lookup(starts(p.rows), RANK), lookup(p.rows, RANK))
+    arrived, credit = d.signals("arrived", world), d.signals("credit", world)
+    own = (lookup(offsets(p.rows), RANK), lookup(p.rows, RANK))
     compute, peers = d.lane("compute"), [peer(world, distance) for distance in range(1, world)]
     if by == "dma":
         for distance, to in enumerate(peers, start=1):
-            sender = d.lane(f"to +{distance}", "copy").wait(room, to, previous=True)
-            carry(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
-        carry(compute, x.part(), box.part(own), "kernel")
+            sender = d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True)
+            copy_rows(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
+        copy_rows(compute, x.part(), box.part(own), "kernel")
     else:  # one source after the other, to all peers and to the own place: one launch for each source
         for to in peers:
-            compute.set(room, RANK, at=to)
+            compute.set(credit, RANK, at=to)
         for to in peers:
-            compute.wait(room, to)
+            compute.wait(credit, to)
         for i, src in enumerate(x.part()):
             for to in peers:
                 compute.copy(src, box.part(own, at=to)[i], by)
@@ -86,7 +87,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
         compute.copy(box.data.part(), o.gathered.part(), "kernel")
     if by == "dma":
         for distance in range(1, world):
-            compute.set(room, RANK, at=peer(world, -distance))
+            compute.set(credit, RANK, at=peer(world, -distance))
     return d.schedule()
 
 
@@ -107,14 +108,14 @@ def shard(
         raise NotApplicableError("there is one peer to send to")
     o = Operands("shard", p)
     d, x, gathered, box = o.d, o.x, o.gathered, o.rows("box", p.m, "symmetric")
-    begin = starts(p.rows)
+    begin = offsets(p.rows)
     own = (lookup(begin, RANK), lookup(p.rows, RANK))
     compute = d.lane("compute")
     readers = [compute, d.lane("copy out", "copy")] if gathered else [compute]
     whole: list[tuple[int, Index]] = [(0, lookup(p.rows, RANK))]
-    pieces = whole if chunks == 1 else cut(p.rows[0], chunks, what="rows of a shard")
+    pieces = whole if chunks == 1 else split(p.rows[0], chunks, what="rows of a shard")
     arrived = d.signals("arrived", world * len(pieces))
-    free = d.signals("free", world * len(readers))
+    credit = d.signals("credit", world * len(readers))
 
     o.multiply_all(compute, x.part(), own)
     if gathered:
@@ -123,10 +124,10 @@ def shard(
         to, source = peer(world, distance), peer(world, -distance)
         sender = d.lane(f"to +{distance}" if send == "at_once" else "to peers", "copy")
         for i in range(len(readers)):
-            sender.wait(free, to * len(readers) + i, previous=True)
+            sender.wait(credit, to * len(readers) + i, previous=True)
         for c, (first, count) in enumerate(pieces):
             target = box.part((lookup(begin, RANK) + first, count), at=to)
-            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + c, at=to)
+            copy_rows(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + c, at=to)
             rows = (lookup(begin, source) + first, lookup(p.rows, source) if chunks == 1 else count)
             came = source * len(pieces) + c
             compute.wait(arrived, came)
@@ -134,5 +135,5 @@ def shard(
             if gathered:
                 readers[-1].wait(arrived, came).copy(box.data.part(rows=rows), gathered.part(rows=rows))
         for i, reader in enumerate(readers):
-            reader.set(free, RANK * len(readers) + i, at=source)
+            reader.set(credit, RANK * len(readers) + i, at=source)
     return d.schedule()

@@ -77,14 +77,14 @@ def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "red
     box = d.buffer("box", len(peers) * m, p.k, p.dtype, "symmetric")
     made = d.buffer("made", len(peers) * m, p.k, p.dtype, "scratch")
     # The last signal of each is this rank's own: its shard, and room for it.
-    arrived, free = d.signals("arrived", world), d.signals("free", world)
+    arrived, credit = d.signals("arrived", world), d.signals("credit", world)
     computed, there = d.signals("computed", len(peers)), d.signals("there", len(peers))
     compute, sender = d.lane("compute"), d.lane("to peers", "copy")
     own = (RANK * m, m)
 
     for i, to in enumerate(peers):
-        sender.wait(free, i, previous=True).copy(o.x.part(), whole.part(rows=own, at=to)).set(arrived, i, at=to)
-    sender.wait(free, len(peers), previous=True).copy(o.x.part(), whole.part(rows=own)).set(arrived, len(peers))
+        sender.wait(credit, i, previous=True).copy(o.x.part(), whole.part(rows=own, at=to)).set(arrived, i, at=to)
+    sender.wait(credit, len(peers), previous=True).copy(o.x.part(), whole.part(rows=own)).set(arrived, len(peers))
     for i, to in enumerate(peers):
         part = (i * m, m)
         o.multiply_back(compute, made.part(rows=part), (to * m, m)).set(computed, i)
@@ -106,6 +106,6 @@ def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "red
     if add == "gemm":
         o.multiply_back(compute, o.grad_x.part(), own, add=True)
     for i, source in enumerate(sources):
-        compute.set(free, i, at=source)
-    compute.set(free, len(peers))
+        compute.set(credit, i, at=source)
+    compute.set(credit, len(peers))
     return d.schedule()

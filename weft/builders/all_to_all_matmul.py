@@ -23,10 +23,10 @@ may send to one peer, the blocks are larger by a factor of the number of ranks. 
 the other schedules. The benchmark of all_to_all_matmul measures this variant with NCCL, with just enough room for the
 tokens that it sends, as `padded`.
 
-Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (tokens go all-to-all
-before the GEMMs of experts), III-C with figure 5 (asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained
-Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM before it. These
-schedules fuse it with the GEMMs after it.
+Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all
+before the GEMMs of experts), III-C with figure 5 (asymmetric traffic). "T3: Transparent Tracking & Triggering for
+Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM
+before it. These schedules fuse it with the GEMMs after it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from weft.builders.operands import cut, peer
+from weft.builders.operands import peer, split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, lookup, total
@@ -99,7 +99,7 @@ def dispatch(
 def dispatch_by_expert(p: AllToAllMatmul, *, by: CopyBy, chunks: int, send: SendOrder = "in_turn") -> Schedule:
     """Multiply expert by expert. chunks: number of parts into which the experts are cut. 1: one launch when all tokens have
     arrived."""
-    pieces = cut(p.experts, chunks, what="experts of a rank")
+    pieces = split(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
         d.send(*piece, chunk=c)
@@ -196,7 +196,7 @@ class Sending(_Dispatch):
         self._by, self._chunks = by, chunks
         self._segments: dict[tuple[int, Index], tuple[Index, Index, Index]] = {}
         self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
-        known, self._free = self.signals("known", world), self.signals("free", world)
+        known, self._credit = self.signals("known", world), self.signals("credit", world)
         self._arrived = self.signals("arrived", world * chunks)
         self.compute = self.lane("compute")
         names = [f"to +{distance}" if send == "at_once" else "to peers" for distance in range(1, world)]
@@ -205,7 +205,7 @@ class Sending(_Dispatch):
         told, own_row = self.signals("told", 1), (RANK, 1)
         for distance in range(1, world):
             to = peer(world, distance)
-            self.compute.wait(self._free, to, previous=True)
+            self.compute.wait(self._credit, to, previous=True)
             self.compute.copy(self.splits.part(), self.counts.part(rows=own_row, at=to), "kernel")
             self.compute.set(known, RANK, at=to)
         self.compute.copy(self.splits.part(), self.counts.part(rows=own_row), "kernel")
@@ -262,7 +262,7 @@ class Sending(_Dispatch):
             for i in range(len(self._senders)):
                 self.compute.wait(self._taken, i)
         for distance in range(1, self.world_size):
-            self.compute.set(self._free, RANK, at=peer(self.world_size, -distance))
+            self.compute.set(self._credit, RANK, at=peer(self.world_size, -distance))
         return self.schedule()
 
     def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:

@@ -11,9 +11,9 @@ No rank stores into a peer that has not begun its run, because the peer's last r
 A slice is one sample's vectors of adjacent tables, by one program. The paper's slice is one table's vectors of several samples,
 by several work-groups; the last of them to finish, by a bitmask, sends it. This schedule cannot express such slices.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, different
-from these as explained above; flags; remote samples first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style
-Communication for Deep Learning Recommendation Systems", III-B (stores by the kernel that pools).
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices,
+different from these as explained above; flags; remote samples first). "Accelerating Multi-GPU Embedding Retrieval with
+PGAS-Style Communication for Deep Learning Recommendation Systems", III-B (stores by the kernel that pools).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.builders.operands import peer, starts
+from weft.builders.operands import offsets, peer
 from weft.builders.problems.embedding_all_to_all import EmbeddingAllToAll
 from weft.builders.registry import builder
 from weft.schedule.expr import RANK, Expr, Index, lookup
@@ -79,7 +79,7 @@ def serial(p: EmbeddingAllToAll) -> Schedule:
     lane.tiles(PooledBags(), _TILE, d.extent(total), d.pool(0, pooled.part(rows=samples, cols=(local, d.width))))
     lane.all_to_all(pooled.part(cols=(0, lookup(widths, RANK))), received.part())
     runs = [
-        (starts(widths)[rank] + sum(before.width for before in units[:i]), unit.column, unit.width)
+        (offsets(widths)[rank] + sum(before.width for before in units[:i]), unit.column, unit.width)
         for rank, units in enumerate(d.units) for i, unit in enumerate(units)
     ]  # fmt: skip
     source, column, width = (_formula([list(numbers)], RANK, Expr(_TILE)) for numbers in zip(*runs, strict=True))
@@ -180,7 +180,7 @@ class _Slices(Draft):
 
     def first_of(self, rank: Index) -> Index:
         sizes = self.p.batch_sizes
-        return rank * sizes[0] if len(set(sizes)) == 1 else lookup(starts(sizes), rank)
+        return rank * sizes[0] if len(set(sizes)) == 1 else lookup(offsets(sizes), rank)
 
     def targets(self, order: SliceOrder) -> list[Index]:
         if order == "natural":
@@ -223,4 +223,4 @@ def _formula(numbers: list[list[int]], rank: Index, unit: Index) -> Index:
             n == base + r * by_rank + u * by_unit for r, of_rank in enumerate(numbers) for u, n in enumerate(of_rank)
         ):
             return rank * by_rank + unit * by_unit + base
-    return lookup(flat, lookup(starts(tuple(map(len, numbers))), rank) + unit)
+    return lookup(flat, lookup(offsets(tuple(map(len, numbers))), rank) + unit)

@@ -7,8 +7,8 @@ behind, so that no two ranks fetch from the same rank. A copy of own rows takes 
 NVLink. With `apart` another copy engine makes these copies beside the others.
 
 A rank that has fetched everything signals all others that it no longer reads this run's symmetric memory. They wait for
-this signal before they write there in the next run, even if other signals would order these accesses: a run of other sizes
-may place its chunks differently in the same memory.
+this signal before they write there in the next run, even if other signals would order these accesses. A run of other
+sizes may place its chunks differently in the same memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fetched:
         self.d, self.chunks = d, chunks
         self.peers = [peer(world_size, distance) for distance in range(1, world_size)]
         self.sources = [peer(world_size, -distance) for distance in range(1, world_size)]
-        self.signals, self._free = d.signals("ready", world_size * chunks), d.signals("free", world_size - 1)
+        self.signals, self._credit = d.signals("ready", world_size * chunks), d.signals("credit", world_size - 1)
 
     def told(self, chunk: Index) -> list[Set]:
         """Return the steps that signal all ranks that this rank's chunk is ready."""
@@ -41,7 +41,7 @@ class Fetched:
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:
         """Wait until the `number`-th peer has finished the run before."""
-        lane.wait(self._free, number, previous=True)
+        lane.wait(self._credit, number, previous=True)
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:
         for step in self.told(chunk):
@@ -67,4 +67,4 @@ class Fetched:
             if complete is not None:
                 lane.set(complete, c)
         for i, owner in enumerate(self.sources):
-            lane.set(self._free, i, at=owner)
+            lane.set(self._credit, i, at=owner)

@@ -1,7 +1,7 @@
 """FiCCO: chunks of a shard go to all peers at once, and each step computes on the chunks from all peers.
 
-A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that on a full
-mesh all links are busy, and computes on the chunks of that step. Three choices make eight schedules:
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that
+on a full mesh all links are busy. It computes on the chunks of that step. Three choices make eight schedules:
 
     1D | 2D           chunks are rows of the shard, or columns (then the steps accumulate: y += x[:, chunk] @ w[chunk, :])
     uniform | hetero  a step holds the own chunk too; or the own shard is computed whole, first, before any chunk arrives
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from weft.builders.operands import Operands, all_gather_matmul_operands, carry, cut, peer
+from weft.builders.operands import Operands, all_gather_matmul_operands, copy_rows, peer, split
 from weft.builders.problems.all_gather_matmul import AllGatherMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index
@@ -50,17 +50,17 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     places = world if uniform and fused else world - 1
     d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
     rows = o.results(places * pieces[0][1]) if fused else []
-    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    lane, (arrived, credit) = d.lane("compute"), _signals(d, world, pieces)
     if not uniform:
         o.multiply_all(lane, x.part(), (RANK * m, m))
-    for sender, distance, to in _senders(d, world, free):
+    for sender, distance, to in _senders(d, world, credit):
         for s, (first, count) in enumerate(pieces):
             target = box.part((places * first + (distance - 1) * count, count), at=to)
-            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
+            copy_rows(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
     for s, (first, count) in enumerate(pieces):
         own, sources = x.part((first, count)), [peer(world, -i) for i in range(1, world)]
         if uniform and fused:
-            carry(lane, own, box.part((places * first + (world - 1) * count, count)), "kernel")
+            copy_rows(lane, own, box.part((places * first + (world - 1) * count, count)), "kernel")
         if uniform and not fused:
             o.multiply_all(lane, own, (RANK * m + first, count))
         for place, source in enumerate(sources):
@@ -73,7 +73,7 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
             for place, source in enumerate([*sources, RANK][:places]):
                 y = o.ys[i].part(rows=(source * m + first, count))
                 lane.copy(out.part(rows=(place * count, count)), y, "kernel")
-    return _released(d, world, free)
+    return _released(d, world, credit)
 
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
@@ -86,11 +86,11 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
-    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    lane, (arrived, credit) = d.lane("compute"), _signals(d, world, pieces)
     if not uniform:
         for w, y in zip(ws, ys, strict=True):
             lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
-    for sender, distance, to in _senders(d, world, free):
+    for sender, distance, to in _senders(d, world, credit):
         begin: Index = RANK * m if uniform else (distance - 1) * m
         for s, chunk in enumerate(pieces):
             target = box.part(rows=(begin, m), cols=chunk, at=to)
@@ -116,7 +116,7 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
         for place in range(world - 1):
             target = y.part(rows=(peer(world, -place - 1) * m, m))
             lane.copy(out.part(rows=(place * m, m)), target, "kernel")
-    return _released(d, world, free)
+    return _released(d, world, credit)
 
 
 @builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4))
@@ -197,22 +197,22 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
         raise NotApplicableError(
             "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather"
         )
-    return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
+    return p.world_size, p.rows[0], split(extent, steps or p.world_size, what="a shard")
 
 
 def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
-    """Return (arrived, free)."""
-    return d.signals("arrived", world * len(pieces)), d.signals("free", world)
+    """Return (arrived, credit)."""
+    return d.signals("arrived", world * len(pieces)), d.signals("credit", world)
 
 
-def _senders(d: Draft, world: int, free: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
+def _senders(d: Draft, world: int, credit: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
     """Yield (lane, distance, rank) of every peer; the lane has waited for the peer's buffer."""
     for distance in range(1, world):
         to = peer(world, distance)
-        yield d.lane(f"to +{distance}", "copy").wait(free, to, previous=True), distance, to
+        yield d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True), distance, to
 
 
-def _released(d: Draft, world: int, free: Signals) -> Schedule:
+def _released(d: Draft, world: int, credit: Signals) -> Schedule:
     for distance in range(1, world):
-        d.lane("compute").set(free, RANK, at=peer(world, -distance))
+        d.lane("compute").set(credit, RANK, at=peer(world, -distance))
     return d.schedule()

@@ -10,8 +10,9 @@ schedules:
 
     1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:
                       y += x[:, piece] @ w[piece])
-    uniform | hetero a step holds the own tokens of its piece too; or the own tokens are multiplied whole, before any piece
-    arrives fused | unfused one launch a step for the tokens of all sources, or one for each source
+    uniform | hetero  a step holds the own tokens of its piece too; or the own tokens are multiplied whole, before any
+                      piece arrives
+    fused | unfused   one launch a step for the tokens of all sources, or one for each source
 
 Pieces are nearly equal. Rows of one expert are not cut, so in 1D there cannot be more steps than a rank has experts. If possible,
 columns are cut at multiples of 16 bytes, which tensor maps need. Each step of a 2D schedule reads y, and rounds it to its dtype:
@@ -26,7 +27,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from weft.builders.all_to_all_matmul import Columns, Sending, dispatch_by_expert
-from weft.builders.operands import cut
+from weft.builders.operands import split
 from weft.builders.problems.all_to_all_matmul import AllToAllMatmul
 from weft.builders.registry import NotApplicableError, builder
 from weft.schedule.schedule import Schedule
@@ -45,7 +46,7 @@ def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     """Cut tokens by expert. steps: pieces of a rank's experts; 0: the number of ranks, which the planner tries. Other
     numbers can be pinned."""
     _require_peers(p)
-    pieces = cut(p.experts, steps or p.world_size, what="experts of a rank")
+    pieces = split(p.experts, steps or p.world_size, what="experts of a rank")
     if (start, gemms) == ("uniform", "fused"):
         return dispatch_by_expert(p, by=by, chunks=len(pieces), send="at_once" if p.world_size > 2 else "in_turn")
     return _ficco(p, "1D", start, gemms, by, [(*piece, (0, p.k)) for piece in pieces])
@@ -57,7 +58,7 @@ def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
     _require_peers(p)
     steps, unit = steps or p.world_size, _ALIGNED_BYTES // ITEM_BYTES[p.dtype]
     unit = unit if p.k % unit == 0 and p.k >= steps * unit else 1
-    pieces = cut(p.k // unit, steps, what="columns of tokens")
+    pieces = split(p.k // unit, steps, what="columns of tokens")
     return _ficco(p, "2D", start, gemms, by, [(0, p.experts, (unit * a, unit * n)) for a, n in pieces])
 
 

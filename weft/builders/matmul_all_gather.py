@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from weft.builders.fetched import Fetched
-from weft.builders.operands import cut
+from weft.builders.operands import split
 from weft.builders.partial_products import Chunk
 from weft.builders.problems.matmul_all_gather import MatmulAllGather
 from weft.builders.registry import NotApplicableError, builder
@@ -96,7 +96,7 @@ class _Sent(_Product):
 @builder(MatmulAllGather, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
 def direct(p: MatmulAllGather, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Run a GEMM for each chunk. by: the kind of copy that fetches chunks."""
-    o, pieces = _Sent("direct", p, chunks), cut(p.m, chunks, what="rows of a product")
+    o, pieces = _Sent("direct", p, chunks), split(p.m, chunks, what="rows of a product")
     for c, rows in enumerate(pieces):
         o.compute.matmul(o.made.part(rows=rows), o.x.part(rows=rows), o.w.part())
         o.fetched.tell(o.compute, c)

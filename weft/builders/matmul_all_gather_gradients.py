@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.builders.operands import cut, peer
+from weft.builders.operands import peer, split
 from weft.builders.partial_products import Chunk
 from weft.builders.problems.matmul_all_gather_gradients import MatmulAllGatherGradients
 from weft.builders.registry import NotApplicableError, builder
@@ -79,19 +79,19 @@ def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "c
         raise NotApplicableError("there is nothing to multiply")
     o = _ProductGradients("direct", p)
     d, peers = o.d, [peer(p.world_size, distance) for distance in range(1, p.world_size)]
-    *before, tail = cut(p.m, chunks, what="rows of a product")
-    blocks = cut(p.n, 1 if last == "rows" or chunks == 1 else ":".join("1" * chunks), what="columns of a product")
+    *before, tail = split(p.m, chunks, what="rows of a product")
+    blocks = split(p.n, 1 if last == "rows" or chunks == 1 else ":".join("1" * chunks), what="columns of a product")
     pieces = [*((rows, (0, p.n)) for rows in before), *((tail, cols) for cols in blocks)]
     box = d.buffer("box", len(peers) * p.m, p.n, p.dtype, "symmetric")
     own = d.buffer("own", p.m, p.n, p.dtype, "scratch")
-    free, there = d.signals("free", len(peers)), d.signals("there", len(peers) * len(pieces))
+    credit, there = d.signals("credit", len(peers)), d.signals("there", len(peers) * len(pieces))
     compute, sender = d.lane("compute"), d.lane("to peers", "copy")
 
     def slot(i: int, rows: Chunk, cols: Chunk, at: Index = RANK) -> Region:
         return box.part(rows=(i * p.m + rows[0], rows[1]), cols=cols, at=at)
 
     for i in range(len(peers)):
-        sender.wait(free, i, previous=True)
+        sender.wait(credit, i, previous=True)
     for c, piece in enumerate(pieces):
         for i, to in enumerate(peers):
             sender.copy(o.part(to, *piece), slot(i, *piece, at=to)).set(there, i * len(pieces) + c, at=to)
@@ -104,6 +104,6 @@ def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "c
         else:
             compute.matmul(o.grad_w.part(cols=cols), o.xt.part(), own.part(cols=cols))
     for i in range(len(peers)):
-        compute.set(free, i, at=peer(p.world_size, -1 - i))
+        compute.set(credit, i, at=peer(p.world_size, -1 - i))
     compute.matmul(o.grad_x.part(rows=tail), own.part(rows=tail), o.wt.part())
     return d.schedule()

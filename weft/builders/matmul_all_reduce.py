@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Literal
 
 from weft.builders.fetched import ChunkRegion, Fetched
-from weft.builders.operands import cut, starts
+from weft.builders.operands import offsets, split
 from weft.builders.partial_products import Add, By, Chunk, PartialProducts
 from weft.builders.partial_sums import direct_sums, tracked_sums
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
@@ -101,11 +101,11 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
         raise NotApplicableError(f"{slots} whole products are more than {_MOST_SLOTS >> 20} MiB: take two_shot")
     d, result, peers = o.d, _Result(o, p), len(o.peers)
     box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
-    free, there = d.signals("free", peers), d.signals("there", peers)
+    credit, there = d.signals("credit", peers), d.signals("there", peers)
     compute, product = d.lane("compute"), (o.x.part(), o.w.part())
     if by == "load":
         for i in range(peers):
-            compute.wait(free, i, previous=True)
+            compute.wait(credit, i, previous=True)
         compute.matmul(box.part(), *product)
         for i, to in enumerate(o.peers):
             compute.set(there, i, at=to)
@@ -119,13 +119,13 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
             compute.set(made)
             sender = d.lane("to peers", "copy").wait(made)
             for i, to in enumerate(o.peers):
-                sender.wait(free, i, previous=True).copy(box.part(rows=own), box.part(rows=own, at=to))
+                sender.wait(credit, i, previous=True).copy(box.part(rows=own), box.part(rows=own, at=to))
                 sender.set(there, i, at=to)
         else:
             for i, source in enumerate(o.sources):
-                compute.set(free, i, at=source)
+                compute.set(credit, i, at=source)
             for i in range(peers):
-                compute.wait(free, i)
+                compute.wait(credit, i)
             for to in o.peers:
                 compute.copy(box.part(rows=own), box.part(rows=own, at=to), "kernel")
             for i, to in enumerate(o.peers):
@@ -136,7 +136,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
     compute.reduce(y, *parts, *o.following((0, p.m)), norm=result.norm(y))
     if by != "kernel":
         for i, source in enumerate(o.sources):
-            compute.set(free, i, at=source)
+            compute.set(credit, i, at=source)
     return d.schedule()
 
 
@@ -181,11 +181,11 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. A chunk is reduced behind
     the GEMM of the next chunk, during which its parts arrive."""
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
-    result, peers, pieces = _Result(o, p), len(o.peers), cut(p.m, chunks, what="rows of a product")
+    result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y
     parts = [-(-count // world) for _, count in pieces]
     begins, rows = (
-        starts(tuple(parts)),
+        offsets(tuple(parts)),
         sum(parts),
     )  # each part's first row, and the number of rows, that a rank reduces
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from weft.builders.operands import cut, peer
+from weft.builders.operands import peer, split
 from weft.builders.partial_products import By
 from weft.builders.problems.matmul_all_to_all import MatmulAllToAll
 from weft.builders.registry import NotApplicableError, builder
@@ -161,7 +161,7 @@ class _Sending(_Combine):
             raise NotApplicableError(
                 "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel or store"
             )
-        self.pieces = cut(p.experts, chunks, what="experts of a rank")
+        self.pieces = split(p.experts, chunks, what="experts of a rank")
         read_by: ReadBy = "host" if by == "dma" else "device"
         self._by, peers = by, p.world_size - 1
         room = peers * p.most, p.n, p.dtype
@@ -173,7 +173,7 @@ class _Sending(_Combine):
         else:  # dma: at the sender; store: at the receiver
             self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
         self._sent = self.buffer("sent", p.world_size**2, p.experts, "int64", "symmetric")
-        self._free, self._there = self.signals("free", peers), self.signals("there", peers * chunks)
+        self._credit, self._there = self.signals("credit", peers), self.signals("there", peers * chunks)
         table = (RANK * p.world_size, p.world_size)
         own, *others = (self._sent.part(rows=table, at=peer(p.world_size, d)) for d in range(p.world_size))
         self._compute = self.lane("compute")
@@ -193,7 +193,7 @@ class _Sending(_Combine):
 
     def _wait_for_room(self, lane: LaneDraft) -> None:
         for i in range(self.world_size - 1):
-            lane.wait(self._free, i, previous=True)
+            lane.wait(self._credit, i, previous=True)
 
     def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
         """Multiply the rows of `n_sources` ranks, from the rank `first_source` ahead on, for `count` experts from `first` on."""
@@ -249,7 +249,7 @@ class _Sending(_Combine):
                 self._place(self._compute, distance, (0, self.p.experts))
         self._compute.then(Agree(self.counts.part(rows=(world, world)), self._sent.part(), self.y.part()))
         for distance in range(1, world):
-            self._compute.set(self._free, distance - 1, at=peer(world, -distance))
+            self._compute.set(self._credit, distance - 1, at=peer(world, -distance))
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:

@@ -13,8 +13,9 @@ ring, pulled), and tracked. Their products travel, and are reduced, in the resul
 direct, tracked and ring are made from output maps (`weft.builders.output_map`), which contain only the destination of each
 chunk. `weft.builders.partial_products` has the order of computation and of reduction.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
-(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions that are not near memory).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives". Sections: 4.2 (track
+and trigger), 4.4 (staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions
+that are not near memory).
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)
     whole, box = o.parts("whole", p.world_size, "scratch"), o.parts("box", peers, "symmetric")
-    room, there = d.signals("room", peers), d.signals("there", peers)
+    credit, there = d.signals("credit", peers), d.signals("there", peers)
     lane = o.multiply_all(d.lane("compute"), whole.part())
     for i, source in enumerate(o.sources):
-        lane.set(room, i, at=source)
+        lane.set(credit, i, at=source)
     for i in range(peers):
-        lane.wait(room, i)
+        lane.wait(credit, i)
     for i, to in enumerate(o.peers):
         lane.copy(o.part(whole, to, to), o.part(box, i, to, at=to), "kernel").set(there, i, at=to)
     for i in range(peers):
@@ -118,8 +119,8 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
         raise NotApplicableError("an fp8 GEMM with scales cannot accumulate: use direct[...] with add=reduce")
     d, last, pieces, compute = o.d, len(o.peers), o.chunks(chunks), o.d.lane("compute")
     sums, y = o.parts("sums", last, "symmetric"), _result(o)
-    free, there = d.signals("free", 1), d.signals("there", last * chunks)
-    compute.wait(free, previous=True)
+    credit, there = d.signals("credit", 1), d.signals("there", last * chunks)
+    compute.wait(credit, previous=True)
     tiles = [1] * chunks  # the number of sets of each chunk's signal
     for step, owner in enumerate([*o.sources, RANK]):
         for c, chunk in enumerate(pieces):
@@ -134,7 +135,7 @@ def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"
             o.multiply(compute, out, owner, chunk, to=before)
             for one in told:
                 compute.then(one)
-    compute.set(free, at=left)
+    compute.set(credit, at=left)
     return d.schedule()
 
 

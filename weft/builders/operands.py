@@ -82,7 +82,7 @@ class Operands:
             self.multiply(lane, x, i, y.part(rows=rows))
 
 
-def carry(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"] = "dma") -> LaneDraft:
+def copy_rows(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"] = "dma") -> LaneDraft:
     """Copy rows of x, with their scales."""
     for one, target in zip(src, dst, strict=True):
         lane.copy(one, target, by)
@@ -99,7 +99,7 @@ def all_gather_matmul_operands(
     return found.d, found.x.data, found.ws, found.ys, found.gathered
 
 
-def cut(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
+def split(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
     """Return (first, count) of each piece. Nearly equal pieces are ordered from larger to smaller.
 
     In a proportion, pieces that are large enough end at multiples of WHOLE_TILES: a GEMM with a few more rows would need another
@@ -119,8 +119,8 @@ def cut(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
 
-def starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first row of each rank in the whole."""
+def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the offset of each part in the whole."""
     return tuple(sum(sizes[:i]) for i in range(len(sizes)))
 
 

@@ -27,7 +27,7 @@ def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
     return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
 
 
-def split(text: str) -> tuple[str, str]:
+def name_and_value(text: str) -> tuple[str, str]:
     """Return name and value of "NAME=VALUE"; raise `ValueError` if either is missing."""
     name, equals, value = text.partition("=")
     if not name.isidentifier():

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from weft.builders.operands import cut, peer
+from weft.builders.operands import peer, split
 from weft.builders.problems.matmul_all_reduce import MatmulAllReduce
 from weft.builders.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.builders.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
@@ -67,7 +67,7 @@ class PartialProducts:
         return cls(name, p)
 
     def chunks(self, count: int) -> list[Chunk]:
-        return cut(self.m, count, what="rows of a rank's part")
+        return split(self.m, count, what="rows of a rank's part")
 
     def parts(self, name: str, count: int, role: Role) -> Buffer:
         """Declare a buffer for products of the rows that `count` ranks own."""

@@ -139,7 +139,7 @@ def option_from_text(op: str, given: str) -> tuple[str, Any]:
     """Return the name and value of an option of operator `op` from "NAME=VALUE".
 
     Raises `ValueError` for an unknown option, or a text that is not a value of it."""
-    name, text = own.split(given)
+    name, text = own.name_and_value(given)
     own.check_names(op, {name: text}, PROBLEMS)
     (annotation,) = (one.annotation for one in own.keywords(PROBLEMS[op].sized) if one.name == name)
     return name, own.from_text(name, text, annotation)

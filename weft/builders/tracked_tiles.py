@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.builders.operands import cut
+from weft.builders.operands import split
 from weft.schedule.expr import Expr, Index, lookup
 from weft.schedule.kernels import TrackedMatmul
 
@@ -24,7 +24,7 @@ class TrackedTiles:
             min(most, max(_LEAST_TILE, 1 << (size - 1).bit_length())) for most, size in zip(_TILE, (m, n), strict=True)
         )
         self.kernel, down, across = TrackedMatmul(height, width), -(-m // height), -(-n // width)
-        tiles = cut(down, chunks, what="row tiles of a rank's result")
+        tiles = split(down, chunks, what="row tiles of a rank's result")
         self.pieces = [(height * first, min(m - height * first, height * count)) for first, count in tiles]
         self.counts = [count * across for _, count in tiles]
         # Indexed by t // across: each row tile counts as `across` tiles.

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import weft
@@ -61,9 +62,9 @@ def examine() -> Report:
         ("peer access", _peer_access),
         ("symmetric memory", _symmetric_memory),
         ("NVSHMEM", _nvshmem),
-        ("Triton", _triton),
+        ("Triton", partial(_package, "Triton", "triton", "comes with CUDA builds of torch; not needed on CPU")),
         ("planning", _planning),
-        ("FBGEMM", _fbgemm),
+        ("FBGEMM", partial(_package, "FBGEMM", "fbgemm_gpu", _FBGEMM)),
         ("environment", _environment),
     )
     findings = tuple(_safely(what, check) for what, check in checks)
@@ -236,13 +237,16 @@ def _nvshmem() -> Finding:
     return Finding("NVSHMEM", "missing", "not in this torch", "not needed within one host")
 
 
-def _triton() -> Finding:
+_FBGEMM = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, in the version for your torch"
+
+
+def _package(title: str, name: str, fix: str) -> Finding:
+    """Report the version of an optional package."""
     try:
-        triton: Any = _import("triton")
+        package: Any = _import(name)
     except Exception as error:
-        fix = "comes with CUDA builds of torch; not needed on CPU"
-        return Finding("Triton", "missing", f"does not import ({type(error).__name__})", fix)
-    return Finding("Triton", "ok", str(triton.__version__))
+        return Finding(title, "missing", f"does not import ({type(error).__name__})", fix)
+    return Finding(title, "ok", str(getattr(package, "__version__", "installed")))
 
 
 def _planning() -> Finding:
@@ -271,15 +275,6 @@ def _planning() -> Finding:
         fix = "weft plan calibrate" if count > 1 else "not needed to try weft"
         return Finding("planning", "missing", "\n".join(lines), fix)
     return Finding("planning", "ok", "\n".join(lines))
-
-
-def _fbgemm() -> Finding:
-    try:
-        fbgemm: Any = _import("fbgemm_gpu")
-    except Exception as error:
-        fix = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, in the version for your torch"
-        return Finding("FBGEMM", "missing", f"does not import ({type(error).__name__})", fix)
-    return Finding("FBGEMM", "ok", str(getattr(fbgemm, "__version__", "installed")))
 
 
 def _environment() -> Finding:

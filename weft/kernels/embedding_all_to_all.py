@@ -6,12 +6,10 @@ buffer and an unpack pass. Here each vector goes to its place in the consumer's 
 
     out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
 
-Transports. `direct`: the pooled vector is stored into the peer's memory ("Accelerating Multi-GPU Embedding Retrieval with
-PGAS-Style Communication for Deep Learning Recommendation Systems", III-B; "GPU-initiated Fine-grained Overlap of Collective
-Communication with Computation", 3.3). `put` (STAGED): the vectors of one slice are pooled into a staging area of the program (it
-stays in the L2 cache), leave as one contiguous copy, and are followed by a fence and the slice's flag (the latter paper, 3.2).
-One program pools a whole slice, so the loop knows its last item and needs no bitmask. The program fences and sets a slice's flag
-when it has pooled its next slice: by then the copy has arrived.
+Transports. `direct`: the pooled vector is stored into the peer's memory. `put` (STAGED): the vectors of one slice are
+pooled into a staging area of the program, which stays in the L2 cache. They leave as one contiguous copy, followed by a
+fence and the slice's flag. One program pools a whole slice, so the loop knows its last item and needs no bitmask. The
+program fences and sets a slice's flag when it has pooled its next slice: by then the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
   1. The first program grants every peer credit for its output `slot`. It stores the fingerprint of its call, then, with release,
@@ -25,10 +23,11 @@ Protocol, per call number `epoch` (kept in device memory and advanced by the ker
 Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch. Either leaves a record in
 pinned host memory, and the program then stores nothing.
 
-Speed. Memory latency is a microsecond when all programs access it, so rows in flight and short chains of dependent loads matter.
-A bag is a chain of three (offsets, ids, rows), so one-warp programs work on three bags: while rows of one bag arrive, the ids of
-the next and the offsets of the one after it are being loaded. Ids are read one per lane, and a gather hands them to the lanes
-that load the row. Values that can be read again are not kept. This leaves registers for ROWS rows in flight. Programs take units
+Speed. Memory latency is a microsecond when all programs access it, so rows in flight and short chains of dependent
+loads matter. A bag is a chain of three loads (offsets, ids, rows), so one-warp programs work on three bags. While rows
+of one bag arrive, the ids of the next bag and the offsets of the third are being loaded. Ids are read one per lane, and
+a gather hands them to the lanes that load the row. Values that can be read again are not kept. This leaves registers
+for ROWS rows in flight. Programs take units
 dynamically: bags differ in length, and a static distribution leaves a tail of 5-25%.
 """
 

@@ -17,9 +17,9 @@ here an outbox, or for the rank itself of `own`, its result. Rows that do not fi
 Split along K, y is a sum over launches (ADDS). Each launch takes its columns of x_s and rows of w. Launches after the first read
 the stored tile of y, accumulate in fp32, and round again. BACK never accumulates.
 
-A launch computes a range of sources and experts ("own rows only", "peers only"), so that rows of one exchange step are multiplied
-while those of the next are in flight. The kernel has no waits: its stream waits for the operands before the launch. A wait inside
-the loop would break the compiler's pipelining.
+A launch computes a range of sources and experts ("own rows only", "peers only"). So rows of one exchange step are
+multiplied while the rows of the next step are in flight. The kernel has no waits: its stream waits for the operands
+before the launch. A wait inside the loop would break the compiler's pipelining.
 
 Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N expert by expert. Inside an expert, row tiles of all sources of the
 launch form groups of GROUP tiles. Inside a group the order is column by column, so that a column of the weights is read from
@@ -177,11 +177,11 @@ def grouped_matmul_kernel(
 ):  # fmt: skip
     """Multiply, as the top of this file describes.
 
-    own [own_rows, K] (tokens), slots [slots_rows, K] (inbox), w [E, K, N] (W_TRANSPOSED: [E, N, K]) and whole [whole_rows, N] (y)
-    of type DTYPE, with unit stride in the last dimension. BACK: own and slots (y, outbox) have N columns and whole (h) has K.
-    With TMA they are tensor maps. Their boxes are [BLOCK_M, BLOCK_K] for operands, [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N,
-    BLOCK_K]) for w, and ragged [BLOCK_M, BLOCK_N // PARTS] for results. Without TMA they are pointers, with strides in elements
-    that are multiples of ALIGN.
+    The operands own [own_rows, K] (tokens), slots [slots_rows, K] (inbox), w [E, K, N] (W_TRANSPOSED: [E, N, K]) and
+    whole [whole_rows, N] (y) have the type DTYPE. Their last dimension has unit stride. BACK: own and slots (y, outbox)
+    have N columns and whole (h) has K. With TMA they are tensor maps. Their boxes are [BLOCK_M, BLOCK_K] for operands,
+    [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N, BLOCK_K]) for w, and ragged [BLOCK_M, BLOCK_N // PARTS] for results. Without
+    TMA they are pointers, with strides in elements that are multiples of ALIGN.
 
     counts [W, E], rows counts_stride apart, and splits [W * E], int64. y_address: the address of whole, or with BACK of own. ADDS
     (never with BACK): products are added to y. Negative counts mean that the group has failed: y becomes NaN. The launch covers

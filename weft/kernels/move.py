@@ -1,7 +1,7 @@
 """A copy on compute units, with flags and waits before and after it, in one launch.
 
-    set the flags of `opens`; wait for the flags of `waits`; copy to one or more targets; when all programs are done, clear the
-    flags of `waits`, set the flags of `sets`, wait for the flags of `answers` and clear them
+    set the flags of `sets_before`; wait for the flags of `waits`; copy to one or more targets; when all programs are done,
+    clear the flags of `waits`, set the flags of `sets`, wait for the flags of `waits_after` and clear them
 
 One launch can be a whole small all-gather. It grants credit to the peers, waits for their credit, copies the shard to them and to
 its own place, notifies them, and waits for their shards. For the watchdog it stores numbers in memory: at its begin (`begins`),
@@ -19,23 +19,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.signals import await_tokens, now_ns, words, write_token
+from weft.kernels.signals import await_flags, now_ns, words, write_flag
 
 # The kernel's pointer arguments (to int64), for compiling it ahead of time.
-TABLES = ("targets", "opens", "waits", "sets", "answers", "begins", "passes", "ends", "arrivals")
+TABLES = ("targets", "sets_before", "waits", "sets", "waits_after", "begins", "passes", "ends", "arrivals")
 
 
 @triton.jit
 def _note(table, count, PTX: tl.constexpr):
     """Store each number of a table of (address, number) at its address."""
     for i in range(count):
-        write_token(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
+        write_flag(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
 
 
 @triton.jit
-def _write_tokens(table, count, value: tl.constexpr, PTX: tl.constexpr):
+def _write_flags(table, count, value: tl.constexpr, PTX: tl.constexpr):
     for i in range(count):
-        write_token(tl.load(table + i), tl.full([], value, tl.int32), value == 1, PTX)
+        write_flag(tl.load(table + i), tl.full([], value, tl.int32), value == 1, PTX)
 
 
 @triton.jit
@@ -48,30 +48,31 @@ def _put(place, items, inside, ADD: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_opens", "n_waits", "n_sets",
-        "n_answers", "n_begins", "n_passes", "n_ends", "sizes", "source_rows", "early",
+        "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_sets_before", "n_waits",
+        "n_sets", "n_waits_after", "n_begins", "n_passes", "n_ends", "sizes", "source_rows", "early",
     ],
-    do_not_specialize_on_alignment=["targets", "opens", "waits", "sets", "answers", "begins", "passes", "ends", "arrivals"],
+    do_not_specialize_on_alignment=TABLES,
 )  # fmt: skip
 def move_kernel(
     source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64, target_pitch: tl.int64,
-    targets, n_targets: tl.int32, opens, n_opens: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32,
-    answers, n_answers: tl.int32, begins, n_begins: tl.int32, passes, n_passes: tl.int32, ends, n_ends: tl.int32,
+    targets, n_targets: tl.int32, sets_before, n_sets_before: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32,
+    waits_after, n_waits_after: tl.int32, begins, n_begins: tl.int32, passes, n_passes: tl.int32, ends, n_ends: tl.int32,
     arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Copy and signal, as the top of this file describes.
 
-    source, target: addresses of the first rows. targets [n_targets]: further targets for the same rows. rows, width and pitches
-    count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). opens, waits, sets, answers: addresses
-    of flags. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches.
+    source, target: addresses of the first rows. targets [n_targets]: further targets for the same rows. rows, width and
+    pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). sets_before, waits,
+    sets, waits_after: addresses of flags. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between
+    launches.
 
     sizes: 0, or the address of three int64: the first row of the source, the first row of the target, and the number of rows to
     copy. That number is clamped to the source's `source_rows` and the target's `rows`. early: no peer writes the source, so
     reading begins before the waits. ADD: items (floating point) are added to the target by atomics of system scope.
     """
     if tl.program_id(0) == 0:
-        _write_tokens(opens, n_opens, 1, PTX)
+        _write_flags(sets_before, n_sets_before, 1, PTX)
         _note(begins, n_begins, PTX)
     program, programs = tl.program_id(0), tl.num_programs(0)
     if sizes != 0:
@@ -93,7 +94,7 @@ def move_kernel(
     place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
     loaded = tl.load(place + column, mask=begun, other=0)
     # Every lane reads the flags, so no lane's other loads or stores move ahead of its waits.
-    alive = await_tokens(waits, n_waits, PTX)
+    alive = await_flags(waits, n_waits, PTX)
     while block < blocks:
         row = block // per_row
         column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
@@ -113,19 +114,19 @@ def move_kernel(
             place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
             _put(place + column, items, inside, ADD)
         block += programs
-    if n_waits + n_sets + n_answers + n_ends > 0:
+    if n_waits + n_sets + n_waits_after + n_ends > 0:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")
         if arrived == programs - 1:
             tl.store(arrivals, tl.full([], 0, tl.int64))
-            _write_tokens(waits, n_waits, 0, PTX)
+            _write_flags(waits, n_waits, 0, PTX)
             if alive:
-                _write_tokens(sets, n_sets, 1, PTX)
+                _write_flags(sets, n_sets, 1, PTX)
             _note(passes, n_passes, PTX)
             if alive:
-                await_tokens(answers, n_answers, PTX)
+                await_flags(waits_after, n_waits_after, PTX)
             tl.debug_barrier()  # all lanes have seen the flags (they need not agree on `alive`)
-            _write_tokens(answers, n_answers, 0, PTX)
+            _write_flags(waits_after, n_waits_after, 0, PTX)
             _note(ends, n_ends, PTX)
 
 

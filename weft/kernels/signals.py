@@ -8,7 +8,7 @@ Waiting. `wait_at_least` polls until all words of a vector have the wanted value
 clock, and only the watchdog ends a wait. If a group has failed, it overwrites the words with POISON, which is larger than any
 awaited value, so that the kernels return.
 
-Schedules on streams use words as binary flags instead (`weft.runtime.cuda.flags`): `await_tokens`, `write_token`.
+Schedules on streams use words as binary flags instead (`weft.runtime.cuda.flags`): `await_flags`, `write_flag`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POISON = 1 << 62
 FLAG = 1
 POISONED = 1 << 40
 """Bits of a word that holds a flag: the flag itself, and the bit by which the watchdog ends all waits."""
-_TOKEN = tl.constexpr(FLAG)
+_FLAG = tl.constexpr(FLAG)
 _STORE_RELEASE, _STORE_RELAXED = (
     tl.constexpr(
         "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -82,7 +82,7 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
 
 
 @triton.jit
-def await_tokens(table, count, PTX: tl.constexpr):
+def await_flags(table, count, PTX: tl.constexpr):
     """Poll until every flag of a table of addresses is set or poisoned. Return True if none is poisoned."""
     alive = count >= 0
     for i in range(count):
@@ -90,12 +90,12 @@ def await_tokens(table, count, PTX: tl.constexpr):
         found = load_acquire(word, PTX)
         while found == 0:
             found = load_acquire(word, PTX)
-        alive = alive & (found == _TOKEN)
+        alive = alive & (found == _FLAG)
     return alive
 
 
 @triton.jit
-def write_token(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
+def write_flag(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
     """Store 32 bits at an address, exactly once: a second store could set a flag that a wait has cleared already.
 
     With RELEASE, stores of this program's lanes before the last barrier are visible first.

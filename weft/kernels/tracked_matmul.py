@@ -1,5 +1,5 @@
-"""Matrix multiplication that tracks its progress: it computes tiles in a given order, stores each at the address in a table, and
-sets signals as soon as their tiles are stored.
+"""Matrix multiplication that tracks its progress. It computes tiles in a given order, stores each at the address in a
+table, and sets signals as soon as their tiles are stored.
 
 It follows T3's tracker, which counts in the memory controller. At the end of a tile, a program increments a counter in this
 device's memory. The program with the last increment sets the counter's signals. (T3's tracker also counts updates by peers and
@@ -37,7 +37,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.signals import write_token
+from weft.kernels.signals import write_flag
 
 _TRACK = tl.constexpr(
     # $1: a counter; $2: `sets`. Wait for the stores of all threads; one of them counts the tile.
@@ -67,7 +67,7 @@ def _count(counter, sets, PTX: tl.constexpr):
         if come == total - 1:
             tl.store(counter, tl.full([], 0, tl.int64))
             for word in range(tl.load(counter + 2).to(tl.int32), tl.load(counter + 3).to(tl.int32)):
-                write_token(tl.load(sets + word), tl.full([], 1, tl.int32), True, PTX)
+                write_flag(tl.load(sets + word), tl.full([], 1, tl.int32), True, PTX)
 
 
 @triton.jit

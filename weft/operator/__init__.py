@@ -1,3 +1,3 @@
-"""Operators: their specification (`spec`), and the parts made from it: calls with gradients in eager mode (`calls`) and under
-torch.compile (`registration`), operators compiled for a shape (`compiled_operator`) and their `cache`, and the selection of a
-schedule (`select`, `measure`)."""
+"""Operators: their specification (`spec`), and everything made from it. `calls` makes calls and gradients in eager
+mode, `registration` under torch.compile. `compiled_operator` compiles an operator for a shape, `cache` keeps it, and
+`select` and `measure` select its schedule."""

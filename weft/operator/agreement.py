@@ -47,12 +47,13 @@ class Agreement:
         return [check()[2]]
 
     def refuse(
-        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
+        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
+        has_published: bool,
     ) -> bool:  # fmt: skip
         """Have every rank refuse the call in which this rank raised `error`. Raise `RefusedError`, or return True if the caller
         must raise `error`. Return False if the error cannot be a refusal.
 
-        said: True if this rank has published that it takes part.
+        has_published: True if this rank has published that it takes part.
         """
         return False
 
@@ -87,9 +88,10 @@ class HostsMeet(Agreement):
         return [_NUMBER.unpack(extra)[0] for extra in extras]
 
     def refuse(
-        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
+        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
+        has_published: bool,
     ) -> bool:  # fmt: skip
-        if said or not isinstance(error, Exception):
+        if has_published or not isinstance(error, Exception):
             return False
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.communicator(group, device))
@@ -101,8 +103,8 @@ class HostsMeet(Agreement):
     def exchange_sums(
         self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
     ) -> list[tuple[int, int]]:
-        said = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
-        return [_SUMS.unpack(one) for one in said]
+        extras = meeting_of(comm).meet(topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
+        return [_SUMS.unpack(one) for one in extras]
 
 
 class HostsApart(Agreement):
@@ -141,7 +143,8 @@ class HostsApart(Agreement):
         return [number for *_, number, _ in calls]
 
     def refuse(
-        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None, said: bool
+        self, error: BaseException, text: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None,
+        has_published: bool,
     ) -> bool:  # fmt: skip
         if not isinstance(error, ValueError | TypeError):
             return False

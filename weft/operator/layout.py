@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.caller import warn
+from weft.runtime.schedule_memory import TORCH_DTYPE
 
 SCATTERED = "neither its rows nor its columns are in one piece each; pass a contiguous one"
 _warned: set[tuple[str, tuple[int, ...]]] = set()
@@ -45,3 +46,8 @@ def is_scattered(matrix: torch.Tensor) -> bool:
     by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
     by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)
     return matrix.numel() > 0 and not (by_rows or by_columns)
+
+
+def normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
+    """Return random numbers, drawn in fp32 and converted to `dtype`, on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device).to(TORCH_DTYPE[dtype])

@@ -54,11 +54,11 @@ def run_schedule(
         y = weft.run_schedule(schedule, {"x": x, "w": w, "y": torch.empty(64, 16)}, group)["y"]
 
     schedule: the schedule of all ranks, made by `weft.schedule.Draft`: equal on every rank, and for the world size of `group`.
-    tensors: by name, this rank's tensor for every input and output buffer: [rows, columns] and dtype of the buffer, all on one
-        device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor. An output must
-        not overlap any other tensor in memory. It is overwritten, and autograd is notified as for torch's out= tensors. For an
-        output with a dynamic number of rows, pass a function from that number to a new tensor with so many rows; on GPUs, also
-        a tensor with at least as many rows.
+    tensors: by name, this rank's tensor for every input and output buffer: [rows, columns] and dtype of the buffer, all
+        on one device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor.
+        An output must not overlap any other tensor in memory. It is overwritten, and autograd is notified as for
+        torch's out= tensors. For an output with a dynamic number of rows, pass a function from that number to a new
+        tensor with so many rows. On GPUs, a tensor with at least as many rows will do too.
     group: the process group, or its name. Every rank makes the call.
     deadline_s: the longest wait for another rank, in seconds (default `WEFT_DEADLINE_S`).
     timeline: receives a span for every step of this rank; on GPUs the call then synchronises.
@@ -73,14 +73,15 @@ def run_schedule(
     of a group share the memory that the largest one needs. On GPUs each schedule has its own memory, and at most 64 schedules are
     kept: the least recently run is dropped.
 
-    Raises `RefusedError` on every rank, before anything is written, if a rank's input is bad: a missing or an unknown buffer, a
-    wrong shape, dtype, device or layout, freed memory, memory of an output that overlaps another tensor, a tensor that needs a
-    gradient, or a schedule for another number of ranks. On GPUs, in later calls of a schedule, the group fails instead if a peer
-    has begun its run. `ValueError` for bad input in a group of one rank, and for a bad group. `DisagreementError` if ranks pass
-    different schedules. `ScheduleError` if `verify` finds a fault, or if the device cannot run a step. Other errors make the
-    group fail on all ranks: `DeadlineError`, `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step: a function that
-    raises, or returns a wrong tensor (`ValueError` with its name and both sizes); on CPU a negative size (`ScheduleError` with
-    the rank that wrote it).
+    Raises `RefusedError` on every rank, before anything is written, if a rank's input is bad. Buffers may be missing or
+    unknown. A tensor may have a wrong shape, dtype, device or layout, need a gradient, or be freed, and an output's
+    memory may overlap another tensor. The schedule may be for another number of ranks. On GPUs, in later calls of a
+    schedule, the group fails instead if a peer has begun its run. `ValueError` for bad input in a group of one rank,
+    and for a bad group. `DisagreementError` if ranks pass different schedules. `ScheduleError` if `verify` finds a
+    fault, or if the device cannot run a step. Other errors make the group fail on all ranks: `DeadlineError`,
+    `PeerLostError`, `OutOfSharedMemoryError`, or the error of a step. A step's function may raise, or return a wrong
+    tensor (`ValueError` with its name and both sizes). On CPU a size may be negative (`ScheduleError` with the rank
+    that wrote it).
     """
     group = group_of(group)
     with together(_NAME, group, lambda: _device_of(tensors, group), deadline_s):

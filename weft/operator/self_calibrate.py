@@ -8,8 +8,9 @@ rank's state decides:
     a self-calibration                  every rank takes it
     neither                             all ranks measure, unless one cannot, and take the first rank's numbers
 
-A rank cannot measure while a CUDA graph is being captured, with WEFT_SELF_CALIBRATION=0, if GPUs differ, on a part of a GPU, or
-on a GPU that it shares with a rank. Then all plan by derived numbers, and the first rank warns with the reason.
+A rank cannot measure while a CUDA graph is being captured, or with WEFT_SELF_CALIBRATION=0. It cannot if GPUs differ
+either, or on a part of a GPU, or on a GPU that it shares with a rank. Then all plan by derived numbers, and the first
+rank warns with the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The specification of an operator: the normalised form of its calls, their checks, its problem, its buffers, its gradients.
 
-All other parts are made from it, in the same way for all operators: the comparison across ranks, the cache of shapes, the choice
-of a schedule, the unfused run, autograd in eager mode and under torch.compile, plans and benchmarks.
+Everything else is made from it, in the same way for all operators. That is the comparison across ranks, the cache of
+shapes, the choice of a schedule, the unfused run, autograd in eager mode and under torch.compile, plans and benchmarks.
 
 An operator is a class with one instance, in the file of its public function (`weft.ops`). The function normalises its arguments
 into the form of a call and passes it to `weft.operator.calls.made`.
@@ -19,12 +19,11 @@ import torch.distributed as dist
 from weft.builders import Problem
 from weft.builders.problem import PROBLEMS
 from weft.operator.select import Chosen
+from weft.runtime.executors import Tensors
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 
 C = TypeVar("C", bound=tuple[Any, ...])
-Tensors: TypeAlias = dict[str, Any]
-"""Tensors by buffer of the problem. For an output with a dynamic number of rows, a function from that number to a tensor."""
 
 Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
 """The comparison of an argument across ranks:
@@ -79,8 +78,8 @@ class Operator(ABC, Generic[C]):
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Tags of the operator under torch.compile."""
     compiled: Any
-    """The operator in torch.ops. Registration sets it here, because an operator may be registered while a call of it is traced,
-    and Dynamo reads a table in the state at the start of the trace."""
+    """The operator in torch.ops. Registration sets it here, because an operator may be registered while a call is
+    traced, and Dynamo reads a table as it was at the start of the trace."""
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
     # --- the call and its problem ---
@@ -145,8 +144,8 @@ class Operator(ABC, Generic[C]):
         return True
 
     def averages(self, call: C) -> bool:
-        """True if the public function divides the first result by the number of ranks, in place."""
-        return False
+        """True if the public function divides the first result by the number of ranks, in place: the form's field `average`."""
+        return bool(getattr(call, "average", False))
 
     def takes_rows(self, rows: int, world: int) -> bool:
         """True if a call may have `rows` rows in its first argument, given a valid call with another number of rows."""

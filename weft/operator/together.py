@@ -39,7 +39,7 @@ from weft.builders import NotApplicableError
 from weft.caller import caller
 from weft.errors import PoisonedGroupError, RefusedError, WeftError
 from weft.operator.agreement import agreement_on
-from weft.runtime.meeting import said_on
+from weft.runtime.meeting import published_on
 from weft.symm.calls import GroupCalls, calls_of
 
 _TOLD = "_weft_told"  # attribute of an error: peers have been notified
@@ -51,14 +51,14 @@ class together:
     like: a tensor on the device of the call, or a function that returns the device.
     """
 
-    __slots__ = ("_calls", "_deadline_s", "_group", "_like", "_operator", "_said")
+    __slots__ = ("_calls", "_deadline_s", "_group", "_like", "_operator", "_published")
     _calls: GroupCalls | None
 
     def __init__(self, operator: str, group: dist.ProcessGroup, like: Any, deadline_s: Any) -> None:
         self._operator, self._group, self._like, self._deadline_s = operator, group, like, deadline_s
 
     def __enter__(self) -> None:
-        self._said, self._calls = 0, None
+        self._published, self._calls = 0, None
         try:
             self._begin()
         except BaseException as error:
@@ -79,7 +79,7 @@ class together:
             comm.await_answers()
         if refused := calls.begin():
             raise RefusedError(refused)
-        self._said = said_on(self._group)
+        self._published = published_on(self._group)
         if _are_compared() and (comm := symm.open_communicator(self._group, "cuda")) is not None:
             comm.tell_call(calls.begun, f"{self._operator}, called at {caller()}")
 
@@ -123,11 +123,11 @@ class together:
         """Make the peers raise `error` too."""
         group = self._group
         device, deadline_s = _device_of(self._like, group), _usable(self._deadline_s)
-        is_input, said = isinstance(error, ValueError | TypeError), said_on(group) != self._said
+        is_input, has_published = isinstance(error, ValueError | TypeError), published_on(group) != self._published
         text = str(error) if is_input else f"{self._operator}: {error!r}"
-        if said and isinstance(error, NotApplicableError):  # every rank raises it
+        if has_published and isinstance(error, NotApplicableError):  # every rank raises it
             return
-        refused = agreement_on(device).refuse(error, text, group, device, deadline_s, said)
+        refused = agreement_on(device).refuse(error, text, group, device, deadline_s, has_published)
         if not refused and (comm := symm.open_communicator(group, device.type)) is not None:
             comm.poison(text)
 
@@ -137,7 +137,7 @@ def failed(
 ) -> None:
     """Notify peers of an error in a call on GPUs without `together`. May raise the error that replaces it."""
     call = together(operator, group, lambda: device, deadline_s)
-    call._calls, call._said = calls_of(group), said_on(group)
+    call._calls, call._published = calls_of(group), published_on(group)
     call._tell(error)
 
 
@@ -173,9 +173,10 @@ def agree(
 ) -> list[int]:
     """Compare a call at the first call of a shape. Return the ranks' numbers. Collective.
 
-    check: returns a text and details that must be the same on all ranks, and this rank's number, or raises `ValueError`. Raises
-    `RefusedError` on every rank if a rank's check does, and `DisagreementError` if texts or details differ; the message shows
-    details, or their first line that differs, if the texts are equal. hint: advice if only sizes differ.
+    check: returns a text and details that must be the same on all ranks, and this rank's number, or raises
+    `ValueError`. Raises `RefusedError` on every rank if a rank's check does, and `DisagreementError` if texts or
+    details differ. If the texts are equal, the message shows details, or their first line that differs. hint: advice if
+    only sizes differ.
     """
     if group.size() == 1:
         return [check()[2]]

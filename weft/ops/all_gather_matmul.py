@@ -68,10 +68,10 @@ def all_gather_matmul(
     gather_dim: any dimension but the last.
     group: a process group, or its name.
     return_A: also return the gathered A, which costs its memory and a copy of the arrived rows.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]",
-        ...); "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md). "heuristic":
-        the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that gives the
-        reason.
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
+        "shard[chunks=1,send=in_turn,by=dma]", ...). "autotune": measure at the first call of a shape, select the
+        fastest, and cache it (docs/planning.md). "heuristic": the pick of FiCCO's static heuristic; if that schedule
+        cannot run, the default choice, with a warning that gives the reason.
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
@@ -88,11 +88,12 @@ def all_gather_matmul(
         the memory of the largest, until the group is destroyed. Backward of all gradients takes up to three times as much; on
         GPUs it has memory of its own.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
-    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
-    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
-    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
+    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
+    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
+    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
+    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+    derivative.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """

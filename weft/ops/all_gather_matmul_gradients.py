@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,11 +11,10 @@ import torch.distributed as dist
 
 from weft.builders import AllGatherMatmulGradients
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.layout import contiguous, is_scattered, strided
+from weft.operator.layout import contiguous, is_scattered, normal, strided
 from weft.operator.registration import registered
 from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single, all_reduce_single
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.turn import Turn
 
 AGAIN = "all_gather x_shard again"
@@ -74,10 +74,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         return [grad_x, *grad_wts]
 
     def drawn(self, p: AllGatherMatmulGradients, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         return _Call(random(p.rows, p.k), [random(p.m, n) for n in p.n], [random(n, p.k) for n in p.n])
 
     def expected(self, p: AllGatherMatmulGradients, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:

@@ -57,9 +57,9 @@ def all_to_all_matmul(
     Differentiable once in tokens and w_experts. Gradients are sums over rows, not means, and all ranks must request the same
     gradients. Autocast does not apply.
 
-    tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), sorted by global expert: tokens for the E experts of
-        rank 0, then of rank 1, and so on, as from an argsort of the router's choices. T may differ between ranks and calls.
-        Copied if not contiguous.
+    tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`). They are sorted by global expert, as by an
+        argsort of the router's choices: tokens for the E experts of rank 0, then of rank 1, and so on. T may differ
+        between ranks and calls. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
         copied at every call.
     splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks. Their
@@ -71,10 +71,10 @@ def all_to_all_matmul(
     return_received: also return the number of rows that arrived.
     capacity: the largest number of tokens of any rank in any call (a rank may send all of them to one peer), equal on all ranks.
         Default: a little above the largest T at the first call of this shape.
-    schedule: pin a schedule by its name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a
-        block); "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
-        "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default choice, with a warning that
-        gives the reason.
+    schedule: pin a schedule by its name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it
+        for a block). "autotune": measure at the first call of a shape, select the fastest, and cache it
+        (docs/planning.md). "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default
+        choice, with a warning that gives the reason.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
@@ -101,9 +101,9 @@ def all_to_all_matmul(
     and `received` shows it. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
     derivative.
 
-    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (all-to-all before
-        the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and
-        7.2, in which the all-to-all follows the GEMM.
+    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2
+        (all-to-all before the GEMMs of experts). "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
+        Compute & Collectives", 7.1 and 7.2, in which the all-to-all follows the GEMM.
     """
 
     group = dist.group.WORLD if group is None else group
@@ -360,22 +360,27 @@ def rounded_up(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, world: int) -> None:
-    """Raise `ValueError` for wrong shapes, dtypes or devices."""
-    shape = tuple(tokens.shape)
-    name_of_dtype("tokens", tokens)
+def check_experts(name: str, rows: torch.Tensor, fix: str, w: torch.Tensor, **tables: torch.Tensor) -> None:
+    """Raise `ValueError` unless these rows fit the weights of experts, and are on the device of the weights and tables."""
+    shape = tuple(rows.shape)
+    name_of_dtype(name, rows)
     if len(shape) != 2 or shape[1] == 0:
-        raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; flatten a batch first")
-    for name, t in (("w_experts", w), ("splits", splits)):
-        if t.device != tokens.device:
-            raise ValueError(f"{name} is on {t.device} and tokens on {tokens.device}: move it there")
+        raise ValueError(f"{name} has shape {shape}: pass {fix}")
+    for other, t in {"w_experts": w, **tables}.items():
+        if t.device != rows.device:
+            raise ValueError(f"{other} is on {t.device} and {name} on {rows.device}: move it there")
     if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
         raise ValueError(
-            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match tokens {shape}, with E and N "
-            "of at least 1"
+            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match {name} {shape}, with E and N of "
+            "at least 1"
         )
-    if w.dtype != tokens.dtype:
-        raise ValueError(f"w_experts is {w.dtype} and tokens {tokens.dtype}: use one dtype")
+    if w.dtype != rows.dtype:
+        raise ValueError(f"w_experts is {w.dtype} and {name} {rows.dtype}: use one dtype")
+
+
+def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, world: int) -> None:
+    """Raise `ValueError` for wrong shapes, dtypes or devices."""
+    check_experts("tokens", tokens, "[T, K] with K of at least 1; flatten a batch first", w, splits=splits)
     if splits.dtype != torch.int64:
         raise ValueError(f"splits is {splits.dtype}: use torch.int64")
     if splits.shape != (world * w.shape[0],):

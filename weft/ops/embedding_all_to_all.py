@@ -76,17 +76,19 @@ def embedding_all_to_all(
     three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`; one thread per rank at
     a time.
 
-    Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row in a fixed
-    order, in fp32: equal inputs give equal bits, for any number of ranks. Gradients are sums over all samples of all ranks. With
-    `update`, backward updates the tables; otherwise tables that require gradients get them. Weights of type fp16 and bf16 get
-    gradients rounded once. Out-of-range ids get none. Second derivatives are an error.
+    Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row
+    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks. Gradients are sums over all
+    samples of all ranks. With `update`, backward updates the tables; otherwise tables that require gradients get them.
+    Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get none. Second derivatives are an
+    error.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in the
         order of `sharding.local_tables(rank)`.
-    features: the sparse input of the *global* batch for (at least) this rank's features: a KeyedJaggedTensor (ours or
-        TorchRec's), or `(values, offsets)` or `(values, offsets, per_sample_weights)` with one block per local slot in column
-        order. values: int32 or int64 row numbers; offsets: int32 or int64 `[features * global batch + 1]`, feature-major. Samples
-        are ordered by the rank that owns them. Weighted mean pooling divides by the length of the bag, as FBGEMM does.
+    features: the sparse input of the *global* batch for (at least) this rank's features. Pass a KeyedJaggedTensor (ours
+        or TorchRec's), or `(values, offsets)` or `(values, offsets, per_sample_weights)` with one block per local slot
+        in column order. values: int32 or int64 row numbers; offsets: int32 or int64 `[features * global batch + 1]`,
+        feature-major. Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of
+        the bag, as FBGEMM does.
     sharding: the owner rank of each table (`weft.place_tables`), equal on all ranks.
     group: a process group that this rank is in, all of its ranks on one host.
     batch_sizes: samples per rank. Default: the global batch divided evenly; the first ranks get the remainder.
@@ -96,8 +98,9 @@ def embedding_all_to_all(
         (`weft.plan.explain`), once for similar numbers of samples. On CPU, and on GPUs without a model, "auto" is "direct".
     slice_size: for "direct", the number of vectors that a CPU thread stores in a row; unused by "direct" on GPUs.
     order: "remote_first" pools the peers' samples before this rank's own, "natural" follows the batch.
-    bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call); "fatal"
-        refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts the caller.
+    bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call).
+        "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device). "ignore"
+        trusts the caller.
     hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.embedding.hash_ids`).
     outputs: the number of result buffers per rank in symmetric memory, each as large as the largest result so far. With n
         buffers, the caller may hold n - 1 results while the next is computed; further results are copied out. With 1, holding a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,13 +21,12 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.layout import contiguous, strided
+from weft.operator.layout import contiguous, normal, strided
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS
 from weft.ops.matmul_all_gather_gradients import part_of_sum
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.turn import Turn
 from weft.timeline import Timeline
 
@@ -58,8 +58,9 @@ def matmul_all_gather(
     gather_dim: a dimension of the product, [..., N]. -1 or the last dimension concatenates columns, as after a column-parallel
         layer that gathers its output: rank r's columns begin at r * N. Any other dimension concatenates rows.
     group: a process group, or its name.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...), forward
-        only; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...),
+        forward only. "autotune": measure at the first call of a shape, select the fastest, and cache it
+        (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule and backward call NCCL, whose waits use the process group's timeout.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
@@ -78,11 +79,12 @@ def matmul_all_gather(
     the number of ranks. Backward is a reduce-scatter of the result's gradient and two GEMMs. If both gradients are requested, and
     if it is faster, rows that have arrived from all ranks are multiplied during the transfer of other rows.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
-    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
-    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
-    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
+    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
+    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
+    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
+    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+    derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
     """
@@ -161,10 +163,7 @@ class _MatmulAllGather(Operator[_Call]):
         return [own @ w.t() if wanted[0] else None, grad_of_weight(x, own, w) if wanted[1] else None]
 
     def drawn(self, p: MatmulAllGather, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         return _Call(random(p.m, p.k), random(p.n, p.k).t(), p.columns)
 
     def expected(self, p: MatmulAllGather, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:

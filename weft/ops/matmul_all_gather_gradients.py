@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,9 @@ import torch.distributed as dist
 from weft.builders import MatmulAllGather, MatmulAllGatherGradients
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, room_for_grad_of_weight
-from weft.operator.layout import strided
+from weft.operator.layout import normal, strided
 from weft.operator.registration import registered
 from weft.operator.spec import Operator
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import reduce_scatter
 from weft.runtime.unfused.turn import Turn
 from weft.runtime.unfused.unpack import below_each_other
@@ -64,10 +64,7 @@ class _MatmulAllGatherGradients(Operator[_Call]):
         return [grad_x, grad_w]
 
     def drawn(self, p: MatmulAllGatherGradients, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         return _Call(random(p.m, p.k), random(*p.shape), random(p.n, p.k).t(), p.columns)
 
     def expected(self, p: MatmulAllGatherGradients, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:

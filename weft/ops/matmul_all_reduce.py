@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor, checked_dimension
+from weft.arguments import check_reduction, check_tensor, checked_dimension
 from weft.builders import MatmulAllReduce
 from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
-from weft.operator.layout import contiguous, strided
+from weft.operator.layout import contiguous, normal, strided
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused.collectives import all_reduce, all_reduce_, reduce_scatter
 from weft.runtime.unfused.turn import Turn
 from weft.schedule.regions import checked_eps
@@ -72,9 +72,9 @@ def matmul_all_reduce(
     schedule is faster, the GEMM and then NCCL (gloo) run. Collective over `group`. Autocast does not apply: inputs are
     multiplied, and sums normalised, in their own dtype.
 
-    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()), of
-        the same shape on all ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's dtype
-        before they are reduced, and these dtypes cannot hold sums. Copied if it is not contiguous.
+    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, of the same shape on all ranks,
+        with any number of rows. Not a DTensor (pass its to_local()). Integers and fp8 are refused: products are rounded
+        to x's dtype before they are reduced, and these dtypes cannot hold sums. Copied if it is not contiguous.
     w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Usually different on each rank.
     group: a process group, or its name.
     op: "sum", or "avg": the sum, divided by the number of ranks.
@@ -83,8 +83,9 @@ def matmul_all_reduce(
         "avg".
     norm: [N], in x's dtype: the weight of an RMSNorm, whose output is returned with the sum. Not supported with "avg".
     eps: the norm's epsilon, at least 0, added to the mean of a row's squares.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "two_shot[chunks=2,by=dma,add=gemm]", ...),
-        forward only; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
+        "two_shot[chunks=2,by=dma,add=gemm]", ...), forward only. "autotune": measure at the first call of a shape,
+        select the fastest, and cache it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
@@ -98,9 +99,9 @@ def matmul_all_reduce(
     sums above 65504 overflow before that. The first call of a shape, and its backward, are collective set-up of milliseconds to
     seconds: make them before capturing a CUDA graph.
 
-    Memory: the results. Symmetric and other memory is kept: up to two and a half times the size of the sum; with few rows, the
-    size of the sum per rank, at most 256 MiB. Backward also keeps x, w and, with `norm`, the sum: do not change them in place
-    (autograd raises an error); write `sum = sum + ...`, not `sum += ...`.
+    Memory: the results. Symmetric and other memory is kept: up to two and a half times the size of the sum. With few
+    rows it is the size of the sum per rank, at most 256 MiB. Backward also keeps x, w and, with `norm`, the sum: do not
+    change them in place (autograd raises an error); write `sum = sum + ...`, not `sum += ...`.
 
     Differentiable once in x, w, bias, residual and norm; all ranks must request the same gradients. Gradients of x and w are sums
     over ranks, as in `torch.distributed.nn.functional.all_reduce`: each rank may have its own loss, and the gradients are those
@@ -110,11 +111,12 @@ def matmul_all_reduce(
     overlaps. If the rows are not divisible by the number of ranks, it is one all-reduce. Before that, the gradient of the norm is
     torch's kernel on GPUs, and a dozen elementwise kernels on CPU.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
-    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
-    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
-    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
+    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
+    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
+    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
+    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+    derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3, 7.3 and 7.6.
     """
@@ -122,8 +124,7 @@ def matmul_all_reduce(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         check_tensor("x", x)
         check_tensor("w", w)
-        if not isinstance(op, str) or op not in ("sum", "avg"):
-            raise ValueError(f'op={op!r}: use "sum" or "avg"')
+        check_reduction("op", op)
         if op == "avg" and not (bias is None and residual is None and norm is None):
             raise ValueError('op="avg" does not support bias, residual and norm: apply them to the result yourself')
         checked_dimension(x, 0, names=("x", "dimension"))
@@ -207,9 +208,6 @@ class _MatmulAllReduce(Operator[_Call]):
                 )
         return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None, eps)
 
-    def averages(self, call: _Call) -> bool:
-        return call.average
-
     def given(self, call: _Call) -> str:
         return joined('op="avg"' * call.average, outer_text("x", call.outer))
 
@@ -274,10 +272,7 @@ class _MatmulAllReduce(Operator[_Call]):
         return [whole @ w.t() if wanted[0] else None, grad_of_weight(x, whole, w) if wanted[1] else None, *local]
 
     def drawn(self, p: MatmulAllReduce, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         x, w = random(p.m, p.k), random(p.n, p.k).t()
         generator = torch.Generator(generator.device).manual_seed(
             0

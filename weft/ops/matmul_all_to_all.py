@@ -22,7 +22,7 @@ from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
-from weft.ops.all_to_all_matmul import expert_weights, rounded_up
+from weft.ops.all_to_all_matmul import check_experts, expert_weights, rounded_up
 from weft.runtime.unfused import experts
 from weft.runtime.unfused.grouped_matmul import grad_of_weights, grouped_matmul
 from weft.runtime.unfused.permutation import in_expert_order
@@ -80,18 +80,20 @@ def matmul_all_to_all(
         dispatch, the host waits to read it from the device. Pass it on all ranks or on none.
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: a little above the largest number
         at the first call of this shape.
-    schedule: pin a schedule by its name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block),
-        forward only; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
+    schedule: pin a schedule by its name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a
+        block), forward only. "autotune": measure at the first call of a shape, select the fastest, and cache it
+        (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
         timeout.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
 
-    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`, sorted by global
-    expert. It is in ordinary memory, on GPUs valid in stream order. Every row is one product, in fp32, rounded once: equal calls
-    give equal bits. The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its backward, are collective
-    set-up of milliseconds to seconds: make them before capturing a CUDA graph. Under torch.compile, y without rows has a dynamic
-    size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`, sorted by
+    global expert. It is in ordinary memory, on GPUs valid in stream order. Every row is one product, in fp32, rounded
+    once: equal calls give equal bits. The first call of a shape (K, N, E, dtype, capacity, rows given or not), and its
+    backward, are collective set-up of milliseconds to seconds. Make them before capturing a CUDA graph. Under
+    torch.compile, y without rows has a dynamic size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops
+    = True`.
 
     Memory: y. For each kept shape, as for `weft.all_to_all_matmul`, symmetric memory of (W - 1) x capacity x N elements;
     schedules with by=kernel need as much ordinary memory too. The serial schedule takes twice the arrived rows, N wide. Backward
@@ -336,20 +338,8 @@ def _transposed(w: torch.Tensor) -> torch.Tensor:
 def _check_shapes(call: _Call, world: int) -> None:
     """Raise `ValueError` for wrong shapes, dtypes or devices."""
     h, w, received, splits, *_ = call
-    shape = tuple(h.shape)
-    name_of_dtype("h", h)
-    if len(shape) != 2 or shape[1] == 0:
-        raise ValueError(f"h has shape {shape}: pass [R, K] with K of at least 1, as all_to_all_matmul returns it")
-    for name, t in (("w_experts", w), ("received", received), ("splits", splits)):
-        if t.device != h.device:
-            raise ValueError(f"{name} is on {t.device} and h on {h.device}: move it there")
-    if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
-        raise ValueError(
-            f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match h {shape}, with E and N of "
-            "at least 1"
-        )
-    if w.dtype != h.dtype:
-        raise ValueError(f"w_experts is {w.dtype} and h {h.dtype}: use one dtype")
+    fix = "[R, K] with K of at least 1, as all_to_all_matmul returns it"
+    check_experts("h", h, fix, w, received=received, splits=splits)
     experts = w.shape[0]
     for name, t, wanted in (("received", received, (world, experts)), ("splits", splits, (world * experts,))):
         if t.dtype not in _INTEGERS:

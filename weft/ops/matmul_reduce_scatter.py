@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor, checked_dimension
+from weft.arguments import check_reduction, check_tensor, checked_dimension
 from weft.builders import MatmulReduceScatter
 from weft.operator.calls import made, within
 from weft.operator.dtypes import name_of_dtype
@@ -21,7 +22,7 @@ from weft.operator.flattened import (
     outer_text,
     restored,
 )
-from weft.operator.layout import contiguous, strided
+from weft.operator.layout import contiguous, normal, strided
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
@@ -65,9 +66,10 @@ def matmul_reduce_scatter(
     scatter_dim: a dimension of the product, [..., N], whose size is divisible by the number of ranks. -1 or the last dimension
         scatters columns: B^T @ A^T is computed and its rows are scattered. This copies the result, and B if it is row-major.
     group: a process group, or its name.
-    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...),
-        forward only; "pulled[chunks=2,by=gemm]" (by=tracked) has not been timed on GPUs: it is not listed, and runs only if
-        pinned; "autotune": measure at the first call of a shape, select the fastest, and cache it (docs/planning.md).
+    schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
+        "direct[chunks=2,by=dma,add=gemm]", ...), forward only. "pulled[chunks=2,by=gemm]" (by=tracked) has not been
+        timed on GPUs: it is not listed, and runs only if pinned. "autotune": measure at the first call of a shape,
+        select the fastest, and cache it (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
         GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
@@ -82,11 +84,12 @@ def matmul_reduce_scatter(
     Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B. All calls that differ only in rows
     share the memory of the largest A, as for `weft.all_gather_matmul`. The serial schedule takes A @ B during the call.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays usable. On GPUs
-    this holds for the first call of a shape; a later error makes the group unusable. An invalid group is a `ValueError` on that
-    rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on GPUs at the first call of a shape;
-    later calls are compared within a second, and a difference makes the group unusable. `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
+    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
+    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
+    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
+    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+    derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
     """
@@ -94,8 +97,7 @@ def matmul_reduce_scatter(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         check_tensor("A", A)
         check_tensor("B", B)
-        if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
-            raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
+        check_reduction("reduce_op", reduce_op)
         dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"), last=True)
         if dim == A.dim() - 1:  # columns of A @ B are rows of B^T @ A^T
             check_weights(A, [B], what="A", each="B")
@@ -150,9 +152,6 @@ class _MatmulReduceScatter(Operator[_Call]):
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
 
-    def averages(self, call: _Call) -> bool:
-        return call.average
-
     def takes_rows(self, rows: int, world: int) -> bool:
         return rows % world == 0
 
@@ -189,10 +188,7 @@ class _MatmulReduceScatter(Operator[_Call]):
         return [grad_x, grad_of_weight(x, whole, B) if wanted[1] else None]
 
     def drawn(self, p: MatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
-        def random(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, device=generator.device)
-            return drawn.to(TORCH_DTYPE[p.dtype])
-
+        random = partial(normal, generator, p.dtype)
         return _Call(random(p.m, p.k), random(p.n, p.k).t())
 
     def expected(self, p: MatmulReduceScatter, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_flag, check_tensor, checked_dimension, checked_shape
+from weft.arguments import check_flag, check_reduction, check_tensor, checked_dimension, checked_shape
 from weft.builders import ScaledMatmulReduceScatter
 from weft.operator.calls import made
 from weft.operator.flattened import check_even, check_weights, flattened, outer_of, outer_text, restored
-from weft.operator.layout import contiguous
+from weft.operator.layout import contiguous, normal
 from weft.operator.registration import registered
 from weft.operator.replay import replayed
 from weft.operator.scaled import FP8, check_beside, check_on, column_major, refuse_gradients, scale_of
@@ -98,8 +99,7 @@ def scaled_matmul_reduce_scatter(
             check_tensor(name, tensor)
         if bias is not None:
             check_tensor("bias", bias)
-        if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
-            raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
+        check_reduction("reduce_op", reduce_op)
         if result_scale is not None:
             raise ValueError("result_scale is not supported: pass None, and scale B_scale, or the result")
         if not isinstance(out_dtype, torch.dtype) or out_dtype not in _OUT:
@@ -210,9 +210,6 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         (m, k), n, biased = x.shape, B.shape[1], call.bias is not None
         return ScaledMatmulReduceScatter(world, m, n, k, call.out, by, biased, call.fast)
 
-    def averages(self, call: _Call) -> bool:
-        return call.average
-
     def takes_rows(self, rows: int, world: int) -> bool:
         return rows % world == 0
 
@@ -238,14 +235,10 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
 
     def drawn(self, p: ScaledMatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
         """Draw a call with scales that make results about 1: fp8 cannot represent small numbers."""
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=generator.device)
-
-        by_row, dtype = p.by == "row", TORCH_DTYPE[p.dtype]
-        scale, B_scale = (normal(n if by_row else 1).abs_().add_(0.5) for n in (p.m, p.n))
-        bias = normal(p.n).to(dtype) if p.biased else None
-        x, B = normal(p.m, p.k).to(FP8), normal(p.n, p.k).to(FP8).t()
+        random, by_row = partial(normal, generator), p.by == "row"
+        scale, B_scale = (random("fp32", n if by_row else 1).abs_().add_(0.5) for n in (p.m, p.n))
+        bias = random(p.dtype, p.n) if p.biased else None
+        x, B = random("fp8", p.m, p.k), random("fp8", p.n, p.k).t()
         return _Call(x, B, scale[:, None], B_scale.mul_(p.k**-0.5)[None], bias, p.dtype, p.fast, by_row)
 
     def expected(self, p: ScaledMatmulReduceScatter, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:

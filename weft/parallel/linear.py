@@ -53,8 +53,9 @@ class ColwiseParallel(TorchColwiseParallel):
     is an ordinary tensor. For a DTensor, torch adds the gradients of all layers that use it, and reduces them once.
     `output_layouts=Replicate()` then also gathers by weft, without a bias.
 
-    torch's code runs for an `nn.Embedding`, a subclass of `nn.Linear` with its own forward, other layouts, sizes that are not
-    divisible by the number of ranks, a mesh of several dimensions, and dtypes other than fp32, fp16 and bf16.
+    torch's code runs for an `nn.Embedding`, a subclass of `nn.Linear` with its own forward, and a mesh of several
+    dimensions. It also runs for other layouts, for sizes that are not divisible by the number of ranks, and for dtypes
+    other than fp32, fp16 and bf16.
     """
 
     @staticmethod

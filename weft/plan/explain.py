@@ -194,9 +194,9 @@ def explain(
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
     topology: the links of its GPUs, as a topology file's name or path; by default the machine file's.
 
-    Raises `ValueError` for an unknown operator, machine, topology, dtype or mode, for an option that the operator does not have,
-    for a size below 1, and if M or `experts` is not divisible by `ranks`. Also for mode "graph" with unbounded experts, which a
-    graph cannot capture.
+    Raises `ValueError` for an unknown operator, machine, topology, dtype or mode, and for an option that the operator
+    does not have. Also for a size below 1, and if M or `experts` is not divisible by `ranks`. Also for mode "graph"
+    with unbounded experts, which a graph cannot capture.
     """
     return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 

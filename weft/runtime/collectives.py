@@ -3,9 +3,9 @@
 Synchronous collectives are called on the process group itself. `torch.distributed`'s functions do so too, after checks of their
 own. On GPUs, for small calls one by one, these checks and torch's log of collectives take as long as NCCL's launch.
 
-gloo waits for the timeout of its process group, half an hour, and cannot cancel a collective. So `finish` checks the clock and
-the group while it waits. A collective that it gives up is kept for the rest of the process: gloo's threads may still write to its
-tensors, and destroying the group, at exit or before, would wait for these threads.
+gloo waits for the timeout of its process group, half an hour, and cannot cancel a collective. So `finish` checks the
+clock and the group while it waits. A collective that it gives up is kept for the rest of the process. Gloo's threads
+may still write to its tensors, and destroying the group, at exit or before, would wait for these threads.
 """
 
 from __future__ import annotations

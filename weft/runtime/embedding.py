@@ -6,7 +6,7 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.executor import Executor
-from weft.runtime.meeting import drop_closed
+from weft.runtime.meeting import of_communicator
 from weft.symm import Communicator
 
 _executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}
@@ -14,11 +14,7 @@ _executors: dict[Communicator, dict[EmbeddingPlan, Executor]] = {}
 
 def executors_on(comm: Communicator) -> dict[EmbeddingPlan, Executor]:
     """Return the executors that were made on `communicator`, by plan. Some may be closed."""
-    executors = _executors.get(comm)
-    if executors is None:
-        drop_closed(_executors)
-        executors = _executors[comm] = {}
-    return executors
+    return of_communicator(_executors, comm, lambda _: {})
 
 
 def executor_of(plan: EmbeddingPlan, comm: Communicator) -> Executor:

@@ -9,8 +9,8 @@ Each rank's part of `grad` for an owner is copied together first. On CPU ranks m
 forward call, its batch sizes and the learning rate. So ranks that go back through different calls, or would update
 differently, get an error that names the difference, before anything is written. On GPUs hosts do not meet.
 
-The order of sums is fixed by ids and samples alone (csrc/embedding_backward.hpp), so equal inputs give equal bits: for any number
-of ranks, any placement of tables, and however late ranks are.
+Ids and samples alone fix the order of sums (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
+number of ranks, any placement of tables, and any delays.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ READER = _made()
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
     """Return a key of the tensors' layouts and addresses: lists with equal keys are equally valid for a call.
 
-    Return None if a tensor is of another class than torch's own or needs a gradient, or if there is no native reader: then the
-    key would take as long as the checks.
+    Return None if a tensor is of another class than torch's own or needs a gradient. Also return None without a native
+    reader, because the key would take as long as the checks.
     """
     if READER is None:
         return None

@@ -99,9 +99,9 @@ class Meeting:
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses its next call. Return the reasons of all ranks that refuse."""
         self._layers.take()
-        said = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
+        message = bytes(_AT - 1) + text.encode()[: _BYTES - _AT]
         try:
-            return _refusals(self._publish(_REFUSAL + said, "the call that it refuses", deadline_s))
+            return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s))
         except WeftError as error:
             raise type(error)(f"{error}. This rank had refused the call: {text}") from error
 
@@ -185,14 +185,10 @@ _meetings: dict[Communicator, Meeting] = {}
 
 def meeting_of(comm: Communicator) -> Meeting:
     """Return the meeting of a communicator. Collective at the first call for a communicator."""
-    meeting = _meetings.get(comm)
-    if meeting is None:
-        drop_closed(_meetings)
-        meeting = _meetings[comm] = Meeting(comm)
-    return meeting
+    return of_communicator(_meetings, comm, Meeting)
 
 
-def said_on(group: dist.ProcessGroup) -> int:
+def published_on(group: dist.ProcessGroup) -> int:
     """Return how many calls this rank has published to its peers on CPU."""
     for comm, meeting in _meetings.items():
         if comm.is_of(group):
@@ -200,8 +196,13 @@ def said_on(group: dist.ProcessGroup) -> int:
     return 0
 
 
-def drop_closed(of_comm: dict[Communicator, T]) -> None:
-    """Drop the entries of closed communicators. An entry may hold its communicator, so entries are dropped when the next is
-    made."""
-    for comm in [comm for comm in of_comm if comm.closed]:
-        del of_comm[comm]
+def of_communicator(known: dict[Communicator, T], comm: Communicator, make: Callable[[Communicator], T]) -> T:
+    """Return the entry of `comm`, and make it first if there is none.
+
+    Then drop the entries of closed communicators: an entry may hold its communicator, so nothing else would free them."""
+    found = known.get(comm)
+    if found is None:
+        for closed in [one for one in known if one.closed]:
+            del known[closed]
+        found = known[comm] = make(comm)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -15,6 +15,8 @@ from weft.schedule.text import describe, fingerprint
 from weft.symm import Communicator
 from weft.symm.bootstrap import NO_TRANSPORT
 
+Tensors: TypeAlias = dict[str, torch.Tensor]
+"""Tensors by buffer."""
 TORCH_DTYPE = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, "fp8": torch.float8_e4m3fn,
     "int64": torch.int64, "int32": torch.int32,

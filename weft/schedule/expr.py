@@ -79,9 +79,9 @@ class Expr:
         except (ZeroDivisionError, IndexError, TypeError) as error:  # TypeError: sum(rank[0:1])
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
-    def over(self, values: Mapping[str, Any]) -> int | np.ndarray:
+    def evaluated_over(self, values: Mapping[str, Any]) -> int | np.ndarray:
         """Evaluate for many values at once: arrays in, an array out."""
-        return _over(self._node, values)
+        return _evaluated_over(self._node, values)
 
     def period(self, name: str) -> int:
         """Return p if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
@@ -164,7 +164,7 @@ def _substitute(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
 _substitute_once = lru_cache(maxsize=1 << 13)(_substitute)  # as of `_joined`
 
 
-class Held:
+class PrefixSums:
     """The contents of a buffer, row by row, with cached prefix sums: sums from each element to the end."""
 
     def __init__(self, contents: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class Held:
         sums = self._to_the_end(step)
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
-    def over(self, first: Any, end: Any, step: int) -> np.ndarray:
+    def sums(self, first: Any, end: Any, step: int) -> np.ndarray:
         """Return the sums of many slices at once; bounds are counted from the front."""
         sums, first = self._to_the_end(step), np.asarray(first)
         last = first + np.maximum(0, -((first - end) // step)) * step
@@ -193,7 +193,7 @@ class Held:
 
 
 Index: TypeAlias = int | Expr
-Values: TypeAlias = Mapping[str, int | Sequence[int] | Held]
+Values: TypeAlias = Mapping[str, int | Sequence[int] | PrefixSums]
 """Values of variables by name: numbers, and for buffers their contents, row by row."""
 
 
@@ -291,24 +291,28 @@ def _constant(number: int) -> ast.Constant:
     return ast.Constant(number)
 
 
-def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
+def _evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
     match node:
         case ast.Name(id=name):
             return values[name]
         case ast.UnaryOp(operand=operand):
-            return -_over(operand, values)
+            return -_evaluated_over(operand, values)
         case ast.BinOp(left=left, op=sign, right=right):
-            return _OPERATORS[type(sign)](_over(left, values), _over(right, values))
+            return _OPERATORS[type(sign)](_evaluated_over(left, values), _evaluated_over(right, values))
         case ast.Subscript(value=ast.Tuple(elts=entries) as table, slice=index):
             numbers = _numbers_of(table)
-            found: np.ndarray = np.array([_over(entry, values) for entry in entries]) if numbers is None else numbers
-            return found[_over(index, values)]
+            found: np.ndarray = (
+                np.array([_evaluated_over(entry, values) for entry in entries]) if numbers is None else numbers
+            )
+            return found[_evaluated_over(index, values)]
         case ast.Call(args=[ast.Subscript(value=held, slice=ast.Slice(lower=lower, upper=upper, step=step))]):
             known: Any = values if isinstance(held, ast.Name) else {}
-            contents = [_over(e, values) for e in held.elts] if isinstance(held, ast.Tuple) else known[_name(held)]
-            stride = 1 if step is None else int(_over(step, values))
-            summed = contents if isinstance(contents, Held) else Held(contents)
-            return summed.over(_over(_bound(lower), values), _over(_bound(upper), values), stride)
+            contents = (
+                [_evaluated_over(e, values) for e in held.elts] if isinstance(held, ast.Tuple) else known[_name(held)]
+            )
+            stride = 1 if step is None else int(_evaluated_over(step, values))
+            summed = contents if isinstance(contents, PrefixSums) else PrefixSums(contents)
+            return summed.sums(_evaluated_over(_bound(lower), values), _evaluated_over(_bound(upper), values), stride)
         case ast.Constant(value=value):
             return value
     raise AssertionError(f"_check lets no {ast.unparse(node)} in")
@@ -385,7 +389,7 @@ def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:
             return (
                 ast.Constant(found)
                 if isinstance(found, int)
-                else _tuple(found.contents.tolist() if isinstance(found, Held) else found)
+                else _tuple(found.contents.tolist() if isinstance(found, PrefixSums) else found)
             )
         case ast.BinOp(left=left, op=sign, right=right):
             a, b = _partially_evaluated(left, values), _partially_evaluated(right, values)

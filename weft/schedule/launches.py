@@ -4,12 +4,12 @@ The GPU compiler issues launches, `verify` asks which of them poll on compute un
 
 A copy by kernel polls and sets flags itself, so it is one launch with the signals between ranks around it:
 
-    opens     sets before its waits, if the rank has one lane: else a set must not wait for waits that other lanes may block
-    waits     waits before the copy: all its programs poll
-    body      the copy, and further copies of the same source, each with the sets behind it. All of them write to fixed places
-              in the schedule's own memory, at the same row pitch, and all or none accumulate
-    sets      sets behind the copies: the last program sets them
-    answers   waits behind the sets: the last program polls. Only if the sets may be issued as late as these waits
+    sets_before  sets before its waits, if the rank has one lane: else a set must not wait for waits that other lanes may block
+    waits        waits before the copy: all its programs poll
+    body         the copy, and further copies of the same source, each with the sets behind it. All of them write to fixed places
+                 in the schedule's own memory, at the same row pitch, and all or none accumulate
+    sets         sets behind the copies: the last program sets them
+    waits_after  waits behind the sets: the last program polls. Only if the sets may be issued as late as these waits
 
 Other steps are a launch each. Neighbouring waits between ranks are one operation of their stream, and so are neighbouring sets.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias, cast
 from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import ITEM_BYTES, Buffer, Region
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import COPY_UNITS, LATE_COPY_UNITS, Copy, Lane, Set, Step, Wait, variables_of, walk
+from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, Lane, Set, Step, Wait, variables_of, walk
 
 Key: TypeAlias = tuple[str, int]
 """A counter of a rank: the signals' name, and the index."""
@@ -38,11 +38,11 @@ class Launch(NamedTuple):
     lane: int
     first: int
     steps: tuple[Step, ...]
-    opens: tuple[Step, ...] = ()
+    sets_before: tuple[Step, ...] = ()
     waits: tuple[Step, ...] = ()
     body: tuple[Step, ...] = ()
     sets: tuple[Step, ...] = ()
-    answers: tuple[Step, ...] = ()
+    waits_after: tuple[Step, ...] = ()
     units: int = 0
     continues: bool = False
 
@@ -54,7 +54,7 @@ class Launch(NamedTuple):
     @property
     def first_wait(self) -> int:
         """The place of the first wait, or of the body."""
-        return self.first + len(self.opens)
+        return self.first + len(self.sets_before)
 
     @property
     def begin(self) -> int:
@@ -62,8 +62,8 @@ class Launch(NamedTuple):
         return self.first_wait + len(self.waits)
 
     @property
-    def first_answer(self) -> int:
-        return self.first + len(self.steps) - len(self.answers)
+    def first_wait_after(self) -> int:
+        return self.first + len(self.steps) - len(self.waits_after)
 
     @property
     def last(self) -> int:
@@ -80,7 +80,11 @@ class Launch(NamedTuple):
     def carried(self) -> Iterator[bool]:
         """Yield for each step True if a kernel that already runs does it."""
         for place in range(self.first, self.last + 1):
-            yield self.continues if place == self.begin else bool(self.body) and self.begin < place < self.first_answer
+            yield (
+                self.continues
+                if place == self.begin
+                else bool(self.body) and self.begin < place < self.first_wait_after
+            )
 
 
 def launches(
@@ -126,11 +130,11 @@ def launches(
             lane,
             at,
             tuple(steps[at:end]),
-            opens=tuple(steps[at:waits]),
+            sets_before=tuple(steps[at:waits]),
             waits=tuple(steps[waits:body]),
             body=tuple(step for step in parts if step.copies_by == "kernel"),
             sets=tuple(step for step in parts if step.copies_by != "kernel"),
-            answers=tuple(steps[sets:end]),
+            waits_after=tuple(steps[sets:end]),
             units=dynamic_units if dynamic else COPY_UNITS,
         )
 
@@ -187,7 +191,7 @@ def crosses(step: Step, rank: int, awaited: Collection[Key]) -> bool:
 def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
     """Return the most units of a copy by kernel of dynamic size on a lane of this resource.
 
-    On copy lanes it runs beside GEMMs: all these lanes share `LATE_COPY_UNITS`. On a compute lane no GEMM runs at the same time.
+    On copy lanes it runs beside GEMMs: all these lanes share `DYNAMIC_COPY_UNITS`. On a compute lane no GEMM runs at the same time.
     """
     if resource == "compute":
         return COPY_UNITS
@@ -197,7 +201,7 @@ def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
         for lane in schedule.lanes
         if held and lane.resource == "copy"
     )
-    return max(1, LATE_COPY_UNITS // max(1, lanes))
+    return max(1, DYNAMIC_COPY_UNITS // max(1, lanes))
 
 
 def launches_of_rank(

@@ -9,10 +9,10 @@ starts a run before its rank has been called. A run ends on a rank when all its 
     x = d.buffer("x", 4, 8, "fp32", "input")
     box = d.buffer("box", 4, 8, "fp32", "symmetric")
     y = d.buffer("y", 4, 8, "fp32", "output")
-    arrived = d.signals("arrived", 1); free = d.signals("free", 1)
+    arrived = d.signals("arrived", 1); credit = d.signals("credit", 1)
     peer = (RANK + 1) % 2
-    d.lane("copy", "copy").wait(free, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
-    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(free, at=peer)
+    d.lane("copy", "copy").wait(credit, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
+    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(credit, at=peer)
     schedule = d.schedule()
 """
 

@@ -28,7 +28,7 @@ from weft.schedule import (
     Tiles,
     Wait,
 )
-from weft.schedule.expr import Held, Values
+from weft.schedule.expr import PrefixSums, Values
 from weft.schedule.launches import launches, units_of_dynamic_copies
 from weft.schedule.steps import flattened, substitute
 
@@ -106,7 +106,9 @@ class Numbers:
         self.world, self._ranks = schedule.world_size, np.arange(schedule.world_size)
         self._values = values_of_ranks(schedule)
         # Ranks with the same expected contents are evaluated together.
-        self._holds = [tuple(id(held) for held in values.values() if isinstance(held, Held)) for values in self._values]
+        self._holds = [
+            tuple(id(held) for held in values.values() if isinstance(held, PrefixSums)) for values in self._values
+        ]
         self._schedule, self._buffers = schedule, {b.name: b for b in schedule.buffers}
         self._held = frozenset(contents.buffer for contents in schedule.contents)
         self._vectors: dict[tuple[str, Iteration, int | bytes], ByRank] = {}
@@ -340,7 +342,7 @@ class _Tables:
             return np.asarray(number, np.int64)
         key = (number.text, len(at))
         if key not in self._columns:
-            self._columns[key] = np.asarray(number.over({**self._values, self._tiles.index: at}), np.int64)
+            self._columns[key] = np.asarray(number.evaluated_over({**self._values, self._tiles.index: at}), np.int64)
         return self._columns[key]
 
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
@@ -386,7 +388,7 @@ def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ..
 def values_of_ranks(schedule: Schedule) -> list[Values]:
     """Return the values that expressions may name at each rank. Ranks with equal contents share their prefix sums."""
     distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
-    equal = {of_rank: Held(of_rank) for of_rank in set(distinct.values())}
+    equal = {of_rank: PrefixSums(of_rank) for of_rank in set(distinct.values())}
     held = {key: equal[of_rank] for key, of_rank in distinct.items()}
     return [
         {"rank": rank} | {c.buffer: held[id(c.expected[rank])] for c in schedule.contents}
@@ -397,7 +399,7 @@ def values_of_ranks(schedule: Schedule) -> list[Values]:
 @lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few thousand
 def _at_all_ranks(index: Expr, turn: Iteration, world: int) -> ByRank:
     with np.errstate(divide="raise"):
-        return _collapse(index.over({**dict(turn), "rank": np.arange(world)}))
+        return _collapse(index.evaluated_over({**dict(turn), "rank": np.arange(world)}))
 
 
 def key_of(step: Step) -> tuple:

@@ -73,9 +73,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
-    "The paper's numbers come from its text: the ideal of I and II-B, shard overlap of I and VI-B, its best "
-    "schedules of VI-C (2D copies emulated), the heuristic's of VI-D. The numbers of its figures 12 to 14 are not "
-    "in the text."
+    "The paper's numbers come from its text: the ideal from I and II-B, shard overlap from I and VI-B. Its best "
+    "schedules are from VI-C (2D copies emulated), the heuristic from VI-D. The numbers of its figures 12 to 14 are "
+    "not in the text."
 )
 
 

@@ -63,7 +63,7 @@ NETWORKS = (
 """The networks of table 2; 12K, 18K and 20K are read as multiples of 1024."""
 
 PAPER = (
-    "The paper's results, on simulated hardware: T3 is 20% faster than serial in the geometric mean and 39% at "
+    "The paper's results are from simulated hardware. T3 is 20% faster than serial in the geometric mean and 39% at "
     "most, T3-MCA 30% and 47%, an ideal overlap 35% and 50% (6.1). On the large networks T3-MCA is 29% and 35% "
     "faster (6.4). Memory traffic, with the all-gather, falls by 22% in the mean and 36% at most (6.2)."
 )

@@ -49,7 +49,7 @@ class Call:
         self.case, self.rank, self.world, self.seed = case, group.rank(), group.size(), seed
         self.inputs = [self.drawn(rank) for rank in range(self.world)]
 
-    # --- what an operator says ---
+    # --- defined by each operator ---
 
     def drawn(self, rank: int) -> Tensors:
         """Return the inputs of `rank`."""
@@ -100,7 +100,7 @@ class Call:
         """Return arguments of the operator in torch.ops."""
         raise NotImplementedError
 
-    # --- the same for all ---
+    # --- the same for all operators ---
 
     @property
     def mine(self) -> Tensors:
@@ -119,7 +119,7 @@ class Call:
         return self.exact(), self.usual(group)
 
     def check(self, group: dist.ProcessGroup, found: Tensors, expected: tuple[Tensors, Tensors] | None = None) -> None:
-        """Check the results. Their error may be twice that of torch's own ops; what is only copied has the same bits."""
+        """Check the results. Their error may be twice that of torch's own ops; copied results have the same bits."""
         (exact, usual), found = expected or self.expected(group), self.kept(found)
         assert len(found) == len(exact) == len(usual)
         for number, (y, of_float64, by_torch) in enumerate(zip(found, exact, usual, strict=True)):
@@ -136,5 +136,5 @@ class Call:
         return 0
 
     def poisoned(self) -> contextlib.AbstractContextManager[None]:
-        """Results that are made within hold NaN where nothing is written."""
+        """Fill results that are made within with NaN before anything is written."""
         return poisoned_outputs(self.spec)

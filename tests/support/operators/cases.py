@@ -6,8 +6,6 @@ before one is taken, which costs seconds. One rank has no candidates but serial:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,67 +13,9 @@ from support.on_ranks import BF16, F16, F32, F64, FP8
 from support.operators.call import Case
 from support.operators.experts import Experts
 from support.operators.gemms import Following, Gathered, Gemm
+from support.operators.row import Row, apart, by, dtypes
 from support.operators.scaled import ScaledGathered, ScaledGemm
 from support.slow import slow
-
-
-@dataclass(frozen=True)
-class Row:
-    """The parameters of an operator's tests.
-
-    results: cases by name, each called `calls` times in a row on each of `worlds` ranks. more: (ranks, case) beside them.
-    every: (ranks, case, builders) of which every schedule is tried, and the builders that these come from.
-    gradients: cases, and which inputs want a gradient; data are made from `seeds`. block: the schedule for all that eager ones run.
-    compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all on two ranks, these on others.
-    compiled: names of results that torch.compile calls.
-    many, layouts: cases that are called with many sizes, and with operands that lie otherwise.
-    small: a case whose arguments are replaced by wrong ones. late: calls to which ranks do not come.
-    steps: cases, and how the names of their steps in a timeline begin.
-    """
-
-    results: Mapping[str, Case]
-    every: Sequence[Any]
-    small: Case
-    layouts: Sequence[Case]
-    steps: Sequence[tuple[Case, set[str]]]
-    late: Sequence[Case]
-    calls: int = 3
-    worlds: Sequence[int] = (1, 2, 4)
-    more: Sequence[Any] = ()
-    gradients: Sequence[tuple[Case, tuple[bool, ...]]] = ()
-    compiled_gradients: Sequence[int] = (0,)
-    seeds: Sequence[int] = (1,)
-    block: str | None = None
-    compiled: Sequence[Any] = ()
-    many: Sequence[Case] = ()
-    opcheck: Case | None = None
-
-
-def by(case: Case, *schedules: str | None) -> list[Case]:
-    """Return `case` with each schedule."""
-    return [replace(case, schedule=schedule) for schedule in schedules]
-
-
-def apart(case: Any, *schedules: str | None) -> list[Any]:
-    """Return `case` with each schedule, and with other sizes for each: a copy is warned of once for its name and strides."""
-    more = [replace(case, n=case.n + 16 * i, schedule=schedule) for i, schedule in enumerate(schedules)]
-    return [replace(one, shape=(one.shape[0] + 24 * i, *one.shape[1:])) for i, one in enumerate(more)]
-
-
-def dtypes(builders: Any, case: Any, most: int, *fast: Any, of: Sequence[Any] = (F32, BF16, F16)) -> list[Any]:
-    """Return (ranks, case, builders) for several numbers of ranks, the dtypes in turn; `make test` tries those that are `fast`.
-
-    Ranks and dtypes matter apart from each other: what waits for what does not depend on a dtype, nor rounding on ranks.
-
-    case, builders: functions of the number of ranks and the dtype.
-    """
-    worlds = [world for world in (1, 2, 3, 4, 8) if world <= most]
-    pairs = sorted(
-        {(world, i % len(of)) for i, world in enumerate(worlds)} | {(w, of.index(dtype)) for w, dtype in fast}
-    )
-    made = [((world, case(world, of[i]), builders(world, of[i])), (world, of[i]) in fast) for world, i in pairs]
-    return [values if is_fast else slow(*values) for values, is_fast in made]
-
 
 SHARD, GATHER = "shard[chunks=2,send=in_turn,by=dma]", "gather[by=kernel]"
 
@@ -134,7 +74,7 @@ MATMUL_REDUCE_SCATTER = Row(
     },
     every=dtypes(
         lambda world, _: BUILDERS.get(world, {*BUILDERS[2], "ring"}),
-        # Several tiles, and a part of one.
+        # Several tiles, and a part of a tile.
         lambda world, dtype: Gemm(((300 if dtype == F32 else 50) * world, 24), 40, dtype),
         4,
         *((2, F32), (3, BF16)),
@@ -171,13 +111,13 @@ TWO_SHOT = "two_shot[chunks=2,by=dma,add=gemm]"
 
 
 def summed_everywhere(world: int, m: int) -> set[str]:
-    """Return the builders of an all-reduce of m rows: `tracked` needs as many for each rank."""
+    """Return the builders of an all-reduce of m rows. `tracked` needs equally many rows for each rank."""
     overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if m % world == 0 else set())
     return {"serial"} | (overlapping if world > 1 else set())
 
 
 def followed(bias: bool, residual: bool) -> list[Any]:
-    """Return sums with this behind them."""
+    """Return sums followed by these operations."""
     return dtypes(
         lambda world, _: summed_everywhere(world, 14),
         lambda _, dtype: Following((2, 7, 24), 40, dtype, bias=bias, residual=residual),
@@ -188,7 +128,7 @@ def followed(bias: bool, residual: bool) -> list[Any]:
 
 
 def normed(fewer: int) -> list[Any]:
-    """Return sums that are normed: with as many rows for each rank, and a residual, or with fewer for the last."""
+    """Return normed sums: with equally many rows for each rank and a residual, or with fewer rows for the last rank."""
     return dtypes(
         lambda world, _: summed_everywhere(world, 12 * world - fewer),
         lambda world, dtype: Following(
@@ -201,7 +141,7 @@ def normed(fewer: int) -> list[Any]:
 
 
 def whole(world: int, dtype: torch.dtype) -> int:
-    """Several tiles, and a part of one."""
+    """Several tiles, and a part of a tile."""
     return (300 if (world, dtype) == (2, F32) else 50) * world
 
 
@@ -220,7 +160,7 @@ MATMUL_ALL_REDUCE = Row(
         "nothing to sum over": Gemm((12, 0), 6),
     },
     every=[
-        # With as many rows for each rank, and with fewer for the last.
+        # With equally many rows for each rank, and with fewer for the last.
         one
         for fewer in (0, 1)
         for one in dtypes(
@@ -249,7 +189,7 @@ MATMUL_ALL_REDUCE = Row(
     ],
     late=[Gemm((5, 8), 3, schedule="one_shot[by=dma]")],
     gradients=[
-        (Gemm((12, 16), 5), (True, True)),  # as many rows for each rank, and not
+        (Gemm((12, 16), 5), (True, True)),  # equally many rows for each rank, and not
         (Gemm((2, 5, 16), 5, op="avg"), (True, True)),
         (Gemm((12, 16), 5), (True, False)),
         (Gemm((12, 16), 5, op="avg"), (False, True)),

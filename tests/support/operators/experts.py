@@ -23,7 +23,7 @@ from weft.ops import all_to_all_matmul, matmul_all_to_all
 
 Traffic = Literal["uneven", "all to one", "one has nothing", "nothing", "two each"]
 MOST = 60
-"""No rank has more tokens."""
+"""The most tokens of a rank."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def traffic(kind: Traffic, world: int, experts: int, seed: int) -> Splits:
 
 
 class ExpertsCall(Call):
-    """inputs: rows and weights. A call has other splits with every seed."""
+    """inputs: rows and weights. A call has other splits with each seed."""
 
     atol = 2e-4
     case: Experts
@@ -142,7 +142,7 @@ class AllToAllMatmulCall(ExpertsCall):
         return list(returned)
 
     def kept(self, results: Tensors) -> Tensors:
-        """Return the rows of y that came."""
+        """Return the rows of y that arrived."""
         return [results[0][: self.come]]
 
     @property
@@ -209,7 +209,7 @@ class MatmulAllToAllCall(ExpertsCall):
         return combine.inputs(self.splits, case.k, case.n, NAMES[case.dtype], seed)
 
     def drawn(self, rank: int) -> Tensors:
-        """h has spare rows, which are NaN, behind those that came."""
+        """h has spare rows of NaN behind the arrived rows."""
         h, w = super().drawn(rank)
         return [torch.cat((h, torch.full((self.spare, self.case.k), torch.nan, dtype=h.dtype, device=h.device))), w]
 

@@ -61,7 +61,7 @@ class Gathered(Gemm):
 
 
 class Product(Call):
-    """x @ w on each rank, and a collective behind it."""
+    """x @ w on each rank, and a collective after it."""
 
     operands = ("x", "w")
     case: Gemm
@@ -108,7 +108,7 @@ class Product(Call):
 
 
 class Reduced(Product):
-    """Products of all ranks are reduced."""
+    """Reduce products of all ranks."""
 
     reduces = True
 
@@ -154,7 +154,7 @@ class MatmulReduceScatterCall(Reduced):
 
 @dataclass(frozen=True)
 class Following(Gemm):
-    """A sum, and what follows it: a bias, a residual, and a norm with this eps."""
+    """A sum followed by a bias, a residual, and a norm with this eps."""
 
     bias: bool = False
     residual: bool = False
@@ -210,7 +210,7 @@ class MatmulAllReduceCall(Reduced):
         return self.followed(total / self.parts, self.mine)
 
     def followed(self, total: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Tensors:
-        """Return the sum with what is added, behind its norm if it has one: each rank adds and norms by itself."""
+        """Return the sum with its additions, after its norm if it has one: each rank adds and norms by itself."""
         following = self.following(inputs)
         norm = following.pop("norm", None)
         for added in following.values():
@@ -346,7 +346,7 @@ class MatmulAllGatherGradientsCall(Product):
         return MatmulAllGatherGradients(*self.sizes(), self.columns)
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
-        """For gradients of rows."""
+        """Return different arguments of ranks, for gradients of joined rows."""
         (x, _, g), name = self.mine, {"schedule": self.case.schedule}
         fewer, wide = {"x": x[:4], "g": g[: 4 * self.world]}, {"g": g.view(x.shape[0], -1), "columns": True}
         return {

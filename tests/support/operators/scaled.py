@@ -56,7 +56,7 @@ def multiplied(
     A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor, bias: torch.Tensor | None,
     out: torch.dtype, fast: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the product by torch's scaled GEMM; on CPU by one in fp32, which is rounded once."""
+    """Return the product by torch's scaled GEMM; on CPU by a GEMM in fp32, rounded once."""
     if A.device.type == "cpu":
         y = (A.float() * A_scale) @ (B.float() * B_scale)
         return (y if bias is None else y + bias).to(out)
@@ -75,7 +75,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
     def drawn(self, rank: int) -> Tensors:
         case, seed = self.case, self.seed
         A, *Bs = super().drawn(rank)
-        by_row = case.by != "tensor"  # a scale for all is another one on every rank, which takes it for all rows
+        by_row = case.by != "tensor"  # a scale for all differs between ranks, which take it for all rows
         inputs = [A, scales(rank, (*A.shape[:-1], 1) if by_row else (), 60 + seed)]
         for i, (n, B) in enumerate(zip(case.widths, Bs, strict=True)):
             inputs += [B, scales(rank, (1, n) if by_row else (1,), 70 + seed + i)]

@@ -1,7 +1,7 @@
 """The tests that every operator gets, on CPU processes and on GPUs. These functions run on the ranks, for an operator by name.
 
-results, every schedule and many sizes in a row against float64; gradients; operands in another layout on one rank; refused
-arguments; a rank that differs, or does not arrive; timelines; torch.compile and CUDA graphs.
+results, every schedule and many sizes in a row against float64; gradients; operands in another layout on one rank;
+refused arguments. Also a rank that differs, or does not arrive; timelines; torch.compile and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CALLS: dict[str, type[Call]] = {
 
 
 def results(group: dist.ProcessGroup, operator: str, case: Case, calls: int) -> None:
-    """Make calls in a row with fresh data, and the first one again; compare afterwards. Ranks are late now and then."""
+    """Make repeated calls with fresh data, and repeat the first; compare afterwards. Ranks are late now and then."""
     made = [CALLS[operator](case, group, seed) for seed in range(calls)]
     found = []
     for call in [*made, made[0]]:
@@ -61,10 +61,9 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: float) -> list[str]:
-    """Call each schedule three times in a row with fresh data, and with the first again, to the bit. Return the schedules.
-
-    The first rank comes late to the second call, the last one to the third. Results that all ranks get have the same bits.
-    """
+    """Call each schedule three times with fresh data, then with the first data again, bit by bit. Return the schedules.
+    The first rank is late for the second call, the last one for the third. Results that all ranks get have the same
+    bits."""
     made = [CALLS[operator](case, group, seed) for seed in range(3)]
     wanted = [call.expected(group) for call in made]
     names = [candidate.name for candidate in applicable(made[0].problem())]
@@ -91,10 +90,9 @@ def gradients(
     group: dist.ProcessGroup, operator: str, case: Case, wanted: Sequence[bool], compiled: bool, schedule: str | None,
     seeds: Sequence[int] = (1,), weighed: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """Compare gradients of a random weighing of all ranks' results, another on each, with autograd's in float64.
-
-    wanted: of each input. schedule: of the whole block. weighed: the results on which the loss depends, if not on all.
-    """
+    """Compare gradients of a random weighted sum of all ranks' results, with other weights on each rank, with
+    autograd's in float64. wanted: of each input. schedule: of the whole block. weighed: the results on which the loss
+    depends, if not on all."""
     for seed in seeds:
         _gradients(group, CALLS[operator](case, group, seed), wanted, compiled, schedule, weighed)
 
@@ -123,8 +121,8 @@ def _gradients(
 
 
 def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[dict[int, torch.Tensor], Tensors]:
-    """Return a random weighing of this rank's results, and in float64 the gradients of its inputs for the sum of all ranks' weighed
-    results."""
+    """Return random weights of this rank's results, and in float64 the gradients of its inputs for the weighted sum of
+    all ranks' results."""
     inputs = [[t.double().requires_grad_() for t in of_rank] for of_rank in call.inputs]
     mine, losses = dict[int, torch.Tensor](), list[torch.Tensor]()
     for rank, ys in enumerate(call.reference(inputs)):
@@ -134,12 +132,12 @@ def right_gradients(call: Call, weighed: Sequence[int] | None = None) -> tuple[d
             if rank == call.rank:
                 mine[i] = weight
     torch.stack(losses).sum().backward()
-    # No gradient reaches what only other results depend on.
+    # No gradient reaches inputs that only other results depend on.
     return mine, [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs[call.rank]]
 
 
 def many_sizes(group: dist.ProcessGroup, operator: str, case: Any) -> None:
-    """Call many sizes, one after the other: on GPUs in one memory. Compare afterwards."""
+    """Call many sizes, one after the other, on GPUs in one memory. Compare afterwards."""
     kind, found = CALLS[operator], []
     for seed, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
         call = kind(kind.sized(case, rows, group.size()), group, seed)
@@ -149,7 +147,7 @@ def many_sizes(group: dist.ProcessGroup, operator: str, case: Any) -> None:
 
 
 def by_columns(t: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the matrices that lies by columns."""
+    """Return a copy of the matrices, stored by columns."""
     return _as_bytes(t, lambda flat: flat.mT.contiguous().mT)
 
 
@@ -158,7 +156,7 @@ def by_rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def in_pieces(t: torch.Tensor) -> torch.Tensor:
-    """Return a copy of which neither rows nor columns are in one piece."""
+    """Return a copy whose rows and columns are not contiguous."""
     return _as_bytes(t, lambda flat: flat.repeat_interleave(2, -2).repeat_interleave(2, -1)[..., ::2, ::2])
 
 
@@ -167,7 +165,7 @@ def _as_bytes(t: torch.Tensor, change: Any) -> torch.Tensor:
 
 
 def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
-    """Return the warnings of calls whose first operands lie otherwise on the first rank. Compare afterwards."""
+    """Return the warnings of calls whose first operands have another layout on the first rank. Compare afterwards."""
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -178,7 +176,7 @@ def layouts(group: dist.ProcessGroup, operator: str, case: Case) -> list[str]:
                 x, w = call.places
                 inputs[x] = by_columns(inputs[x]) if seed % 2 else inputs[x]
                 inputs[w] = by_rows(inputs[w]) if seed < 2 or inputs[w].dtype == FP8 else in_pieces(inputs[w])
-            else:  # the first loads other kernels meanwhile
+            else:  # the first call loads other kernels meanwhile
                 late(0.01)
             found.append((call, call(group, *inputs)))
     for call, ys in found:
@@ -195,8 +193,8 @@ def compiled(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def refused(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Pass impossible arguments on all ranks, and on the first alone: every rank is told the values and the fix. A good call
-    follows."""
+    """Pass impossible arguments on all ranks, and on the first alone: every rank gets the values and the fix. A good
+    call follows."""
     call, first = CALLS[operator](case, group, 1), group.rank() == 0
     good, wrong = call.arguments(call.mine, group), dict[str, str]()
     everybody = f"ranks {', '.join(map(str, range(group.size())))}: "
@@ -231,7 +229,8 @@ def freed(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Let the first rank do something else, each time in a group of its own, which ends: every rank is told what."""
+    """Let the first rank make another call, each time in its own group, which then fails: every rank gets the
+    difference."""
     call, wrong = CALLS[operator](case, group, 1), dict[str, str]()
     for name, (of_first, of_others, texts) in call.different().items():
         own = own_group(group)
@@ -244,7 +243,7 @@ def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> Non
 
 
 def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: bool) -> str:
-    """Return the error of the first rank, which calls twice and the others once, or goes backward alone."""
+    """Return the error of the first rank, which calls twice while the others call once, or runs backward alone."""
     call, own = CALLS[operator](case, group, 1), own_group(group)
     inputs = [t.requires_grad_(backward and t.dtype.itemsize > 1) for t in call.mine]
     ys = call.kept(call(own, *inputs, deadline_s=1))
@@ -255,7 +254,8 @@ def never_comes(group: dist.ProcessGroup, operator: str, case: Case, backward: b
 
 
 def steps(group: dist.ProcessGroup, operator: str, case: Case) -> set[str]:
-    """Return the names of this rank's steps in a timeline: the same whether the call pins the schedule or a block does."""
+    """Return the names of this rank's steps in a timeline. They are the same if the call pins the schedule or a block
+    does."""
     call, timelines = CALLS[operator](case, group, 1), (weft.Timeline(), weft.Timeline())
     call.check(group, call(group, timeline=timelines[0]))
     with weft.plan.use(case.schedule):
@@ -267,11 +267,11 @@ def steps(group: dist.ProcessGroup, operator: str, case: Case) -> set[str]:
 
 
 def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:
-    """Check what torch.library knows of the operator."""
+    """Check the operator by torch.library.opcheck."""
     call = CALLS[operator](case, group, 1)
     call(group)
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if all(t.dtype != FP8 for t in call.mine):  # the schema's test wants arithmetic that torch has not for fp8
+    if all(t.dtype != FP8 for t in call.mine):  # the schema's test needs arithmetic that torch lacks for fp8
         tests.append("test_schema")
     for arguments in call.operations(group):
         torch.library.opcheck(getattr(torch.ops.weft, operator).default, arguments, test_utils=tests)

@@ -176,8 +176,8 @@ def time_variants(
     claims: pairs of variants whose difference matters. While it is not clear, both are repeated up to `_LONGER` times as often.
     advance: called after each repetition with its share of the whole.
     before_last: called before the last repetition.
-    inspect: called in the last repetition, after each variant's row, with the variant's name, the input set and the output of the
-        row's last call, in the same order on all ranks.
+    inspect: called in the last repetition, after each variant's row, in the same order on all ranks. It gets the
+        variant's name, the input set and the output of the row's last call.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in variants.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS

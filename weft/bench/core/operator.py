@@ -69,11 +69,11 @@ class Variants(Workload):
         """Return the fields that all records of a mode share, besides the fields of all operators."""
 
     @abstractmethod
-    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+    def derived(self, mode: Mode, name: str, found: Results) -> Record:
         """Return the fields of a variant, besides the fields of all operators. Collective."""
 
     @abstractmethod
-    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+    def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         """Return the notes below the table."""
 
     def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
@@ -91,7 +91,7 @@ class Variants(Workload):
         rows = [row for mode in options.modes for row in self._records(mode, variants, found, options, ceilings)]
         timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
         others = [{"variant": name, "mode": mode} | timing.as_fields() for mode, name, timing in timed]
-        notes = [*self.said(rows, ceilings), *notes]
+        notes = [*self.notes(rows, ceilings), *notes]
         notes += [f"{name} cannot be captured: {why}" for name, why in found.not_captured.items()]
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
         title = f"{options.op} {self.name} ({self.about}), {where}"
@@ -113,7 +113,7 @@ class Variants(Workload):
                 "speedup": over.get(base), "speedup_over": over, "roofline_ratio": ms / roofline_ms if roofline_ms else None,
                 "error": found.errors[name],
             }  # fmt: skip
-            rows.append(common | mine | self.judged(mode, name, found))
+            rows.append(common | mine | self.derived(mode, name, found))
         return rows
 
 
@@ -197,7 +197,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         """Return the cells of `head`, from any record of a configuration."""
         return [record["config"]]
 
-    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
+    def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
         """Return the cells of `tail`."""
         return []
 
@@ -245,7 +245,7 @@ class OperatorBenchmark(ABC, Generic[P]):
                 print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """Return (header, cells), a line for each configuration: times, gains, and the cells of `judged`."""
+        """Return (header, cells), a line for each configuration: times, gains, and the cells of `derived_cells`."""
         variants = self.shown(rows)
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
@@ -256,7 +256,7 @@ class OperatorBenchmark(ABC, Generic[P]):
             for v, over in pairs:
                 mine = by_variant.get(v)
                 cells.append(remarks.gain(mine, by_variant.get(over), mine is not None and self.twin(mine) == over))
-            lines.append(cells + self.judged(by_variant))
+            lines.append(cells + self.derived_cells(by_variant))
         return header, lines
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:

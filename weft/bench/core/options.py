@@ -11,7 +11,7 @@ import torch
 
 from weft.bench.core.harness import Mode
 from weft.bench.core.operators import operator
-from weft.builders.options import split
+from weft.builders.options import name_and_value
 from weft.builders.problem import option_from_text
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -89,7 +89,7 @@ def parse_option(op: str, text: str) -> tuple[str, Any]:
 
     If the benchmark refuses `option`, the value stays text. Raises `ValueError` without a name, or for an invalid value.
     """
-    return split(text) if "option" in operator(op).refuses else option_from_text(op, text)
+    return name_and_value(text) if "option" in operator(op).refuses else option_from_text(op, text)
 
 
 def parse_scale(text: str) -> float:

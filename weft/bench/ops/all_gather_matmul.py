@@ -182,7 +182,7 @@ class _AllGatherBenchmark(TorchOperator):
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory only on GPUs")
         super().check_options(options)
 
-    def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
+    def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
         """Compare with torch's operator below and above the number of rows up to which it would use multicast."""
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))

@@ -222,7 +222,7 @@ class ExpertVariants(GemmVariants):
         sizes = {field: getattr(self.config, field) for field in ("n", "k", "experts", "top_k", "skew", "rows")}
         return {"tokens": self.config.m} | sizes | asdict(self.load) | super().shared(mode, found, ceilings)
 
-    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+    def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         shape, load = self.config, self.load
         rooms = (
             f"; {PADDED} has room for {counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
@@ -233,7 +233,7 @@ class ExpertVariants(GemmVariants):
             f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts{rooms * (PADDED in self.baselines)}",
             f"all variants except {self.ahead} and those ending in {BOUNDED} synchronise with the device in each call, "
             f"in queued mode too: the host must learn how many rows arrive",
-            *super().said(records, ceilings),
+            *super().notes(records, ceilings),
         ]
 
     # --- variants, and what runs beside them ---
@@ -381,17 +381,17 @@ class ExpertsOperator(GemmOperator[MoeShape]):
         cells = [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
         return cells[: len(self.head)]
 
-    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
+    def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
         of_any = next(iter(by_variant.values()))
         alone = [of_any[name] for name in ("gemm_ms", "gemm_each_ms") if of_any[name] is not None]
         return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
 
-    def said(self, rows: Sequence[Record]) -> list[str]:
+    def sentences(self, rows: Sequence[Record]) -> list[str]:
         """Return one sentence each for `weft` and `weft-bounded`, with separate numbers for even and skewed routing, since
         padding costs most with skewed routing."""
-        return [text for variant in self.variants.compared if (text := self._said_of(variant, rows))]
+        return [text for variant in self.variants.compared if (text := self._summary_of(variant, rows))]
 
-    def _said_of(self, variant: str, rows: Sequence[Record]) -> str:
+    def _summary_of(self, variant: str, rows: Sequence[Record]) -> str:
         mine = [r for r in rows if r["variant"] == variant]
         overs = self.compared(rows)[variant]
         if not overs:
@@ -404,14 +404,14 @@ class ExpertsOperator(GemmOperator[MoeShape]):
                 means.append(f"{said} over {len(some)} with {what} routing")
         worst = [f"{times(speed)} {over} ({where})" for over in overs for speed, where in [min(_speeds(mine, over))]]
         not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
-        said_of_all = [
+        of_all = [
             f"{variant} over {counted(len(mine), 'shape')}, in the geometric mean: {', '.join(means)}",
             f"at worst {' and '.join(worst)}",
             f"at least {NEVER_BELOW}x {overs[0]} on {not_slower:.0%}",
             f"{number(geomean([r['roofline_ratio'] for r in mine]), 2)} times the roofline",
         ]
         alike = [r for r in rows if r["variant"].endswith(BOUNDED) == variant.endswith(BOUNDED)]
-        return "; ".join([*said_of_all, *self.said_of_best(mine, alike)]) + "."
+        return "; ".join([*of_all, *self.summary_of_best(mine, alike)]) + "."
 
     def twin(self, record: Record) -> str | None:
         """Return the pinned twin. With `max_rows` the serial schedule has none: it cannot be pinned, and the baseline has another

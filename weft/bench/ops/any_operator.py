@@ -174,7 +174,7 @@ class GemmVariants(ChoosingVariants):
         beside = {f"{name.replace('-', '_')}_ms": found.ms(mode, name) for name in self.beside}
         return {"sources": list(self.config.sources)} | beside
 
-    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+    def derived(self, mode: Mode, name: str, found: Results) -> Record:
         """Return the fields of a variant. added_us: the time of a single call minus the baseline's. chosen: the schedule of a
         variant that selects its own."""
         mine, base = found.ms(mode, name), found.ms(mode, self.baseline(mode))
@@ -182,7 +182,7 @@ class GemmVariants(ChoosingVariants):
         chooses = name in self.compared or name in self.rules
         return {"added_us": added_us, "chosen": self.taken(name, mode) if chooses else None}
 
-    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+    def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         ideal = f"; ideal: the longer of {GEMM} and {COMMUNICATION}" if COMMUNICATION in self.beside else ""
         takes = [f"{r['variant']}, {r['mode']}, takes {r['chosen']}" for r in records if r["chosen"] is not None]
         return [f"roofline {self.roofline_ms(ceilings):.4f} ms from {ceilings[0]}{ideal}", *takes]
@@ -233,13 +233,13 @@ class MatmulVariants(GemmVariants):
         sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "ideal_ms": self.ideal_ms(mode, found)}
         return super().shared(mode, found, ceilings) | sizes
 
-    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+    def derived(self, mode: Mode, name: str, found: Results) -> Record:
         ms, ideal = found.ms(mode, name), self.ideal_ms(mode, found)
         schedule = self.taken(WEFT, mode) if name == WEFT else "serial" if name == OWN_SERIAL else name
         predicted = {
             field: of.get(schedule) for field, of in zip(_PREDICTED, self.predicted.get(mode, ({}, {})), strict=True)
         }
-        return super().judged(mode, name, found) | {"ideal_ratio": ms / ideal if ms and ideal else None} | predicted
+        return super().derived(mode, name, found) | {"ideal_ratio": ms / ideal if ms and ideal else None} | predicted
 
     # --- the planner's choice ---
 
@@ -318,7 +318,7 @@ class GemmOperator(OperatorBenchmark[S]):
     # --- sentences about the records of one mode ---
 
     @abstractmethod
-    def said(self, rows: Sequence[Record]) -> list[str]:
+    def sentences(self, rows: Sequence[Record]) -> list[str]:
         """Return the summary of the shapes, in sentences."""
 
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
@@ -336,7 +336,7 @@ class GemmOperator(OperatorBenchmark[S]):
         return [*header, "best schedule", "of them"], [[*line, *of] for line, of in zip(lines, named, strict=True)]
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
-        return self.said(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
+        return self.sentences(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
 
     def remarks(self, rows: Sequence[Record]) -> list[str]:
         """Return remarks on other libraries."""
@@ -376,14 +376,14 @@ class GemmOperator(OperatorBenchmark[S]):
             busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
-        said = "A call keeps the host busy or waiting for, and the first one of a shape takes, in the median"
-        return [f"{said}: {', '.join(found)}."] if found else []
+        what = "A call keeps the host busy or waiting for, and the first one of a shape takes, in the median"
+        return [f"{what}: {', '.join(found)}."] if found else []
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """Return (milliseconds, variant) of the pinned schedules of a shape, the fastest first."""
         return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and self.pinned(r["variant"]))
 
-    def said_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
+    def summary_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
         """Return the fraction of shapes on which `mine` is about as fast as the fastest pinned schedule, if there are any."""
         others = [(r["p50_ms"], found) for r in mine if (found := self.fastest(rows, r["config"]))]
         if not others:
@@ -406,7 +406,7 @@ class AnyOperator(GemmOperator[GemmShape]):
     narrow = ("over\nideal", "calibrated\nms", "blind\nms", *GemmOperator.narrow)
     head, tail = ("M x N x K",), ("ideal", f"{WEFT} / ideal")
 
-    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
+    def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
         of_any = next(iter(by_variant.values()))
         return [milliseconds(of_any["ideal_ms"]), number(by_variant.get(WEFT, {}).get("ideal_ratio"), 2)]
 
@@ -415,34 +415,34 @@ class AnyOperator(GemmOperator[GemmShape]):
             return BASELINE
         return {"serial": BASELINE}.get(record["chosen"], record["chosen"]) if record["variant"] == WEFT else None
 
-    def said(self, rows: Sequence[Record]) -> list[str]:
+    def sentences(self, rows: Sequence[Record]) -> list[str]:
         mine = [r for r in rows if r["variant"] == WEFT]
         overs = {r["config"]: r["speedup"] for r in mine if r["speedup"] is not None}
         if not overs:
             return []
         shape, mean = min(overs, key=lambda config: overs[config]), geomean([*overs.values()])
         not_slower = share([speed >= NEVER_BELOW for speed in overs.values()])
-        said = [
+        parts = [
             f"{WEFT} over {counted(len(mine), 'shape')}: {times(mean)} {BASELINE} in the geometric mean, at worst "
             f"{times(overs[shape])} ({shape}), at least {NEVER_BELOW}x on {not_slower:.0%} of them",
-            *self.said_of_peers(mine),
+            *self.summary_of_peers(mine),
         ]
         over_ideal = geomean([r["ideal_ratio"] for r in mine if r["m"] >= _LARGE_M and r["ideal_ratio"] is not None])
         if over_ideal is not None:
-            said.append(f"{over_ideal:.3f} of the ideal time for M >= {_LARGE_M}")
+            parts.append(f"{over_ideal:.3f} of the ideal time for M >= {_LARGE_M}")
         if added := [(r["added_us"], r["config"]) for r in mine if r["added_us"] is not None]:
             us, shape = max(added)
-            said.append(
+            parts.append(
                 f"at most {us:.1f} us more than {BASELINE} ({shape})" if us > 0 else f"never longer than {BASELINE}"
             )
-        return ["; ".join([*said, *self.said_of_best(mine, rows), *_said_of_predictions(mine)]) + "."]
+        return ["; ".join([*parts, *self.summary_of_best(mine, rows), *_summary_of_predictions(mine)]) + "."]
 
-    def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
+    def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
         """Compare the operator's own choice with baselines beside the first."""
         return []
 
 
-def _said_of_predictions(mine: Sequence[Record]) -> list[str]:
+def _summary_of_predictions(mine: Sequence[Record]) -> list[str]:
     ratios = [[r[field] / r["p50_ms"] for r in mine if r[field] is not None] for field in _PREDICTED]
     calibrated, blind = (share([abs(ratio - 1) <= _NEAR_PREDICTION for ratio in of]) for of in ratios)
     error = geomean([max(ratio, 1 / ratio) for ratio in ratios[1]])

@@ -92,7 +92,7 @@ class TorchOperator(AnyOperator):
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it only on GPUs")
         super().check_options(options)
 
-    def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
+    def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
         over = geomean([r["speedup_over"][ASYNCTP] for r in mine if ASYNCTP in r["speedup_over"]])
         return [f"{times(over)} {ASYNCTP}"] if over else []
 

@@ -121,11 +121,11 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}
         return scales | {"shape": self.config.describe(), "traffic_bytes": traffic}
 
-    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+    def derived(self, mode: Mode, name: str, found: Results) -> Record:
         extra_bytes, how = self.built[name].extra_bytes
         return {"pool_ms": found.ms(mode, name + POOL), "extra_bytes": extra_bytes, "extra_bytes_how": how}
 
-    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+    def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         roofline = f"roofline {self.roofline_ms(ceilings):.3f} ms from {ceilings[0]}"
         return [f"{self.config.describe()}; {self.config.scale}", roofline]
 

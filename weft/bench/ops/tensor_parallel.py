@@ -11,8 +11,8 @@ Also timed: `compute`, the same work on one rank's part, without any communicati
 variant) / (serial - compute): 0 if all communication is exposed, 1 if none is. For compiled variants it includes other gains of
 the compiler, so tables show it for `weft` alone.
 
-Presets that end in -whole, which run only if named, keep all activations on every rank between blocks: `serial` is then torch's
-all-reduce, forward behind the block and backward before it.
+Presets that end in -whole keep all activations on every rank between blocks, and run only if named. `serial` is then
+torch's all-reduce, in forward after the block and in backward before it.
 """
 
 from __future__ import annotations
@@ -135,14 +135,14 @@ class Comparison(Variants):
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         return {"length": self.length}
 
-    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+    def derived(self, mode: Mode, name: str, found: Results) -> Record:
         serial, compute, mine = (found.ms(mode, of) for of in (BASELINE, COMPUTE, name))
-        judged: Record = (
+        derived: Record = (
             {"hidden": None, "error": None} if name == COMPUTE else {"hidden": hidden(serial, compute, mine)}
         )
-        return judged | ({"fused_by_torch": fused_by_torch(partial(self.call, name))} if name == ASYNCTP else {})
+        return derived | ({"fused_by_torch": fused_by_torch(partial(self.call, name))} if name == ASYNCTP else {})
 
-    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+    def notes(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         return OPERATOR.notes(records)
 
 

@@ -8,9 +8,10 @@ chunk. `weft.builders.output_map.steps` derives the waits, copies and sums from 
     dma_map(c, to=, op=, after=)    the chunk stays until it has `after` updates, including the GEMM's own; then a copy engine
                                     sends it
 
-op="update" adds to the peer's product for the same chunk. op="store" writes the chunk at the peer, which has no product of
-its own for it. Chunks are numbered as their rank computes them, and ranks are staggered: rank r computes the rows of rank r
-+ 1 first, those of r + 2 next, its own last. So 4.4's configuration of a ring reduce-scatter on four ranks is
+op="update" adds to the peer's product for the same chunk. op="store" writes the chunk at the peer, which has no product
+of its own for it. Chunks are numbered in the order in which their rank computes them. Ranks are staggered: rank r first
+computes the rows of rank r + 1, then of r + 2, and its own last. So 4.4's configuration of a ring reduce-scatter on
+four ranks is
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
@@ -146,8 +147,8 @@ class OutputMap:
         add: what adds the updates of a reduce-scatter. "gemm": the GEMM that computes the same chunk, after a wait for the
             updates. "reduce": a kernel concurrent with the GEMMs, which do not wait; required for a tracked GEMM.
         by: the kind of copy for dma-mapped chunks, a copy engine or a kernel.
-        engines: number of chunks that a rank copies at a time, each to another rank: 1 if one peer can have all of a GPU's
-            bandwidth (a switch), world_size - 1 if each link leads to one peer (a mesh).
+        engines: number of chunks that a rank copies at a time, each to another rank. Use 1 if one peer can have all of
+            a GPU's bandwidth (a switch), world_size - 1 if each link leads to one peer (a mesh).
 
         Raises `ValueError` for an impossible map, and `NotApplicableError` if there is nothing to compute, or fewer rows than
         chunks.
@@ -233,7 +234,8 @@ def ring_reduce_scatter(
     rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", to: Literal["left", "right"] = "left",
     rank: Index = RANK,
 ) -> OutputMap:  # fmt: skip
-    """Figures 7, 11 and 12: sums travel to the left, and each rank adds its own product to the sum from the right.
+    """Return the map of figures 7, 11 and 12: sums travel to the left, and each rank adds its own product to the sum
+    from the right.
 
     The first chunk receives nothing. With first="store" the GEMM stores it straight into the neighbour's memory; with first="dma"
     a copy engine sends it like the others."""

@@ -14,32 +14,27 @@ place on the arrived chunk), and waits for it. add=reduce: a kernel behind the G
 Updates from several peers are reduced in fp32, in the order of the ring behind the receiver, so that equal calls give equal
 bits.
 
-gemm=tracked: one kernel computes all chunks in the order of production, and sets a chunk's signal when all its tiles are stored,
-here or in a peer's slot: T3's tracker in software. The kernel does not wait, so it needs add=reduce.
+gemm=tracked: one kernel computes all chunks in the order of production: T3's tracker in software. It sets a chunk's
+signal when all its tiles are stored, here or in a peer's slot. The kernel does not wait, so it needs add=reduce.
 
-A slot is filled again when its last reader signals it (`free`) to each rank that fills slots here. The signal covers all slots of
+A slot is filled again when its last reader signals it (`credit`) to each rank that fills slots here. The signal covers all slots of
 that rank, since a run of other sizes may place its chunks differently.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
 
 from weft.builders.fetched import Fetched
 from weft.builders.operands import peer
-from weft.builders.output_map.routes import Node, Routes, Send
+from weft.builders.output_map.memory import LANES, Gemm, SharedMemory
+from weft.builders.output_map.routes import Routes, Send
 from weft.builders.partial_products import Add, Chunk, PartialProducts
 from weft.builders.tracked_tiles import TrackedTiles
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.kernels import TrackedMatmul
-from weft.schedule.schedule import Draft, LaneDraft
-from weft.schedule.steps import Buffer, Compute, CopyBy, Region, Resource, Set, Signals
-
-Gemm: TypeAlias = Literal["chunks", "tracked"]
-_LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums": "copy", "to y": "copy"}
-"""The resources of lanes by name; lanes to peers are copy lanes."""
+from weft.schedule.schedule import LaneDraft
+from weft.schedule.steps import Buffer, Compute, CopyBy, Region, Resource, Set
 
 
 def write(
@@ -53,7 +48,7 @@ def write(
 
     Raises `ValueError` if GEMMs that add to arriving chunks would wait for one another, and `NotApplicableError` for fewer rows
     than pieces."""
-    plan = _Plan(
+    plan = SharedMemory(
         o, routes, y, gemm, add, by, [sender] if engines == 1 else [f"{sender} {i}" for i in range(engines)], fetched
     )
     if routes.alike:
@@ -79,132 +74,14 @@ def write(
 
 
 def _resource(lane: str) -> Resource:
-    return _LANES.get(lane, "copy")
-
-
-class _Plan:
-    """The parts of the schedule that all ranks share: memory, signals, and the last readers of slots.
-
-    m: rows that a rank owns. slots, made_slots: by node, the first part in `box` of the updates that it receives, and in `made`
-    of its product, counted in m rows. frees: for each rank, the (rank, lane) pairs that signal that its slots there are free.
-    """
-
-    def __init__(
-        self, o: PartialProducts, routes: Routes, y: Buffer, gemm: Gemm, add: Add, by: CopyBy, senders: list[str],
-        fetched: Fetched | None,
-    ) -> None:  # fmt: skip
-        self.o, self.d, self.m, self.y, self.fetched = o, o.d, o.m, y, fetched
-        self.routes, self.add, self.by, self._senders = routes, add, by, senders
-        self.lanes = [*_LANES, *senders]
-        self.tiles = TrackedTiles(self.m, o.p.n, routes.per_rank) if gemm == "tracked" else None
-        self.pieces = self.tiles.pieces if self.tiles else o.chunks(routes.per_rank)
-        self.times = routes.times(in_turn=routes.sums and add == "gemm")
-        self.slots, boxes = self._placed({node: len(routes.sources[node[0]].get(node[1], ())) for node in self.times})
-        self.made_slots, scratch = self._placed({node: int(self.has_scratch(node)) for node in self.times})
-        # Tiles of one kernel are stored in one buffer, here or at a peer.
-        stored = [self._by(rank, "remote_map") for rank in range(routes.world)]
-        shared = self.tiles is not None and any(stored)
-        self.box = self._memory("box", boxes + scratch * shared, "symmetric")
-        self.made = self.box if shared else self._memory("made", scratch, "scratch")
-        self.made_first = boxes * shared
-        # The fetching ranks read `y` chunk by chunk, while the own product may be added in one piece.
-        self.own = o.parts("own", 1, "scratch") if fetched and add == "reduce" and not self.tiles else None
-        begin = self.made_first * routes.per_rank
-        self.kept = [
-            {place: begin + i for i, place in enumerate(p for p in routes.computed(rank) if p not in stored[rank])}
-            for rank in range(routes.world)
-        ]
-        """The number of the signal of each tracked chunk that stays here at first, by rank and place."""
-        sent = 1 + max(
-            (routes.number[rank][place] for rank in range(routes.world) for place in self._by(rank, "dma_map")),
-            default=0,
-        )
-        telling: dict[int, set[tuple[int, str]]] = defaultdict(set)
-        for rank, place, nth, source in routes.arrivals():
-            telling[source] |= {(rank, lane) for lane in self.last_readers(rank, place, nth)}
-        self.frees = {
-            source: sorted(told, key=lambda one: ((one[0] - source) % routes.world, self.lanes.index(one[1])))
-            for source, told in telling.items()
-        }
-        self._counts = {
-            "free": max((len(told) for told in self.frees.values()), default=0),
-            "there": boxes * routes.per_rank,
-            "computed": sent,
-            "added": sent,
-            "placed": routes.per_rank,
-            "opened": routes.world - 1,
-            "done": begin + max(map(len, self.kept)),
-        }
-        self._signals: dict[str, Signals] = {}
-
-    def _by(self, rank: int, how: str) -> list[int]:
-        """Return the places of the chunks that a rank sends in this way."""
-        return [p for p, sends in self.routes.sends[rank].items() if any(send.how == how for send in sends)]
-
-    def signals(self, name: str) -> Signals:
-        """Return the signals of this name, declared at first use."""
-        if name not in self._signals:
-            self._signals[name] = self.d.signals(name, self._counts[name])
-        return self._signals[name]
-
-    def has_scratch(self, node: Node) -> bool:
-        """True if the node's product is kept in `made` to be sent, not in a slot or in the result."""
-        rank, place = node
-        by_engine = any(send.how == "dma_map" for send in self.routes.sends[rank].get(place, ()))
-        if self.tiles is not None:
-            return self.routes.collective != "all_gather" and (by_engine or self.routes.owner(place) == rank)
-        if self.routes.sums:
-            return by_engine and (self.add == "reduce" or not self.routes.arriving(rank, place))
-        return by_engine and self.routes.collective == "all_to_all"
-
-    def slot(self, rank: int, place: int, nth: int) -> int:
-        """Return the number of the slot for the chunk that the nth source sends there."""
-        return self.slots[rank, place] + nth
-
-    def sender(self, rank: int, to: int) -> str:
-        """Return the lane on which a rank's engines send to rank `to`; targets are spread over the lanes in order."""
-        return self._senders[self.routes.targets[rank].index(to) % len(self._senders)]
-
-    def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
-        """Return the lanes that read last the slot that the nth source of a node fills."""
-        routes = self.routes
-        engines = [send.to for send in routes.sends[rank].get(place, ()) if send.how == "dma_map"]
-        sent_on = [self.sender(rank, to) for to in engines]
-        if not routes.sums:
-            return ["to y"] if routes.computes(rank, place) else ["to y", *sent_on]
-        if not sent_on:
-            return ["to sums" if self.adds_to_copy(rank, place) else "compute"]
-        if self.add == "reduce":
-            return ["sums"]
-        return ["compute"] if nth else sent_on
-
-    def adds_to_copy(self, rank: int, place: int) -> bool:
-        """True if the own GEMM adds to the only update of a chunk, once it is copied into the result."""
-        alone = len(self.routes.sources[rank][place]) == 1
-        return self.add == "gemm" and alone and not self.o.following_part(None)
-
-    def _memory(self, name: str, parts: int, role: Literal["symmetric", "scratch"]) -> Buffer:
-        declared = self.d.buffer if parts else Draft("", 1).buffer  # unused buffers are not in the schedule
-        return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
-
-    def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
-        """Return (first part of each node, most parts on a rank). Pieces of one owner's rows are side by side."""
-        routes, most, found = self.routes, 0, dict[Node, int]()
-        for rank in range(routes.world):
-            begin = 0
-            for owner in dict.fromkeys(map(routes.owner, routes.order[rank])):
-                nodes = [(rank, owner * routes.per_rank + piece) for piece in range(routes.per_rank)]
-                found |= dict.fromkeys(nodes, begin)
-                begin += max(counts[node] for node in nodes)
-            most = max(most, begin)
-        return found, most
+    return LANES.get(lane, "copy")
 
 
 class _RankLanes:
     """The lanes of one rank. at: the index of another rank: its number, or its place in the ring relative to this rank."""
 
     def __init__(
-        self, plan: _Plan, rank: int, at: Callable[[int], Index], lane: Callable[[str, Resource], LaneDraft]
+        self, plan: SharedMemory, rank: int, at: Callable[[int], Index], lane: Callable[[str, Resource], LaneDraft]
     ) -> None:
         self.plan, self.routes, self.rank, self.at = plan, plan.routes, rank, at
         gather = plan.routes.collective == "all_gather"
@@ -249,7 +126,7 @@ class _RankLanes:
             self._send(place)
         if not routes.sums:
             self._receive()
-        self._free()
+        self._grant_credit()
 
     def _compute_gathered(self, place: int) -> None:
         """Compute a chunk that stays and that other ranks get too."""
@@ -397,15 +274,15 @@ class _RankLanes:
             (arrived,) = self._arrived(receiver, place)
             receiver.copy(arrived, self._result(place))
 
-    def _free(self) -> None:
+    def _grant_credit(self) -> None:
         plan, world = self.plan, self.routes.world
         if plan.fetched:
             return
         for distance in range(1, world):
             source = (self.rank - distance) % world
-            for index, (rank, name) in enumerate(plan.frees.get(source, ())):
+            for index, (rank, name) in enumerate(plan.grants.get(source, ())):
                 if rank == self.rank:
-                    self.lane(name).set(plan.signals("free"), index, at=self.at(source))
+                    self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Wait for free slots before a lane first fills slots of a rank in a run.
@@ -423,11 +300,11 @@ class _RankLanes:
             lane.wait(self.plan.signals("opened"), opened)
         if behind_gemm:
             return
-        for index, (rank, _) in enumerate(self.plan.frees[self.rank]):
+        for index, (rank, _) in enumerate(self.plan.grants[self.rank]):
             if rank == to and self.plan.fetched:
                 self.plan.fetched.wait_for(lane, index)
             elif rank == to:
-                lane.wait(self.plan.signals("free"), index, previous=True)
+                lane.wait(self.plan.signals("credit"), index, previous=True)
         if lane.name == "compute" and forwards:
             lane.set(self.plan.signals("opened"), opened)
 

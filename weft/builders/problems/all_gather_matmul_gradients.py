@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.builders.problem import Problem, require_even
+from weft.builders.problem import require_even
+from weft.builders.problems.gemm import RowsProblem
 from weft.words import counted
 
 
 @dataclass(frozen=True, slots=True)
-class AllGatherMatmulGradients(Problem):
+class AllGatherMatmulGradients(RowsProblem):
     """grad_x = this rank's rows of the sum over ranks of sum_i g_i @ wt_i; grad_wt_i = gt_i @ x, with x gathered.
 
     Buffers: x_shard [m / ranks, k], g0, g1, ... [m, n[i]], the same transposed gt0, gt1, ... [n[i], m], and the weights
@@ -23,8 +23,6 @@ class AllGatherMatmulGradients(Problem):
     name: ClassVar[str] = "all_gather_matmul_gradients"
     title: ClassVar[str] = "backward of all_gather_matmul"
     rounds_sums: ClassVar[bool] = True
-    world_size: int
-    m: int
     n: tuple[int, ...]
     k: int
     dtype: str
@@ -40,19 +38,6 @@ class AllGatherMatmulGradients(Problem):
         weft plan all_gather_matmul_gradients --shape 16384,8192,4096 --ranks 8
         """
         return cls(ranks, m, (n,), k, dtype)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of a shard."""
-        return self.m // self.world_size
-
-    @property
-    def family(self) -> tuple[Hashable, float]:
-        """The problem without M, and the rows of a shard."""
-        return replace(self, m=self.world_size), float(self.rows)
-
-    def resized(self, size: float) -> AllGatherMatmulGradients:
-        return replace(self, m=max(1, round(size)) * self.world_size)
 
     @property
     def text(self) -> str:

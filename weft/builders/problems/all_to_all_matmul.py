@@ -18,10 +18,16 @@ class AllToAllMatmul(ExpertsProblem):
     exact: y has exactly as many rows as arrive, so the host must read their number; otherwise y has at least as many rows.
     return_x: return the tokens that arrive too.
 
-    Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below the
-    other, in; y [rows that arrive, n] by expert and then by source rank, received [ranks, experts] int64, the number of these
-    rows, and with return_x x [rows that arrive, k] by source rank and then by expert, out. Source: "Design Space Exploration of
-    DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
+    Buffers, of which the last three are outputs (x only with return_x):
+
+        tokens    [rows[rank], k]              sorted by expert
+        splits    [1, experts of all] int64    this rank's tokens for each expert
+        w         [experts * k, n]             one expert below the other
+        y         [rows that arrive, n]        by expert, and then by source rank
+        received  [ranks, experts] int64       the number of these rows
+        x         [rows that arrive, k]        by source rank, and then by expert
+
+    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
 
     Builders: `weft.builders.all_to_all_matmul`, `weft.builders.ficco_all_to_all_matmul`.
     """

@@ -72,7 +72,8 @@ class EmbeddingAllToAll(Problem):
         cls, m: int, n: int, k: int, ranks: int, dtype: str = "fp32", *,
         tables: Annotated[int | None, "Required: number of tables of all ranks together, spread evenly."] = None,
     ) -> EmbeddingAllToAll:  # fmt: skip
-        """The problem that transport="auto" plans. M: samples of all ranks. N: columns of each table. K: rows that a bag reads.
+        """Return the problem that transport="auto" plans. M: samples of all ranks. N: columns of each table. K: rows
+        that a bag reads.
 
         serial pools, calls NCCL's all-to-all, and orders the columns.
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from weft.builders.candidate import Candidate
-from weft.builders.problem import Problem, require_sizes
+from weft.builders.problems.gemm import GemmProblem
 from weft.schedule.kernels import TrackedMatmul
-from weft.schedule.regions import SUMMED
 from weft.words import counted
 
 
 @dataclass(frozen=True, slots=True)
-class MatmulAllGather(Problem):
+class MatmulAllGather(GemmProblem):
     """y = all ranks' x @ w, one below the other; with `columns` side by side.
 
     Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering
@@ -24,17 +22,8 @@ class MatmulAllGather(Problem):
     """
 
     name: ClassVar[str] = "matmul_all_gather"
-    world_size: int
-    m: int
-    n: int
-    k: int
-    dtype: str
+    supports: ClassVar[str] = "multiplied here"
     columns: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in SUMMED:
-            raise ValueError(f"dtype={self.dtype!r} cannot be multiplied here: use one of {', '.join(SUMMED)}")
-        require_sizes(self.m, self.n, self.k, self.world_size)
 
     @classmethod
     def sized(
@@ -57,12 +46,9 @@ class MatmulAllGather(Problem):
         return (self.m, self.world_size * self.n) if self.columns else (self.world_size * self.m, self.n)
 
     @property
-    def family(self) -> tuple[Hashable, float]:
-        """The problem without M, and M."""
-        return replace(self, m=1), float(self.m)
-
-    def resized(self, size: float) -> MatmulAllGather:
-        return replace(self, m=max(1, round(size)))
+    def parts(self) -> int:
+        """1: every rank has m rows of its own."""
+        return 1
 
     @property
     def text(self) -> str:
@@ -74,10 +60,6 @@ class MatmulAllGather(Problem):
     def takes(self, candidate: Candidate) -> bool:
         """Refuse tracked GEMMs with a short K."""
         return candidate.builder != "tracked" or self.k >= TrackedMatmul.least_k
-
-    @property
-    def has_work(self) -> bool:
-        return self.m > 0 and self.n > 0 and self.k > 0
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

@@ -14,8 +14,8 @@ from weft.words import counted
 class MatmulAllGatherGradients(MatmulAllGather):
     """grad_x = own @ wt and grad_w = xt @ own. own: this rank's part of the sum over ranks of g, where its product lay in y.
 
-    Buffers: g [ranks * m, n], with `columns` [m, ranks * n], the transposed x and w, xt [k, m] and wt [n, k], in; grad_x [m, k]
-    and grad_w [k, n] out.
+    Input buffers: g [ranks * m, n], with `columns` [m, ranks * n]; the transposed x and w, xt [k, m] and wt [n, k].
+    Output buffers: grad_x [m, k] and grad_w [k, n].
 
     Builders: `weft.builders.matmul_all_gather_gradients`.
     """

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from weft.builders.candidate import Candidate
-from weft.builders.problem import Problem, require_sizes
-from weft.schedule.regions import SUMMED, checked_eps
+from weft.builders.problems.gemm import GemmProblem
+from weft.schedule.regions import checked_eps
 from weft.words import counted
 
 
 @dataclass(frozen=True, slots=True)
-class MatmulAllReduce(Problem):
+class MatmulAllReduce(GemmProblem):
     """y = the sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual, and its RMSNorm.
 
     normed = y / sqrt(the mean of a row's squares + eps) * norm. bias, residual: True if it is added. eps: of the norm; None: no
@@ -28,11 +27,6 @@ class MatmulAllReduce(Problem):
 
     name: ClassVar[str] = "matmul_all_reduce"
     rounds_sums: ClassVar[bool] = True
-    world_size: int
-    m: int
-    n: int
-    k: int
-    dtype: str
     bias: bool = False
     residual: bool = False
     eps: float | None = None
@@ -40,9 +34,7 @@ class MatmulAllReduce(Problem):
     def __post_init__(self) -> None:
         if self.eps is not None:
             checked_eps(self.eps)
-        if self.dtype not in SUMMED:
-            raise ValueError(f"dtype={self.dtype!r} cannot be reduced: use one of {', '.join(SUMMED)}")
-        require_sizes(self.m, self.n, self.k, self.world_size)
+        GemmProblem.__post_init__(self)  # super() fails in a dataclass with slots
 
     @classmethod
     def sized(
@@ -59,24 +51,12 @@ class MatmulAllReduce(Problem):
         return cls(ranks, m, n, k, dtype, residual=residual, eps=1e-6 if norm else None)
 
     @property
-    def family(self) -> tuple[Hashable, float]:
-        """The problem without M, and the number of rows that a rank reduces."""
-        return replace(self, m=self.world_size), float(-(-self.m // self.world_size))
-
-    def resized(self, size: float) -> MatmulAllReduce:
-        return replace(self, m=max(1, round(size)) * self.world_size)
-
-    @property
     def text(self) -> str:
         ranks = counted(self.world_size, "rank")
         more = "".join(f" + {name}" for name in ("bias", "residual") if getattr(self, name))
         more += "" if self.eps is None else f" and normed (eps {self.eps:g})"
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
         return f"{product} on each of {ranks}, reduced{more}, all of it to each, {self.dtype}"
-
-    @property
-    def has_work(self) -> bool:
-        return self.m > 0 and self.n > 0 and self.k > 0
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

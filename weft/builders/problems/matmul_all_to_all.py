@@ -16,10 +16,15 @@ class MatmulAllToAll(ExpertsProblem):
 
     exact: the host reads the number of tokens; otherwise the caller passed a number, and the host waits for nothing.
 
-    Buffers: h [rows that came, k] by local expert and then by source rank, received [ranks, experts] int64, the number of these
-    rows, splits [1, experts of all] int64, this rank's tokens for each expert, w [experts * k, n], one expert below the other,
-    in; y [rows[rank], n] in the order of this rank's tokens, by expert of all, out. Source: "T3: Transparent Tracking &
-    Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2.
+    Buffers, of which the last is the output:
+
+        h         [rows that arrived, k]       by local expert, and then by source rank
+        received  [ranks, experts] int64       the number of these rows
+        splits    [1, experts of all] int64    this rank's tokens for each expert
+        w         [experts * k, n]             one expert below the other
+        y         [rows[rank], n]              in the order of this rank's tokens, by expert
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2.
 
     Builders: `weft.builders.matmul_all_to_all`.
     """

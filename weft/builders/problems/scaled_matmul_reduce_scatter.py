@@ -19,8 +19,9 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     one scale for each row of x, and for each column of w. biased: True if each rank's product has a bias. fast: True if the GEMM
     accumulates fast (and less exactly).
 
-    Buffers: x [m, k], w [k, n], x_scale [1, 1] or [m, 1], w_scale [1, 1] or [1, n], in fp32, and with `biased` bias [1, n] in
-    `dtype`, in; y [m / ranks, n] out. Source: the same as of `MatmulReduceScatter`, for unscaled data.
+    Input buffers: x [m, k], w [k, n]; x_scale [1, 1] or [m, 1] and w_scale [1, 1] or [1, n], in fp32; with `biased`
+    bias [1, n] in `dtype`. Output buffer: y [m / ranks, n]. Source: the same as of `MatmulReduceScatter`, for unscaled
+    data.
 
     Builders: `weft.builders.matmul_reduce_scatter`.
     """

@@ -34,7 +34,7 @@ import torch
 
 from weft import _core
 from weft.runtime.cpu.run import Run
-from weft.runtime.meeting import drop_closed
+from weft.runtime.meeting import of_communicator
 from weft.runtime.schedule_memory import ALIGNMENT, Layout
 from weft.symm import Communicator
 
@@ -137,11 +137,7 @@ _memories: dict[Communicator, Memory] = {}
 
 
 def memory_of(comm: Communicator) -> Memory:
-    memory = _memories.get(comm)
-    if memory is None:
-        drop_closed(_memories)
-        memory = _memories[comm] = Memory(comm)
-    return memory
+    return of_communicator(_memories, comm, Memory)
 
 
 class Worker(threading.Thread):

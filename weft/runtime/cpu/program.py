@@ -24,7 +24,7 @@ from weft.runtime.cpu.sizes import require_sizes
 from weft.runtime.cpu.steps import bind, run_numbered, run_tiles
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Buffer, Collective, Compute, Read, Schedule, Step, Tiles, value
-from weft.schedule.expr import Held
+from weft.schedule.expr import PrefixSums
 from weft.schedule.spans import span_name
 from weft.schedule.steps import substitute, variables_of
 
@@ -61,7 +61,7 @@ class Program:
         open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
         for lane in checked.lanes:
             steps = []
-            known: dict[str, Held] = {}  # contents that the lane has read, by buffer
+            known: dict[str, PrefixSums] = {}  # contents that the lane has read, by buffer
             for step in lane.steps:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
                 dynamic = isinstance(step, Tiles | Read) or (open_ and bool(variables_of(step)))
@@ -134,13 +134,13 @@ class Program:
             given.key = key
         return ""
 
-    def _run_dynamic(self, bound: Bound, known: dict[str, Held]) -> None:
+    def _run_dynamic(self, bound: Bound, known: dict[str, PrefixSums]) -> None:
         """Run a step with the sizes of this run."""
         step = bound.step
         if isinstance(step, Read):
             read = self.places.view(step.region).flatten().tolist()
             require_sizes(self._schedule, self._rank, step.region.buffer, read)
-            known[step.region.buffer] = Held(read)
+            known[step.region.buffer] = PrefixSums(read)
             self._make_outputs(known)
             return
         try:
@@ -151,7 +151,7 @@ class Program:
         except ValueError as error:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
-    def _make_outputs(self, known: dict[str, Held]) -> None:
+    def _make_outputs(self, known: dict[str, PrefixSums]) -> None:
         """Make the outputs that the caller passed as functions of their number of rows, once the number is known."""
         for given in self._given:
             make = self.run.tensors.get(given.name)

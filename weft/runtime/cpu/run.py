@@ -5,7 +5,7 @@ Ranks meet before a run (`weft.runtime.meeting`): all run the same schedule. If 
 
 from __future__ import annotations
 
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from weft.runtime.collectives import (
     sendable,
 )
 from weft.runtime.meeting import Topic, meeting_of
+from weft.runtime.schedule_memory import Tensors
 from weft.symm import Communicator
 
-Tensors: TypeAlias = dict[str, torch.Tensor]
 _OWN_LANE_S = 5.0
 
 

@@ -75,7 +75,7 @@ def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, c
 
 def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
     """Return the values of `indices` for each tile, as an array [tiles, indices]."""
-    found = [n.over(values) if isinstance(n, Expr) else n for n in indices]
+    found = [n.evaluated_over(values) if isinstance(n, Expr) else n for n in indices]
     return np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
 
 

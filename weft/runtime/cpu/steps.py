@@ -30,7 +30,7 @@ from weft.schedule import (
     Wait,
     value,
 )
-from weft.schedule.expr import Held
+from weft.schedule.expr import PrefixSums
 from weft.schedule.kernels import TileKernel
 
 _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -46,7 +46,7 @@ def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], obje
 
 
 @singledispatch
-def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, Held]) -> None:
+def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, PrefixSums]) -> None:
     """Run the tiles of a step, on memory at `places`, one after another.
 
     Register a kernel with its own implementation with `run_tiles.register`. The executor then does not check the tiles.
@@ -56,7 +56,7 @@ def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[st
     run_numbered(step, places, known)
 
 
-def run_numbered(step: Step, places: Places, known: Mapping[str, Held], rows: tuple[int, ...] = ()) -> None:
+def run_numbered(step: Step, places: Places, known: Mapping[str, PrefixSums], rows: tuple[int, ...] = ()) -> None:
     """Run the step with these contents; tiles one after another."""
     for inner in numbered(step, known, places.size_of):
         bind(inner, places, rows)()

@@ -12,7 +12,7 @@ import torch
 from weft import _core, env
 from weft.errors import ScheduleError
 from weft.kernels import add_up as device_code
-from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
+from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded_kernel, record_one_of
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 from weft.symm.lasting import lasting
 
@@ -121,10 +121,7 @@ class AddUp:
             (step, kernel_call(program, compiled, self._programs, (self._table, *self._numbers)))
             for step, compiled in self._compiled.items()
         ]
-        known = [(step, call) for step, call in calls if call is not None]
-        if len(known) == len(calls):
-            program.launch(stream, known)
-        return len(known) == len(calls)
+        return record_one_of(program, stream, calls)
 
     def launch(self, bases: Sequence[int], stream: int | None) -> None:
         """Launch the kernel. bases: all addresses, the caller's too. stream: its handle; None under Triton's interpreter."""
@@ -149,4 +146,4 @@ def arguments_of(variant: SumVariant) -> tuple[list[Any], int, dict[str, Any]]:
 
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, variant: SumVariant) -> Any:
-    return loaded(device, device_code.add_up_kernel, *arguments_of(variant))
+    return loaded_kernel(device, device_code.add_up_kernel, *arguments_of(variant))

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from weft.kernels import agree as device_code
-from weft.runtime.cuda.kernel_call import loaded
+from weft.runtime.cuda.kernel_call import loaded_kernel
 
 _ITEMS = {4: tl.int32, 2: tl.int16}
 _BLOCK = 128
@@ -37,4 +37,6 @@ class Agreeing:
 @lru_cache(maxsize=16)
 def _compiled(device: torch.device, item_bytes: int) -> Any:
     constants = {"ITEM": _ITEMS[item_bytes], "BLOCK": _BLOCK}
-    return loaded(device, device_code.agree_kernel, [torch.int64, torch.int64, torch.int32, *[1] * 5], 1, constants)
+    return loaded_kernel(
+        device, device_code.agree_kernel, [torch.int64, torch.int64, torch.int32, *[1] * 5], 1, constants
+    )

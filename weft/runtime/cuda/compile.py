@@ -39,7 +39,7 @@ from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.schedule.launches import Launch, crosses, launches_of_rank
 from weft.schedule.spans import span_name
-from weft.schedule.steps import LATE_COPY_UNITS, of_kind
+from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
@@ -69,9 +69,9 @@ class Compiler:
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
         self._computes = [resources[name] == "compute" for name in context.lanes]
-        self._tokens = context.flags[context.rank]
+        self._flags = context.flags[context.rank]
         self._words_of = [words_for(flags) for flags in context.flags]
-        self._awaited = {flag.key for flag in self._tokens.values()}
+        self._awaited = {flag.key for flag in self._flags.values()}
         self._launches = launches_of_rank(
             context.schedule, context.rank, context.lanes, context.order, self._awaited, context.buffers
         )
@@ -83,7 +83,7 @@ class Compiler:
         for launch in self._launches:
             if not (launch.copies or self._computes[launch.lane]):
                 self._carriers[context.lanes[launch.lane]] |= set(range(launch.first, launch.last + 1))
-                self._of_stream[context.lanes[launch.lane]] += self._tokens_in(launch)
+                self._of_stream[context.lanes[launch.lane]] += self._flags_in(launch)
         self._has_aside = False
         self.program = _core.StreamProgram(len(regions.bases), lanes + 1, 2 * lanes + len(context.order) + 4)
         self.items = StreamItems(context, self.program, regions, timed)
@@ -93,7 +93,7 @@ class Compiler:
         program, lanes = self.program, len(self.context.lanes)
         joints = [self._event() for _ in range(lanes)]
         last = {launch.lane: launch for launch in self._launches}
-        waiting = [launch for launch in self._launches if self._tokens_in(launch)]
+        waiting = [launch for launch in self._launches if self._flags_in(launch)]
         # Choose the writer of the watchdog's words. If only launches of one stream wait: the first and the last launch.
         # Otherwise the first step of a lane, if its flag is soon cleared and so stays 0 during a run. Otherwise the
         # monitor.
@@ -142,7 +142,7 @@ class Compiler:
             return flag.previous and all(step.copies_by for step in behind)
 
         # All waits of a stream's operation come before its clears: a wait for this run would leave the flag in place.
-        mine = self._tokens_in(launch)
+        mine = self._flags_in(launch)
         return all(flag.previous for flag in mine) and any(soon(flag) for flag in mine)
 
     # --- emitting ---
@@ -180,7 +180,7 @@ class Compiler:
     def signals(self, launch: Launch) -> None:
         """Issue a stream's waits or sets, together with the flags to clear at this place."""
         name, parts = self.context.lanes[launch.lane], list[SignalPart]()
-        mine = self._tokens_in(launch)
+        mine = self._flags_in(launch)
         if launch is self._telling:
             parts.append((False, self._begun, 0, 1))
         if mine:
@@ -219,9 +219,9 @@ class Compiler:
         """Return the addresses of the words whose flags a set of this counter raises."""
         return [self.context.words.address(at) + 8 * word for word in self._words_of[at].get((signal, index), [])]
 
-    def _tokens_in(self, launch: Launch) -> list[Flag]:
+    def _flags_in(self, launch: Launch) -> list[Flag]:
         name = self.context.lanes[launch.lane]
-        found = [self._tokens.get((name, at)) for at in range(launch.first, launch.last + 1)]
+        found = [self._flags.get((name, at)) for at in range(launch.first, launch.last + 1)]
         return [flag for flag in found if flag is not None]
 
     def _launch(self, launch: Launch, copies: list[Copy]) -> None:
@@ -231,16 +231,16 @@ class Compiler:
         def own(word: int) -> int:
             return words.address(context.rank) + 8 * word
 
-        mine = self._tokens_in(launch)
+        mine = self._flags_in(launch)
         before, after = mine[: len(launch.waits)], mine[len(launch.waits) :]
-        opens, sets = (
+        sets_before, sets = (
             [
                 a
                 for s in steps
                 for at, signal, index in s.sets()
                 for a in self.addresses_set(int(at), signal, int(index))
             ]
-            for steps in (launch.opens, launch.sets)
+            for steps in (launch.sets_before, launch.sets)
         )
         standing = own(context.standing_word)
         begins, passes, ends = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
@@ -249,7 +249,8 @@ class Compiler:
             passes = [(standing, 1 + before[-1].passed)] if before else []
             ends = [(standing, 0)] if launch is self._noting[1] else []
         signals: dict[str, Any] = {
-            "opens": opens, "waits": [own(t.word) for t in before], "sets": sets, "answers": [own(t.word) for t in after],
+            "sets_before": sets_before, "waits": [own(t.word) for t in before], "sets": sets,
+            "waits_after": [own(t.word) for t in after],
             "begins": begins, "passes": passes, "ends": ends, "early": context.buffers[copies[0].src.buffer].role == "input",
             "adds": context.buffers[copies[0].dst.buffer].dtype if copies[0].accumulate else "",
         }  # fmt: skip
@@ -422,7 +423,7 @@ def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compil
     sending = any(s.copies_by == "kernel" and is_dynamic(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and s.tile_kernel][-1]
     beside = sending and (step is not last or isinstance(kernel, ReturningMatmul))
-    spare = LATE_COPY_UNITS // 2 if beside else 0
+    spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
     call = Gemms(context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare)
     compiler.items.prepares.append(call.prepare)
     compiler.items.dynamic(lane, call)

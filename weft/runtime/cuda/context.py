@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 
 from weft.errors import DeadlineError, DisagreementError, ScheduleError
 from weft.runtime.cuda.flags import Flag, StepPlace, flags_of
-from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
+from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, Tensors, layout_of
 from weft.schedule import Buffer, Schedule, Step, value
 from weft.schedule.verify.issue_order import issue_order
 from weft.symm import Communicator, Region
 from weft.symm.lasting import lasting
-
-Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class RankSchedule:
     """A schedule as one rank sees it.
 
-    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. tokens: flags of all ranks.
+    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. flags: of all ranks.
     lanes: the first is the caller's stream.
     """
 

@@ -1,8 +1,9 @@
 """embedding_all_to_all on GPUs: one rank's side of every call, enqueued on the current stream.
 
-The host never waits. Results are valid in stream order. The device notes errors (a missed deadline, ranks that disagree, bad
-indices) in pinned memory, and the next call or `check()` raises them. When the communicator fails (a peer died, a rank gave up),
-the watchdog writes POISON over this rank's signals with the copy engine, so that kernels that wait for them return.
+The host never waits. Results are valid in stream order. The device notes errors (a missed deadline, ranks that
+disagree, bad indices) in pinned memory, and the next call or `check()` raises them. When the communicator fails (a peer
+died, a rank gave up), the watchdog writes POISON over this rank's signals with the copy engine. Kernels that wait for
+them then return.
 """
 
 from __future__ import annotations

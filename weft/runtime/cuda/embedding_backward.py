@@ -285,7 +285,7 @@ def _shape_of(sharding: EmbeddingSharding, rank: int) -> _Shape:
 def _slots_of(
     sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...], keys: int, device: torch.device
 ) -> _Slots:
-    """keys: the number of blocks of offsets."""
+    """Return the layout of the rank's slots in tables on the device. keys: the number of blocks of offsets."""
     local = {index: number for number, index in enumerate(sharding.local_tables(rank))}
     shape, slots = _shape_of(sharding, rank), sharding.local_slots(rank)
     turns, columns = dict.fromkeys(local, 0), 0

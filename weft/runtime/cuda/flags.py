@@ -14,9 +14,10 @@ The flag of a wait for a signal of the previous run is raised from the start.
 Tiles of a kernel that set one counter many times raise the flag when the last of them has set it. The kernel counts in memory of
 its own device, and streams of its rank wait for the flag as they wait for peers.
 
-When to clear a flag. It must be clear before it is raised again, or the second signal is lost. A write is slow (it includes a
-fence of the whole system), so a stream clears a flag together with another write, if it can: with its next set for the rank that
-raised the flag, provided that this rank waits for that set before it raises the flag again. Then
+When to clear a flag. It must be clear before it is raised again, or the second signal is lost. A write is slow (it
+includes a fence of the whole system), so a stream clears a flag together with another write, if it can. This write is
+its next set for the rank that raised the flag, provided that this rank waits for that set before it raises the flag
+again. Then
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
@@ -136,8 +137,8 @@ def missing(flags: dict[StepPlace, Flag], words: list[int], standing: int) -> li
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
     """Return the place of the next set for the setter in the wait's lane, if it can carry the clear; else None.
 
-    It can if the setter waits for it before it sets the wait's counter again: in the same run for a wait for the previous run's
-    set, otherwise in the next run.
+    It can if the setter waits for it before it sets the wait's counter again. The setter does so in the same run for a
+    wait for the previous run's set, otherwise in the next run.
     """
     wait = steps[at]
     for place in range(at + 1, len(steps)):

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels import grouped_matmul as device_code
 from weft.kernels.grouped_matmul import Config, choose_config
+from weft.runtime.cuda.kernel_call import loaded
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
 from weft.words import counted
 
@@ -97,10 +98,7 @@ def compile_variant(variant: GroupedVariant) -> Any:
 @lru_cache(maxsize=256)
 def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
     """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
-    with torch.cuda.device(device):
-        compiled = compile_variant(variant)
-        compiled._init_handles()
-    return compiled
+    return loaded(device, lambda: compile_variant(variant))
 
 
 def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False) -> None:

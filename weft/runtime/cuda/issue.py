@@ -1,9 +1,9 @@
 """The items of a compiled schedule, which the host issues in every run, in one order.
 
-An item is (kind, what, where). It is a range [what, where) of native operations of the program, a call of torch or NCCL on the
-stream of lane `where`, a launch on that stream, or a step of dynamic size (`weft.runtime.cuda.sizes`). The compiler
-(`weft.runtime.cuda.compile`) records native operations in the program and adds other items here. Native operations recorded
-between two items are issued in one call.
+An item is (kind, what, where). It is a range [what, where) of native operations of the program. Or it is a call of
+torch or NCCL, a launch, or a step of dynamic size (`weft.runtime.cuda.sizes`), on the stream of lane `where`. The
+compiler (`weft.runtime.cuda.compile`) records native operations in the program and adds other items here. Native
+operations recorded between two items are issued in one call.
 
 `issue` is the host cost of a call, so it only walks the list.
 """
@@ -22,7 +22,7 @@ from weft.runtime.cuda.move import Stamps
 from weft.runtime.cuda.regions import Regions
 from weft.timeline import Timeline
 
-_NATIVE, _CALL, _LAUNCH, _LATE = range(4)
+_NATIVE, _CALL, _LAUNCH, _DYNAMIC = range(4)
 
 
 class _Item(NamedTuple):
@@ -60,7 +60,7 @@ class StreamItems:
         self._add(_LAUNCH, launch, lane)
 
     def dynamic(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
-        self._add(_LATE, what, lane)
+        self._add(_DYNAMIC, what, lane)
 
     def stamp(self, lane: int, index: int) -> None:
         stamps = self.stamps

@@ -8,7 +8,7 @@ with other parameters. In that case, and if the driver cannot answer, Triton lau
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,12 +30,30 @@ _UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_g
 """Kernel metadata that needs more than a plain launch."""
 
 
-def loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]) -> Any:
+def loaded(device: torch.device, compile_kernel: Callable[[], Any]) -> Any:
     """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
     with torch.cuda.device(device):
-        compiled = kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)
+        compiled = compile_kernel()
         compiled._init_handles()
     return compiled
+
+
+def loaded_kernel(
+    device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]
+) -> Any:
+    """Compile and load a kernel for these arguments."""
+    return loaded(device, lambda: kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants))
+
+
+def record_one_of(
+    program: _core.StreamProgram, stream: int, calls: Sequence[tuple[int, _core.KernelCall | None]]
+) -> bool:
+    """Record a launch of the first call whose alignment fits the addresses of a run. calls: (alignment, call). Return False if
+    Triton has to launch one of them."""
+    known = [(step, call) for step, call in calls if call is not None]
+    if len(known) == len(calls):
+        program.launch(stream, known)
+    return len(known) == len(calls)
 
 
 def kernel_call(

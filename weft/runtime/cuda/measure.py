@@ -3,9 +3,9 @@
 All ranks measure at once, as schedules use the machine: links in both directions, the power of all GPUs. Every result is
 the slowest rank's. Work is queued behind a sleep of the device, so that the host is ahead.
 
-Loading a kernel behind a stream that waits for a peer could hang the device. So copying kernels and the GEMMs that are known before
-are loaded at set-up, each measurement runs once and the device comes to rest before it is enqueued behind a sleep, and signals to a
-peer are timed without kernels.
+Loading a kernel behind a stream that waits for a peer could hang the device. So set-up loads copying kernels and the
+GEMMs that are known then. Each measurement runs once, and the device comes to rest, before it is enqueued behind a
+sleep. Signals to a peer are timed without kernels.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class GpuMeasure:
     same order."""
 
     def __init__(self, comm: Communicator, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
-        """gemms: shapes whose operands are allocated and whose kernels are loaded before anything is timed.
+        """Set up measurements. gemms: shapes whose operands are allocated and whose kernels are loaded before anything
+        is timed.
 
         Raises `RefusedError` on every rank if a rank cannot set up, because it lacks memory or cannot run such GEMMs.
         """

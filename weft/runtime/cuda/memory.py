@@ -77,7 +77,7 @@ class ScheduleMemory:
         if first:  # the first run's waits for the previous run
             self._word_view[first] = FLAG
         torch.cuda.synchronize(self.device)
-        comm.all_gather(None, what="first tokens of a schedule")  # peers set their flags only after this
+        comm.all_gather(None, what="first flags of a schedule")  # peers set their flags only after this
         self._take_back = comm.on_failure(self._release_waiters)
         comm._holders.add(self)
         watch.add(self)

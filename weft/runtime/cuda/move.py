@@ -13,7 +13,7 @@ import triton.language as tl
 
 from weft import _core
 from weft.kernels import move as device_code
-from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
+from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded_kernel, record_one_of
 from weft.schedule.steps import COPY_UNITS, ITEM_BYTES
 from weft.symm.lasting import lasting
 
@@ -38,8 +38,9 @@ class CopyShape:
 class CopyLaunch:
     """Signals, waits, a copy, signals, and waits again, as one launch. Each of them may be missing.
 
-    opens, waits, sets, answers: addresses of flags (`weft.runtime.cuda.flags`). targets: addresses of further copies of the
-    source. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, and ends.
+    sets_before, waits, sets, waits_after: addresses of flags (`weft.runtime.cuda.flags`). targets: addresses of further
+    copies of the source. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed
+    its waits, and ends.
     sizes: the address of (first row of the source, first row of the target, rows) in device memory; `shape.rows` is then the
     number of rows in the target. early: nothing that the launch waits for writes the source, so the kernel reads it before the
     waits end. programs: the most programs. adds: the dtype, if the copy adds to the target; else "".
@@ -51,10 +52,10 @@ class CopyLaunch:
         *,
         shape: CopyShape,
         targets: Sequence[int] = (),
-        opens: Sequence[int] = (),
+        sets_before: Sequence[int] = (),
         waits: Sequence[int] = (),
         sets: Sequence[int] = (),
-        answers: Sequence[int] = (),
+        waits_after: Sequence[int] = (),
         begins: Sequence[tuple[int, int]] = (),
         passes: Sequence[tuple[int, int]] = (),
         ends: Sequence[tuple[int, int]] = (),
@@ -64,13 +65,13 @@ class CopyLaunch:
         adds: str = "",
     ) -> None:
         self._shape, self._item = shape, ITEM_BYTES[adds] if adds else 8
-        tables: list[Sequence[int]] = [targets, opens, waits, sets, answers]
+        tables: list[Sequence[int]] = [targets, sets_before, waits, sets, waits_after]
         tables += [[number for pair in pairs for number in pair] for pairs in (begins, passes, ends)]
         listed = [*itertools.chain(*tables), 0]
         words = lasting(device, lambda: torch.tensor(listed, dtype=torch.int64, device=device))
         first = itertools.accumulate((len(table) for table in tables), initial=0)
         *parts, arrivals = [words[at:] for at in first]
-        counts = [len(n) for n in (targets, opens, waits, sets, answers, begins, passes, ends)]
+        counts = [len(n) for n in (targets, sets_before, waits, sets, waits_after, begins, passes, ends)]
         self._tables = (*itertools.chain(*zip(parts, counts, strict=True)), arrivals)
         self._sizes, self._early = sizes, int(early)
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
@@ -107,10 +108,7 @@ class CopyLaunch:
             (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
         ]
-        known = [(step, call) for step, call in calls if call is not None]
-        if len(known) == len(calls):
-            program.launch(stream, known)
-        return len(known) == len(calls)
+        return record_one_of(program, stream, calls)
 
     def _arguments(
         self, step: int, source: Any, target: Any, source_rows: int = 0, target_rows: int | None = None
@@ -157,7 +155,7 @@ def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any
     constants = _constants(step, adds)
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
-    return loaded(
+    return loaded_kernel(
         device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], _COPY_WARPS, constants
     ), tuple(constants.values())
 
@@ -166,7 +164,7 @@ def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any
 def _compiled_small(device: torch.device, name: str) -> Any:
     kernel = getattr(device_code, name)
     arguments = [1 if n == "index" else torch.int64 for n in kernel.arg_names[:-1]]
-    return loaded(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
+    return loaded_kernel(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
 
 
 def _greatest_power_of_two(*numbers: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from weft import _core
 from weft.kernels import totals as device_code
 from weft.runtime.cuda.context import Context, Tensors
-from weft.runtime.cuda.kernel_call import kernel_call, loaded
+from weft.runtime.cuda.kernel_call import kernel_call, loaded_kernel
 from weft.schedule import Compute, Copy, Expr, Index, Tiles
 from weft.schedule.expr import Total
 from weft.schedule.steps import substitute, variables_of
@@ -68,7 +68,7 @@ def _term(total: Total) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=16)
 def _compiled_totals(device: torch.device) -> Any:
-    return loaded(device, device_code.totals_kernel, [torch.int64] * 4 + [1], 1, {"BLOCK": _BLOCK})
+    return loaded_kernel(device, device_code.totals_kernel, [torch.int64] * 4 + [1], 1, {"BLOCK": _BLOCK})
 
 
 class HostRead:

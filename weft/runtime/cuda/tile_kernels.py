@@ -94,7 +94,7 @@ class Tracked:
         tiles = {step.index: np.arange(int(step.extent))}
 
         def over(number: Index) -> np.ndarray:
-            found = number.over(tiles) if isinstance(number, Expr) else number
+            found = number.evaluated_over(tiles) if isinstance(number, Expr) else number
             return np.broadcast_to(np.asarray(found, np.int64), len(tiles[step.index]))
 
         if (

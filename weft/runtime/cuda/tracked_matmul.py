@@ -13,6 +13,7 @@ import torch
 
 from weft import env
 from weft.kernels import tracked_matmul as device_code
+from weft.runtime.cuda.kernel_call import loaded
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
 from weft.schedule.kernels import TrackedMatmul as Tracked
 from weft.symm.lasting import lasting
@@ -85,10 +86,7 @@ def compile_variant(variant: TrackedVariant) -> Any:
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
     """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
-    with torch.cuda.device(device):
-        compiled = compile_variant(variant)
-        compiled._init_handles()
-    return compiled
+    return loaded(device, lambda: compile_variant(variant))
 
 
 class TrackedMatmulLauncher:

@@ -30,7 +30,7 @@ from weft.runtime.collectives import (
 from weft.runtime.elementwise import ELEMENTWISE
 from weft.runtime.layouts import READER
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.schedule_memory import TORCH_DTYPE, Tensors
 from weft.runtime.unfused.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
 from weft.runtime.unfused.turn import STRAIGHT, Turn
 from weft.runtime.unfused.unpack import side_by_side
@@ -38,7 +38,6 @@ from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Reg
 from weft.schedule.spans import span_name
 from weft.schedule.steps import of_kind
 
-Tensors: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = Callable[[Tensors, Turn, dist.ProcessGroup], None]
 _TORCH = None
 if READER is not None:

@@ -10,7 +10,7 @@ from weft.schedule.steps.agreeing import Agree
 from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, substitute, totals_of, variables_of
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
-from weft.schedule.steps.copies import COPY_UNITS, LATE_COPY_UNITS, Copy, CopyBy
+from weft.schedule.steps.copies import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, CopyBy
 from weft.schedule.steps.loops import For, Tiles, flattened, iterations, map_steps, of_kind, unrolled, walk
 from weft.schedule.steps.reads import Read, ReadBy
 from weft.schedule.steps.signals import Set, Wait
@@ -28,8 +28,48 @@ class Lane:
 
 
 __all__ = [
-    "COPY_UNITS", "ITEM_BYTES", "KINDS", "LATE_COPY_UNITS", "MATMULS", "OPS", "PLAIN_MATMULS", "SCALED_MATMULS", "Agree", "Awaited",
-    "Buffer", "Collective", "CollectiveOp", "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm",
-    "Op", "Read", "ReadBy", "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text",
-    "flattened", "iterations", "map_steps", "of_kind", "substitute", "totals_of", "unrolled", "variables_of", "walk",
+    "COPY_UNITS",
+    "DYNAMIC_COPY_UNITS",
+    "ITEM_BYTES",
+    "KINDS",
+    "MATMULS",
+    "OPS",
+    "PLAIN_MATMULS",
+    "SCALED_MATMULS",
+    "Agree",
+    "Awaited",
+    "Buffer",
+    "Collective",
+    "CollectiveOp",
+    "Compute",
+    "Contents",
+    "Copy",
+    "CopyBy",
+    "CounterId",
+    "Counters",
+    "For",
+    "Lane",
+    "Norm",
+    "Op",
+    "Read",
+    "ReadBy",
+    "Reduce",
+    "Region",
+    "Resource",
+    "Role",
+    "Set",
+    "Signals",
+    "Step",
+    "Tiles",
+    "Wait",
+    "at_text",
+    "flattened",
+    "iterations",
+    "map_steps",
+    "of_kind",
+    "substitute",
+    "totals_of",
+    "unrolled",
+    "variables_of",
+    "walk",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from weft.schedule.steps.base import Step, differing
 CopyBy: TypeAlias = Literal["dma", "kernel"]
 COPY_UNITS = 64
 """The most compute units that a copy by kernel takes."""
-LATE_COPY_UNITS = 16
+DYNAMIC_COPY_UNITS = 16
 """The most compute units, over all lanes, of copies by kernel that have dynamic sizes and run beside GEMMs that fill the GPU. They
 suffice for four fifths of a port's rate, and are few to wait for."""
 

@@ -35,7 +35,7 @@ class HappensBefore:
     """All steps of some runs, in a possible order, and their happens-before relation."""
 
     def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
-        """moves: the moves of these ranks, if computed already."""
+        """Record the order of these ranks. moves: their moves, if computed already."""
         self.ranks = ranks
         moves = moves or Moves(ranks)
         self.events, stuck = play(ranks, runs, moves)

@@ -4,11 +4,11 @@ Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 
 behind it, on any lane. If rank 0 issues a wait for rank 1 before a set for rank 1, and rank 1 does the same, both hang, though
 each lane alone is right.
 
-So all ranks are simulated at once, in rounds, with steps that take no time. A step is issued in the first round in which all sets
-that it waits for were made by other ranks in earlier rounds, or by its own rank before it. Sorted by round, the steps of all
-ranks are one sequence in which every wait follows its sets, and each rank's order is its part of the sequence. So everything that
-a queue blocks comes after what it waits for, on all ranks together. Steps never hinder one another, so if a lane gets stuck here,
-no other order helps.
+So all ranks are simulated at once, in rounds, with steps that take no time. A step is issued in the first round in
+which all sets that it waits for have been made. Other ranks have made them in earlier rounds, or its own rank before
+it. Sorted by round, the steps of all ranks are one sequence in which every wait follows its sets, and each rank's order
+is its part of the sequence. So everything that a queue blocks comes after what it waits for, on all ranks together.
+Steps never hinder one another, so if a lane gets stuck here, no other order helps.
 
 In a round lanes alternate, copy lanes first; a lane issues one copy or GEMM at a time, with its waits and sets. First chunks
 leave for all peers before second chunks, and kernels that need nothing from others are not queued behind all copies.

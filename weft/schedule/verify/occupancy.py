@@ -1,13 +1,13 @@
 """Occupancy deadlocks: lanes that poll may hold all compute units of a rank while the step that they wait for needs one.
 
-On GPUs most waits are stream waits, and hold no unit. But a copy by kernel polls for the waits between ranks around it in its own
-launch (`weft.schedule.launches`): all its programs for the waits before it, on up to COPY_UNITS compute units, and the last
-program for the waits behind its sets. NCCL's collectives poll until all ranks have reached them. Such a launch is open from the
-end of the step before it on its lane until its waits have ended. A step that computes, copies by kernel, or is a collective needs
-a unit, and gets it if the launches that are open on its rank leave one.
+On GPUs most waits are stream waits, and hold no unit. But a copy by kernel polls for the waits between ranks around it
+in its own launch (`weft.schedule.launches`). All its programs poll for the waits before it, on up to COPY_UNITS compute
+units. Its last program polls for the waits behind its sets. NCCL's collectives poll until all ranks have reached them.
+Such a launch is open from the end of the step before it on its lane until its waits have ended. A step that computes,
+copies by kernel, or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
 
-Steps Y can never be scheduled if each y of them finds all units held by launches that may be open when y is to begin, and that
-all wait for some of Y:
+A set of steps Y can never be scheduled under one condition. For each y in Y, all units are held by launches that may be
+open when y is to begin, and that all wait for some step of Y:
 
     open    in y's run on its rank, on other lanes; not certain to begin after y, nor to have ended before it
     waits   for a step that is certain to come before the waits end, and not certain to have come before the launch begins
@@ -16,8 +16,8 @@ The largest such Y is the greatest fixed point: start with all steps that need a
 nothing changes. If Y is empty, there is no deadlock. Launches that are never open together count as open together, which errs on
 the safe side.
 
-Waits for the previous run are harmless, for any number of polling lanes: in run e they wait for steps of run e - 1, and so
-on down to the first run, which waits for nothing.
+Waits for the previous run are harmless, for any number of polling lanes. In run e they wait for steps of run e - 1, and
+so on down to the first run, which waits for nothing.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def _polled(
         for one in launches(lane.steps, crossing, buffers, may_answer=may_answer):
             if one.units and (one.waits or one.body[0].meets):
                 found.add((one.units, one.first_wait, one.begin))
-            if one.answers:
-                found.add((1, one.first_answer, one.last))
+            if one.waits_after:
+                found.add((1, one.first_wait_after, one.last))
     return found

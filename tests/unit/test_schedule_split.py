@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.builders import NotApplicableError
-from weft.builders.operands import WHOLE_TILES, cut
+from weft.builders.operands import WHOLE_TILES, split
 
 PROPORTIONS = st.lists(st.integers(1, 9), min_size=2, max_size=5)
 
@@ -18,7 +18,7 @@ PROPORTIONS = st.lists(st.integers(1, 9), min_size=2, max_size=5)
 def test_pieces_are_all_of_it_in_the_sizes_that_were_asked_for(extent: int, pieces: int | list[int]) -> None:
     parts = [1] * pieces if isinstance(pieces, int) else pieces
     try:
-        found = cut(extent, pieces if isinstance(pieces, int) else ":".join(map(str, parts)), what="rows")
+        found = split(extent, pieces if isinstance(pieces, int) else ":".join(map(str, parts)), what="rows")
     except NotApplicableError:
         assert extent < 9 * len(parts), "some piece has less than one row"
         return
@@ -42,7 +42,7 @@ def test_pieces_are_all_of_it_in_the_sizes_that_were_asked_for(extent: int, piec
     ],
 )
 def test_sizes(extent: int, pieces: int | str, sizes: list[int]) -> None:
-    assert [count for _, count in cut(extent, pieces, what="rows")] == sizes
+    assert [count for _, count in split(extent, pieces, what="rows")] == sizes
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_sizes(extent: int, pieces: int | str, sizes: list[int]) -> None:
 )
 def test_what_cannot_be_cut(extent: int, pieces: int | str, how: str) -> None:
     with pytest.raises(NotApplicableError, match=f"rows of a shard: {extent} cannot be cut {how}"):
-        cut(extent, pieces, what="rows of a shard")
+        split(extent, pieces, what="rows of a shard")

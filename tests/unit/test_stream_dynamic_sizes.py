@@ -24,7 +24,7 @@ from weft.runtime.cuda.calls import Operation, void
 from weft.runtime.schedule_memory import layout_of
 from weft.schedule import Compute, Draft, Expr, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
-from weft.schedule.steps import COPY_UNITS, LATE_COPY_UNITS
+from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")
 BACK = ("combine", "combine_by_expert")
@@ -89,7 +89,7 @@ def test_only_copies_by_kernel_leave_the_host_out() -> None:
 
 
 class Numbers:
-    """In place of `Totals`: as many sizes as it is asked for, at addresses of its own."""
+    """Stand in for `Totals`: as many sizes as requested, at its own addresses."""
 
     made: list[Numbers]
 
@@ -139,5 +139,5 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         assert sorted(copy["sizes"] for copy in late) == [at for n in Numbers.made for at in range(n.first, n.end, 3)]
         programs = sorted(copy["programs"] for copy in late)
         sent = len(late) - placed
-        assert len(lanes) * programs[sent - 1] <= LATE_COPY_UNITS, name
+        assert len(lanes) * programs[sent - 1] <= DYNAMIC_COPY_UNITS, name
         assert programs[sent:] == [COPY_UNITS] * placed, name

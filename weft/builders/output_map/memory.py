@@ -1,0 +1,135 @@
+"""The memory and signals of an output map's schedule, which all ranks share. `steps` writes the steps that use them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Literal, TypeAlias
+
+from weft.builders.fetched import Fetched
+from weft.builders.output_map.routes import Node, Routes
+from weft.builders.partial_products import Add, PartialProducts
+from weft.builders.tracked_tiles import TrackedTiles
+from weft.schedule.schedule import Draft
+from weft.schedule.steps import Buffer, CopyBy, Resource, Signals
+
+Gemm: TypeAlias = Literal["chunks", "tracked"]
+LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums": "copy", "to y": "copy"}
+"""The resources of lanes by name; lanes to peers are copy lanes."""
+
+
+class SharedMemory:
+    """The parts of the schedule that all ranks share: memory, signals, and the last readers of slots.
+
+    m: rows that a rank owns. slots, made_slots: by node, the first part in `box` of the updates that it receives, and in `made`
+    of its product, counted in m rows. grants: for each rank, the (rank, lane) pairs that signal that its slots there are free.
+    """
+
+    def __init__(
+        self, o: PartialProducts, routes: Routes, y: Buffer, gemm: Gemm, add: Add, by: CopyBy, senders: list[str],
+        fetched: Fetched | None,
+    ) -> None:  # fmt: skip
+        self.o, self.d, self.m, self.y, self.fetched = o, o.d, o.m, y, fetched
+        self.routes, self.add, self.by, self._senders = routes, add, by, senders
+        self.lanes = [*LANES, *senders]
+        self.tiles = TrackedTiles(self.m, o.p.n, routes.per_rank) if gemm == "tracked" else None
+        self.pieces = self.tiles.pieces if self.tiles else o.chunks(routes.per_rank)
+        self.times = routes.times(in_turn=routes.sums and add == "gemm")
+        self.slots, boxes = self._placed({node: len(routes.sources[node[0]].get(node[1], ())) for node in self.times})
+        self.made_slots, scratch = self._placed({node: int(self.has_scratch(node)) for node in self.times})
+        # Tiles of one kernel are stored in one buffer, here or at a peer.
+        stored = [self._by(rank, "remote_map") for rank in range(routes.world)]
+        shared = self.tiles is not None and any(stored)
+        self.box = self._memory("box", boxes + scratch * shared, "symmetric")
+        self.made = self.box if shared else self._memory("made", scratch, "scratch")
+        self.made_first = boxes * shared
+        # The fetching ranks read `y` chunk by chunk, while the own product may be added in one piece.
+        self.own = o.parts("own", 1, "scratch") if fetched and add == "reduce" and not self.tiles else None
+        begin = self.made_first * routes.per_rank
+        self.kept = [
+            {place: begin + i for i, place in enumerate(p for p in routes.computed(rank) if p not in stored[rank])}
+            for rank in range(routes.world)
+        ]
+        """The number of the signal of each tracked chunk that stays here at first, by rank and place."""
+        sent = 1 + max(
+            (routes.number[rank][place] for rank in range(routes.world) for place in self._by(rank, "dma_map")),
+            default=0,
+        )
+        telling: dict[int, set[tuple[int, str]]] = defaultdict(set)
+        for rank, place, nth, source in routes.arrivals():
+            telling[source] |= {(rank, lane) for lane in self.last_readers(rank, place, nth)}
+        self.grants = {
+            source: sorted(told, key=lambda one: ((one[0] - source) % routes.world, self.lanes.index(one[1])))
+            for source, told in telling.items()
+        }
+        self._counts = {
+            "credit": max((len(told) for told in self.grants.values()), default=0),
+            "there": boxes * routes.per_rank,
+            "computed": sent,
+            "added": sent,
+            "placed": routes.per_rank,
+            "opened": routes.world - 1,
+            "done": begin + max(map(len, self.kept)),
+        }
+        self._signals: dict[str, Signals] = {}
+
+    def _by(self, rank: int, how: str) -> list[int]:
+        """Return the places of the chunks that a rank sends in this way."""
+        return [p for p, sends in self.routes.sends[rank].items() if any(send.how == how for send in sends)]
+
+    def signals(self, name: str) -> Signals:
+        """Return the signals of this name, declared at first use."""
+        if name not in self._signals:
+            self._signals[name] = self.d.signals(name, self._counts[name])
+        return self._signals[name]
+
+    def has_scratch(self, node: Node) -> bool:
+        """True if the node's product is kept in `made` to be sent, not in a slot or in the result."""
+        rank, place = node
+        by_engine = any(send.how == "dma_map" for send in self.routes.sends[rank].get(place, ()))
+        if self.tiles is not None:
+            return self.routes.collective != "all_gather" and (by_engine or self.routes.owner(place) == rank)
+        if self.routes.sums:
+            return by_engine and (self.add == "reduce" or not self.routes.arriving(rank, place))
+        return by_engine and self.routes.collective == "all_to_all"
+
+    def slot(self, rank: int, place: int, nth: int) -> int:
+        """Return the number of the slot for the chunk that the nth source sends there."""
+        return self.slots[rank, place] + nth
+
+    def sender(self, rank: int, to: int) -> str:
+        """Return the lane on which a rank's engines send to rank `to`; targets are spread over the lanes in order."""
+        return self._senders[self.routes.targets[rank].index(to) % len(self._senders)]
+
+    def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
+        """Return the lanes that read last the slot that the nth source of a node fills."""
+        routes = self.routes
+        engines = [send.to for send in routes.sends[rank].get(place, ()) if send.how == "dma_map"]
+        sent_on = [self.sender(rank, to) for to in engines]
+        if not routes.sums:
+            return ["to y"] if routes.computes(rank, place) else ["to y", *sent_on]
+        if not sent_on:
+            return ["to sums" if self.adds_to_copy(rank, place) else "compute"]
+        if self.add == "reduce":
+            return ["sums"]
+        return ["compute"] if nth else sent_on
+
+    def adds_to_copy(self, rank: int, place: int) -> bool:
+        """True if the own GEMM adds to the only update of a chunk, once it is copied into the result."""
+        alone = len(self.routes.sources[rank][place]) == 1
+        return self.add == "gemm" and alone and not self.o.following_part(None)
+
+    def _memory(self, name: str, parts: int, role: Literal["symmetric", "scratch"]) -> Buffer:
+        declared = self.d.buffer if parts else Draft("", 1).buffer  # unused buffers are not in the schedule
+        return declared(name, parts * self.m, self.o.p.n, self.o.p.dtype, role)
+
+    def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
+        """Return (first part of each node, most parts on a rank). Pieces of one owner's rows are side by side."""
+        routes, most, found = self.routes, 0, dict[Node, int]()
+        for rank in range(routes.world):
+            begin = 0
+            for owner in dict.fromkeys(map(routes.owner, routes.order[rank])):
+                nodes = [(rank, owner * routes.per_rank + piece) for piece in range(routes.per_rank)]
+                found |= dict.fromkeys(nodes, begin)
+                begin += max(counts[node] for node in nodes)
+            most = max(most, begin)
+        return found, most

@@ -1,0 +1,55 @@
+"""The base of operators that multiply [m, k] @ [k, n] on every rank and communicate the products."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from weft.builders.problem import Problem, require_sizes
+from weft.schedule.regions import SUMMED
+
+
+@dataclass(frozen=True, slots=True)
+class RowsProblem(Problem):
+    """A problem of m rows, which ranks divide."""
+
+    m: int
+
+    @property
+    def parts(self) -> int:
+        """The number of parts into which ranks divide m."""
+        return self.world_size
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a part."""
+        return self.m // self.parts
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """The problem without M, and the rows of a part."""
+        return replace(self, m=self.parts), float(-(-self.m // self.parts))
+
+    def resized(self, size: float) -> Self:
+        return replace(self, m=max(1, round(size)) * self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmProblem(RowsProblem):
+    """A GEMM on every rank, whose products are communicated."""
+
+    supports: ClassVar[str] = "reduced"
+    """The operation that the dtype must support, for messages."""
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in SUMMED:
+            raise ValueError(f"dtype={self.dtype!r} cannot be {self.supports}: use one of {', '.join(SUMMED)}")
+        require_sizes(self.m, self.n, self.k, self.world_size)
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.n > 0 and self.k > 0
