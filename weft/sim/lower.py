@@ -52,6 +52,7 @@ class Work(NamedTuple):
     raises: tuple[Raising, ...] = ()  # signals that it sets while it runs
     holds: float = 0.0  # share of its rank's units that it needs to begin
     fills: float = 0.0  # share of them that later kernels do not get until it ends
+    least_us: float = 0.0  # the time that links need for a collective, whatever its algorithm
 
 
 class Raise(NamedTuple):
@@ -253,8 +254,9 @@ class _Lowering:
             latency_us += self.model.graph_collective_us if first else self.model.graph_run_us
         holds = 0.0 if carried else found.holds  # the kernel that carries it has its units already
         return Work(
-            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), holds, found.fills
-        )
+            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), holds, found.fills,
+            found.least_us,
+        )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:
         """Return the first rank whose steps cost the same as those of `rank`."""
