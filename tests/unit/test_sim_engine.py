@@ -11,7 +11,7 @@ from support.slow import slow
 from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError
 from weft.hw.topology import Wiring, mesh
-from weft.schedule import RANK, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
+from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
 from weft.sim import NULL, simulate
 from weft.sim.engine import _Engine
 from weft.sim.lower import lower
@@ -306,7 +306,34 @@ def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
     d = Draft("alone", 2)
     x, y = d.buffer("x", 4, 4, "fp32", "input"), d.buffer("y", 8, 4, "fp32", "output")
     d.lane("compute").repeat("i", RANK, Collective("all_gather", x.part(), y.part()))
+    with pytest.raises(ScheduleError, match=r"of 2 ranks only \[1\] call this collective"):
+        simulate(d.schedule(), TOY)
     with pytest.raises(ScheduleError, match="rank 1 lane 'compute' in run 1: all_gather x -> y, which not all ranks"):
+        simulate(d.schedule(), TOY, trusted=True)
+
+
+@pytest.mark.parametrize("world", [2, 16])
+def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int) -> None:
+    """An all-to-all whose ranks receive less than is sent, a copy of more rows than there are, and one into a buffer that is a
+    peer's own."""
+
+    def draft(rows: int, role: str = "symmetric") -> tuple[Draft, Buffer, Buffer]:
+        d = Draft("odd", world)
+        return d, d.buffer("x", 64 * world, 32, "fp32", "input"), d.buffer("y", rows, 32 * world, "fp32", role)  # type: ignore[arg-type]
+
+    d, x, y = draft(2)
+    d.lane("compute").all_to_all(x.part(), y.part())
+    with pytest.raises(
+        ScheduleError, match=rf"schedule odd has 1 fault:\n.*the ranks give rows \[{64 * world}, .*receive \[\(2"
+    ):
+        simulate(d.schedule(), TOY)
+    d, x, y = draft(2)
+    d.lane("copies", "copy").copy(x.part(), y.part(cols=(0, 32), at=(RANK + 1) % world))
+    with pytest.raises(ScheduleError, match=r"rank 0, lane copies, step 1: "):
+        simulate(d.schedule(), TOY)
+    d, x, y = draft(64 * world, "scratch")
+    d.lane("copies", "copy").copy(x.part(), y.part(cols=(0, 32), at=(RANK + 1) % world))
+    with pytest.raises(ScheduleError, match=r"is a peer's, and y is not symmetric but scratch \(and \d+ times more\)"):
         simulate(d.schedule(), TOY)
 
 

@@ -20,9 +20,11 @@ from functools import cached_property
 from typing import TypeAlias, cast, get_args
 
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
+from weft.errors import ScheduleError
 from weft.schedule import ITEM_BYTES, Compute, Region, Schedule, Step, Tiles
 from weft.schedule.expr import Values
 from weft.schedule.steps import iterations, substitute
+from weft.schedule.verify import check_steps
 from weft.sim import Inefficiencies, Model, inefficiencies
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
@@ -181,8 +183,12 @@ def _built(
 ) -> list[_Built]:
     """Build all candidates that calls may take, or the candidates in `among`, and also those in `needed`.
 
-    If candidates have equal schedules, only the first keeps its schedule.
+    If candidates have equal schedules, only the first keeps its schedule. Schedules of builders outside weft are checked, since
+    the simulator would price steps that do not fit each other.
     """
+    outside = {
+        name for name, function in builders_of(type(problem)) if not function.__module__.startswith("weft.builders.")
+    }
     known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
     wanted = needed | (among or frozenset())
     known += [named(problem, name) for name in sorted(wanted - {candidate.name for candidate in known})]
@@ -195,7 +201,9 @@ def _built(
         progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
             schedule = candidate.build()
-        except NotApplicableError as error:
+            if candidate.builder in outside:
+                check_steps(schedule)
+        except (NotApplicableError, ScheduleError) as error:
             found.append(_Built(Row(candidate, why_not=str(error))))
             continue
         like = first.setdefault(_looks(schedule), [])

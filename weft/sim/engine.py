@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 from weft._core import Fluid
 from weft.errors import ScheduleError, SimulationError
 from weft.schedule import Schedule
+from weft.schedule.verify import check_steps
 from weft.sim.issue import issue_times
 from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
 from weft.sim.machines import NULL
@@ -41,6 +42,7 @@ def simulate(
     runs: int = 1,
     mode: Literal["queued", "graph", "single"] = "queued",
     late_us: Sequence[float] = (),
+    trusted: bool = False,
 ) -> Simulated:
     """Simulate `schedule` on `model`.
 
@@ -49,8 +51,10 @@ def simulate(
         longer. The time that a graph adds at the end of a run (`model.graph_run_us`) is not included. "single": every run
         begins on idle devices, and the host needs `model.host_step_us` per step.
     late_us: delay of each rank at the start of each of its runs; by default 0.
+    trusted: skip the check of steps (`weft.schedule.verify.check_steps`), for schedules of weft's own builders, or verified ones.
 
-    `ScheduleError` if lanes wait forever (the message lists all of them), or if the schedule has no work on any model but NULL.
+    `ScheduleError` if steps do not fit their buffers or each other, if lanes wait forever (the message lists all of them), or if
+    the schedule has no work on any model but NULL.
     `SimulationError` if a collective ends before its links can have carried its bytes.
     """
     if runs < 1:
@@ -62,6 +66,8 @@ def simulate(
     late = tuple(late_us) or (0.0,) * schedule.world_size
     if len(late) != schedule.world_size or min(late) < 0:
         raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
+    if not trusted:
+        check_steps(schedule)
     program = lower(schedule, model, alike=len(set(late)) == 1, captured=mode == "graph")
     engine = _Engine(program, late, issue_times(program, model) if mode == "single" else None, runs)
     result = engine.run()
