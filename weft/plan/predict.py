@@ -28,6 +28,7 @@ from weft.schedule.verify import check_steps
 from weft.sim import Inefficiencies, Model, inefficiencies
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
+from weft.sim.memory import too_large
 from weft.sim.model import MatmulShape
 from weft.sim.run_time import Mode, dynamic_steps, run_us
 from weft.sim.vectorised import key_of, values_of_ranks
@@ -161,7 +162,12 @@ def predicted_rows(
 
     among: names of the candidates to consider; by default all. needed: names of the candidates that are always simulated.
     """
-    built = _built(problem, progress, needed, among)
+    built = [
+        replace(one, row=replace(one.row, why_not=why), schedule=None)
+        if one.row.candidate.name not in needed and one.schedule is not None and (why := too_large(one.schedule, model))
+        else one
+        for one in _built(problem, progress, needed, among)
+    ]
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
     if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)

@@ -27,6 +27,7 @@ from weft.schedule.verify import check_steps
 from weft.sim.issue import issue_times
 from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
 from weft.sim.machines import NULL
+from weft.sim.memory import require_memory
 from weft.sim.model import Model
 from weft.sim.result import Simulated, TaskRun
 from weft.sim.scarce import parts_of, scarce_only
@@ -51,10 +52,11 @@ def simulate(
         longer. The time that a graph adds at the end of a run (`model.graph_run_us`) is not included. "single": every run
         begins on idle devices, and the host needs `model.host_step_us` per step.
     late_us: delay of each rank at the start of each of its runs; by default 0.
-    trusted: skip the check of steps (`weft.schedule.verify.check_steps`), for schedules of weft's own builders, or verified ones.
+    trusted: skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory, for schedules of weft's own builders, or
+        verified ones.
 
-    `ScheduleError` if steps do not fit their buffers or each other, if lanes wait forever (the message lists all of them), or if
-    the schedule has no work on any model but NULL.
+    `ScheduleError` if steps do not fit their buffers or each other, if buffers do not fit in a GPU's memory, if lanes wait forever
+    (the message lists all of them), or if the schedule has no work on any model but NULL.
     `SimulationError` if a collective ends before its links can have carried its bytes.
     """
     if runs < 1:
@@ -68,6 +70,7 @@ def simulate(
         raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
     if not trusted:
         check_steps(schedule)
+        require_memory(schedule, model)
     program = lower(schedule, model, alike=len(set(late)) == 1, captured=mode == "graph")
     engine = _Engine(program, late, issue_times(program, model) if mode == "single" else None, runs)
     result = engine.run()

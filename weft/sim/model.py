@@ -85,6 +85,8 @@ class Model:
     signal_kernel_us: float  # the same to a peer, by a copying kernel at its end
     host_step_us: float  # host time of a step that is not queued ahead
 
+    memory_bytes: float = math.inf
+    """Capacity of a GPU's memory."""
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by its errors at the nearest shapes."""
     sustained: float = 1.0
