@@ -303,6 +303,28 @@ def test_a_set_too_few_is_found_in_the_run_that_lacks_it() -> None:
         simulate(d.schedule(), NULL)
 
 
+def test_a_signal_within_a_rank_ends_a_launch() -> None:
+    """Two copies by kernel of one source are one launch, unless another stream of the rank hears of the first."""
+
+    def end_us(tell: bool) -> float:
+        d = Draft("two copies", 2)
+        x, other = d.buffer("x", 10, 25, "fp32", "input"), (RANK + 1) % 2
+        boxes = [d.buffer(f"box{i}", 10, 25, "fp32", "symmetric") for i in range(2)]
+        came, told = d.signals("came", 2), d.signals("told", 1)
+        lane = d.lane("copies", "copy")
+        for i, box in enumerate(boxes):
+            lane.copy(x.part(), box.part(at=other), "kernel").set(came, i, at=other)
+            if tell and not i:
+                lane.set(told)
+        hears = d.lane("compute").wait(came, 0).wait(came, 1)
+        if tell:
+            hears.wait(told)
+        return simulate(d.schedule(), replace(TOY, launch_us=5.0)).end_us
+
+    assert end_us(tell=False) == pytest.approx(5 + 2 * 1000 / 50)
+    assert end_us(tell=True) == pytest.approx(2 * (5 + 1000 / 50))
+
+
 def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
     d = Draft("alone", 2)
     x, y = d.buffer("x", 4, 4, "fp32", "input"), d.buffer("y", 8, 4, "fp32", "output")

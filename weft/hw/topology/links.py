@@ -147,6 +147,11 @@ class Wiring:
     def of(self, ranks: int) -> Topology:
         return _built(self, ranks)
 
+    def scaled(self, factor: float) -> Wiring:
+        """Return the wiring with all links, also those between hosts, `factor` times as fast."""
+        rates = (0, 2) if self.builder is hosts else (0,)
+        return replace(self, numbers=tuple(n * factor if i in rates else n for i, n in enumerate(self.numbers)))
+
     def at_least(self, bytes_per_us: float) -> Wiring:
         """Return the wiring with a rank's links, its first number, at least as fast as `bytes_per_us`."""
         return replace(self, numbers=(max(self.numbers[0], bytes_per_us), *self.numbers[1:]))
