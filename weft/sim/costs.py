@@ -9,12 +9,11 @@ route. Costs name resources by distance from the rank of the step, so that ranks
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from weft.hw.topology import Route, Topology
+from weft.hw.topology import Paths, Topology
 from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
 from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
 from weft.sim.collectives import Op, algorithm, least_us
@@ -77,21 +76,20 @@ class Links(NamedTuple):
     topology: Topology
     rank: int
 
-    def routes(self, source: int, target: int) -> tuple[Route, ...]:
+    def paths(self, source: int, target: int) -> Paths:
         ranks = self.topology.ranks
-        return self.topology.routes((self.rank + source) % ranks, (self.rank + target) % ranks)
+        return self.topology.paths((self.rank + source) % ranks, (self.rank + target) % ranks)
 
     def latency_us(self, source: int, target: int) -> float:
-        return max(sum(link.latency_us for link in route) for route in self.routes(source, target))
+        return self.paths(source, target).latency_us
 
     def bytes_per_us(self, source: int, target: int) -> float:
-        """Return the rate of a flow alone: of its slowest link, even if it has several routes."""
-        links = itertools.chain(*self.routes(source, target))
-        return min((link.bytes_per_us for link in links), default=math.inf)
+        """Return the rate of a flow alone."""
+        return self.paths(source, target).bytes_per_us
 
     def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
         """Yield the link shares of a flow of `count` bytes that takes `us`."""
-        routes = self.routes(source, target)
+        routes = self.paths(source, target).routes
         for link in itertools.chain(*routes):
             at = (link.at - self.rank) % self.topology.ranks
             yield _share(link.kind, at, _part(count / len(routes), us, link.bytes_per_us))

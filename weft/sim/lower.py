@@ -114,6 +114,10 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 """The sets of one task: (counter, how the rank sets it)."""
 
 
+_KNOWN_COSTS = 1 << 16
+"""Capacity of a model's cache of costs."""
+
+
 class _Lowering:
     def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
@@ -244,7 +248,12 @@ class _Lowering:
             units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
             if units not in self._models:
                 self._models[units] = replace(self.model, kernel_copy_units=units)
-            self._costs[key] = cost(self._models[units], self.world, step, operands, seen_from), {}
+            known, kept = self._models[units].costs, (self.world, *key)
+            if kept not in known:
+                if len(known) >= _KNOWN_COSTS:
+                    known.clear()
+                known[kept] = cost(self._models[units], self.world, step, operands, seen_from)
+            self._costs[key] = known[kept], {}
         found, loads = self._costs[key]
         if rank not in loads:
             loads[rank] = self._load(found, rank)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -141,6 +141,8 @@ class Model:
     graph_collective_us: float = 0.0
     """Additional time in a graph of a library collective at the start of a lane. Behind a kernel it is `graph_run_us`."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
+    costs: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """A cache of costs of steps, for `weft.sim.lower`: the schedules of one problem share most of them."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.world_size))  # dicts of measured numbers are not hashable

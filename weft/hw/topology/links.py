@@ -11,10 +11,11 @@ topologies a route leaves each node by the link that is listed first.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Link:
 Route: TypeAlias = tuple[Link, ...]
 
 
+class Paths(NamedTuple):
+    """The routes of a flow, and its latency and rate alone. It is no faster than one link, even over several routes."""
+
+    routes: tuple[Route, ...]
+    latency_us: float
+    bytes_per_us: float
+
+
 @dataclass(frozen=True)
 class Topology:
     """The links between `ranks` ranks, each with a unique name. Without links, ranks reach each other with no latency, at any
@@ -48,6 +57,7 @@ class Topology:
     dims: tuple[int, ...] = ()
     torus: bool = False
     _routes: dict[int, dict[int, Route]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _paths: dict[tuple[int, int], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """A cache of what others derive from this topology, by their keys."""
 
@@ -56,6 +66,20 @@ class Topology:
 
         Raise `ValueError` if there is no route.
         """
+        return self.paths(source, target).routes
+
+    def paths(self, source: int, target: int) -> Paths:
+        """Return the routes with what a flow over them can do. Raise `ValueError` if there is no route."""
+        found = self._paths.get((source, target))
+        if found is None:
+            routes = self._found(source, target)
+            links = list(itertools.chain(*routes))
+            latency_us = max(sum(link.latency_us for link in route) for route in routes)
+            rate = min((link.bytes_per_us for link in links), default=math.inf)
+            found = self._paths[source, target] = Paths(routes, latency_us, rate)
+        return found
+
+    def _found(self, source: int, target: int) -> tuple[Route, ...]:
         if not self.links or source == target:
             return ((),)
         if self.torus:
