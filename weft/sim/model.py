@@ -176,8 +176,7 @@ class Model:
         A unit loads operands no faster than its part of `unit_loads_bytes_per_us`. It computes nothing while it stores the
         result.
         """
-        loads = self.unit_loads_bytes_per_us or _UNIT_LOADS * self.hbm_bytes_per_us
-        load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (loads / self.compute_units)
+        load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self._unit_loads / self.compute_units)
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
         of_unit = (self.unit_bytes_per_us or self.hbm_bytes_per_us / self.compute_units) / ITEM_BYTES[dtype]
         computing_us = 2 * rows * cols * (k + self.tile_ramp) / unit
@@ -214,6 +213,7 @@ class Model:
             compute_units=count,
             matmul_flops_per_us={dtype: rate * more for dtype, rate in self.matmul_flops_per_us.items()},
             vector_flops_per_us=self.vector_flops_per_us * more,
+            unit_loads_bytes_per_us=more * self._unit_loads * (1.0 if self.unit_loads_bytes_per_us else memory),
             unit_bytes_per_us=memory * (self.unit_bytes_per_us or self.hbm_bytes_per_us / self.compute_units),
             hbm_bytes_per_us=self.hbm_bytes_per_us * memory,
             wiring=self.wiring.scaled(links) if self.wiring.numbers else self.wiring,
@@ -260,6 +260,10 @@ class Model:
         if how in ("all_gather", "all_to_all") and self.small_collective_bytes_per_us is not None:
             us = min(count / self.small_collective_bytes_per_us, us + self.large_collective_us)
         return us
+
+    @property
+    def _unit_loads(self) -> float:
+        return self.unit_loads_bytes_per_us or _UNIT_LOADS * self.hbm_bytes_per_us
 
     def _start_us(self, how: Transfer) -> float:
         """Return the time until the first byte moves."""
