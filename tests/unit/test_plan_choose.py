@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 

@@ -234,7 +234,7 @@ def test_what_does_not_fit_in_memory_is_refused() -> None:
 
 @pytest.mark.parametrize("name", mostly(known_machines(), "h200", "mi300x"))
 def test_every_number_of_a_model_comes_from_its_machine_file(name: str) -> None:
-    """Change a number that the simulator is said to read, and the model changes with it; and with no other."""
+    """Changing a number that the simulator reads, and no other, changes the model."""
     others = ("memory.bandwidth", "link.bandwidth", "compute.bf16_dense", "link.copy_engine",
               "collective.reduce_scatter", "heuristic.")  # fmt: skip
     machine = load_machine(name)

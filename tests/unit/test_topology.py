@@ -167,7 +167,7 @@ def _ring_all_gather(world: int) -> Schedule:
 
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_a_ring_all_gather_on_a_ring_takes_the_textbook_time(world: int) -> None:
-    """(p - 1) (latency + bytes / bandwidth): nobody waits for a link. Bytes and signal are under way at the same time."""
+    """(p - 1) (latency + bytes / bandwidth): no transfer waits for a link. Bytes and signal travel together."""
     found = simulate(_ring_all_gather(world), _on(Wiring(ring, (100.0, 0.25))))  # type: ignore[arg-type]
     assert found.end_us == pytest.approx((world - 1) * (7 + 1000 / 100 + 0.25))
     assert found.program.ranks == (0,)
