@@ -1,33 +1,17 @@
-// Max-min fair shares by progressive filling. Sums go over steps in the order in which they are given.
+// Max-min fair shares by limits that adapt to each other. Sums go over steps in the order in which they are given.
 #include "max_min.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
-#include <numeric>
 #include <unordered_map>
 
 namespace weft {
 
 namespace {
 
-constexpr int most_rounds = 8;
+constexpr int most_rounds = 200, undamped_rounds = 40;
 constexpr double nothing = 1e-12;
-
-using Takers = std::vector<std::pair<double, int>>;  // (amount, number of steps with this amount)
-
-// The amount that each step gets of `left`, or less if it asks for less, if no other resource stops it. Steps ask for
-// more than there is.
-double level_of(Takers &takers, double left) {
-    int waiting = 0;
-    for (const auto &[amount, n] : takers) waiting += n;
-    std::sort(takers.begin(), takers.end());
-    for (const auto &[amount, n] : takers) {
-        if (amount * waiting > left || n == waiting) break;
-        left -= amount * n;
-        waiting -= n;
-    }
-    return left / waiting;
-}
 
 // Steps that run at once: what each takes, and how many are alike.
 struct Running {
@@ -35,52 +19,145 @@ struct Running {
     const std::vector<int> &counts;
 };
 
-// Speeds, and for steps that a resource stopped, what they take of it; 0 for other steps.
-struct Filled {
-    std::vector<double> speeds, stopped;
+// A step at one resource. A resource that stands for several may occur several times in a step's uses: `most` is the largest
+// of these amounts at full speed, and `times` their sum over it.
+struct Part {
+    int place;  // the step, or the resource
+    double most, times;
 };
 
-// Assumes that steps grow in inverse proportion to their weights.
-Filled fill(const Running &steps, const std::vector<double> &room, const std::vector<double> &weights) {
-    const size_t n = weights.size();
-    Filled filled{std::vector<double>(n, 0.0), std::vector<double>(n, 0.0)};
-    std::vector<double> left = room;
-    std::vector<size_t> growing(n), ended, still;
-    std::iota(growing.begin(), growing.end(), 0);
-    while (!growing.empty()) {
-        double level = std::numeric_limits<double>::infinity();  // at which the next step reaches full speed
-        for (size_t i : growing) level = std::min(level, weights[i]);
-        std::vector<double> slopes(room.size(), 0.0), full_at(room.size(), std::numeric_limits<double>::infinity());
-        for (size_t i : growing)
-            for (const Use &use : steps.uses[i]) slopes[use.resource] += steps.counts[i] * use.amount / weights[i];
-        for (size_t r = 0; r < room.size(); ++r)
-            if (slopes[r] > 0) full_at[r] = left[r] / slopes[r];
-        const double first = *std::min_element(full_at.begin(), full_at.end());
-        const bool full = first < level;
-        level = std::min(level, first);
-        const double up_to = level * (1 + 1e-9);
-        ended.clear();
-        still.clear();
-        for (size_t i : growing) {
-            if (full) {
-                double most = 0.0;
-                for (const Use &use : steps.uses[i]) {
-                    if (full_at[use.resource] > up_to || most == weights[i]) continue;
-                    most = use.amount == weights[i] ? use.amount : std::max(most, use.amount);
-                }
-                filled.stopped[i] = most;
+// The limit of a resource: the most of `room` that any step may take, if they take no more than their caps, given as (cap,
+// how often). Infinite if there is enough for all.
+double limit_of(std::vector<std::pair<double, double>> &caps, double room) {
+    std::sort(caps.begin(), caps.end());
+    double waiting = 0.0;
+    for (const auto &[cap, times] : caps) waiting += times;
+    for (const auto &[cap, times] : caps) {
+        if (cap * waiting > room) return std::max(0.0, room / waiting);
+        room -= cap * times;
+        waiting -= times;
+    }
+    return std::numeric_limits<double>::infinity();
+}
+
+// The limits of all resources, each the answer to the others'. One after another they adapt until none changes. Flows over
+// links settle after as many rounds as there are different limits (Charny, Clark and Jain, "Congestion control with explicit
+// rate indication", 1995). Steps that use their resources in different proportions may go in circles; those are damped.
+class Limits {
+  public:
+    Limits(const Running &steps, const std::vector<double> &room)
+        : room_(room), uses_(steps.uses.size()), users_(room.size()), limits_(room.size(), std::numeric_limits<double>::infinity()),
+          slowest_(steps.uses.size()) {
+        for (size_t i = 0; i < uses_.size(); ++i) {
+            for (const Use &use : steps.uses[i]) {
+                auto part = std::find_if(uses_[i].begin(), uses_[i].end(), [&](const Part &p) { return p.place == use.resource; });
+                if (part == uses_[i].end()) part = uses_[i].insert(part, {use.resource, 0.0, 0.0});
+                part->most = std::max(part->most, use.amount);
+                part->times += use.amount;
             }
-            const bool ends = full ? filled.stopped[i] > 0 : weights[i] <= level;
-            (ends ? ended : still).push_back(i);
-        }
-        growing.swap(still);
-        for (size_t i : ended) {
-            const double speed = filled.speeds[i] = std::min(1.0, level / weights[i]);
-            for (const Use &use : steps.uses[i])
-                left[use.resource] = std::max(0.0, left[use.resource] - steps.counts[i] * use.amount * speed);
+            for (Part &part : uses_[i]) {
+                part.times *= steps.counts[i] / part.most;
+                users_[part.place].push_back({int(i), part.most, part.times});
+            }
         }
     }
-    return filled;
+
+    // True if the limits settled.
+    bool settle() {
+        for (int round = 0; round < most_rounds; ++round)
+            if (!adapt(round < undamped_rounds)) return true;
+        return false;
+    }
+
+    std::vector<double> speeds() const {
+        std::vector<double> result;
+        for (const Slowest &one : slowest_) result.push_back(one.speed);
+        return result;
+    }
+
+  private:
+    struct Slowest {  // a step's speed, the resource that determines it, and the speed without this resource
+        double speed = 1.0, otherwise = 1.0;
+        int resource = -1;
+    };
+
+    bool adapt(bool fully) {
+        bool changed = false;
+        for (size_t r = 0; r < room_.size(); ++r) {
+            caps_.clear();
+            double most = 0.0;
+            for (const Part &user : users_[r]) {
+                const Slowest &step = slowest_[user.place];
+                caps_.emplace_back(user.most * (step.resource == int(r) ? step.otherwise : step.speed), user.times);
+                most = std::max(most, user.most);
+            }
+            double limit = limit_of(caps_, room_[r]);
+            if (!fully) limit = std::sqrt(std::min(limit, most) * std::min(limits_[r], most));
+            if (limit == limits_[r] || std::abs(limit - limits_[r]) <= 1e-13 * std::min(limit, limits_[r])) continue;
+            changed = true;
+            limits_[r] = limit;
+            for (const Part &user : users_[r]) see(user.place);
+        }
+        return changed;
+    }
+
+    void see(int i) {
+        Slowest found;
+        for (const Part &use : uses_[i]) {
+            const double speed = limits_[use.place] / use.most;
+            if (speed < found.speed) {
+                found.otherwise = found.speed;
+                found.speed = speed;
+                found.resource = use.place;
+            } else {
+                found.otherwise = std::min(found.otherwise, speed);
+            }
+        }
+        slowest_[i] = found;
+    }
+
+    const std::vector<double> &room_;
+    std::vector<std::vector<Part>> uses_, users_;  // by step, the resources that it uses; by resource, its users
+    std::vector<double> limits_;
+    std::vector<Slowest> slowest_;
+    std::vector<std::pair<double, double>> caps_;
+};
+
+// Make speeds that nearly settled legal: nothing beyond what there is, and no step slower than a full resource makes it.
+void fit(const Running &steps, const std::vector<double> &room, std::vector<double> &speeds) {
+    const auto used = [&](const std::vector<double> &of_steps) {
+        std::vector<double> total(room.size(), 0.0);
+        for (size_t i = 0; i < of_steps.size(); ++i)
+            for (const Use &use : steps.uses[i]) total[use.resource] += steps.counts[i] * use.amount * of_steps[i];
+        return total;
+    };
+    std::vector<double> total = used(speeds);
+    std::vector<double> grown = speeds;
+    for (size_t i = 0; i < speeds.size(); ++i)
+        for (const Use &use : steps.uses[i])
+            grown[i] = std::min(grown[i], speeds[i] * std::min(1.0, room[use.resource] / total[use.resource]));
+    speeds = grown;
+    std::vector<bool> ended(speeds.size(), false);
+    for (size_t round = 0; round < speeds.size(); ++round) {  // all others grow alike until one more is stopped
+        total = used(speeds);
+        for (size_t i = 0; i < speeds.size(); ++i) grown[i] = ended[i] ? 0.0 : speeds[i];
+        const std::vector<double> slopes = used(grown);
+        double factor = std::numeric_limits<double>::infinity();
+        for (size_t i = 0; i < speeds.size(); ++i)
+            if (!ended[i]) factor = std::min(factor, 1.0 / speeds[i] - 1.0);
+        for (size_t r = 0; r < room.size(); ++r)
+            if (slopes[r] > nothing) factor = std::min(factor, std::max(0.0, room[r] - total[r]) / slopes[r]);
+        if (std::isinf(factor)) return;
+        for (size_t i = 0; i < speeds.size(); ++i) {
+            if (ended[i]) continue;
+            speeds[i] *= 1.0 + factor;
+            ended[i] = speeds[i] >= 1.0 - 1e-12;
+            for (const Use &use : steps.uses[i]) {
+                const int r = use.resource;
+                ended[i] = ended[i] || total[r] + factor * slopes[r] >= room[r] * (1.0 - 1e-12);
+            }
+        }
+    }
 }
 
 std::vector<double> max_min(Running steps, const std::vector<double> &capacity) {
@@ -99,36 +176,15 @@ std::vector<double> max_min(Running steps, const std::vector<double> &capacity) 
         }
     }
     if (room.empty()) return std::vector<double>(n, 1.0);
-    std::vector<Takers> takers(room.size());
     for (size_t i = 0; i < n; ++i) {
         std::erase_if(steps.uses[i], [&](const Use &use) { return number[use.resource] < 0; });
-        for (Use &use : steps.uses[i]) {
-            use.resource = number[use.resource];
-            takers[use.resource].emplace_back(use.amount, steps.counts[i]);
-        }
+        for (Use &use : steps.uses[i]) use.resource = number[use.resource];
     }
-    std::vector<double> level(room.size());
-    for (size_t r = 0; r < room.size(); ++r) level[r] = level_of(takers[r], room[r]);
-
-    std::vector<double> weights(n, 1.0);  // of a step: what it takes of the resource that is expected to stop it
-    for (size_t i = 0; i < n; ++i) {
-        std::pair<double, double> first{std::numeric_limits<double>::infinity(), 1.0};
-        for (const Use &use : steps.uses[i]) first = std::min(first, {level[use.resource] / use.amount, use.amount});
-        weights[i] = first.second;
-    }
-    Filled filled;
-    for (int round = 0; round < most_rounds; ++round) {
-        filled = fill(steps, room, weights);
-        bool expected = true;
-        for (size_t i = 0; i < n; ++i) {
-            if (filled.stopped[i] > 0 && filled.stopped[i] != weights[i]) {
-                expected = false;
-                weights[i] = filled.stopped[i];
-            }
-        }
-        if (expected) break;
-    }
-    return filled.speeds;
+    Limits limits(steps, room);
+    const bool settled = limits.settle();
+    std::vector<double> speeds = limits.speeds();
+    if (!settled) fit(steps, room, speeds);
+    return speeds;
 }
 
 // Slow down the sharers of a disturbed resource until it suffices for them.

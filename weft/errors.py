@@ -54,3 +54,7 @@ class OutOfSharedMemoryError(WeftError, MemoryError):
 
 class ScheduleError(WeftError, ValueError):
     """A schedule would hang, race, or read missing data. The message names ranks, lanes and steps."""
+
+
+class SimulationError(WeftError):
+    """A simulation contradicts its model: a collective ended before its links could have carried its bytes."""

@@ -1,5 +1,7 @@
 """Machine files: every number has a unit and a source, and a file that lacks one is refused with the key's name."""
 
+from importlib.resources import files
+
 import pytest
 
 from weft.hw import Quantity, available_memory_bytes, known_machines, load_machine
@@ -73,8 +75,18 @@ def test_unknown_names_say_what_there_is() -> None:
         (f'bandwidth = {{value = {"9" * 400}, unit = "TB/s", source = "paper"}}', "value is an integer of 1329 bits"),
         (f'bandwidth = {{value = {"9" * 5000}, unit = "TB/s", source = "paper"}}', "odd.toml cannot be read"),
         (f'bandwidth = {{value = 0x{"f" * 5000}, unit = "TB/s", source = "paper"}}', "an integer of 20000 bits"),
-        ('bandwidth = {value = 1e308, unit = "TB/s", source = "paper"}', "which must be between 1e-12 and 1e.06 TB/s"),
-        ('bandwidth = {value = 1e-308, unit = "us", source = "paper"}', "which must be between 1e-09 and 1e.12 us"),
+        (
+            'bandwidth = {value = 1e308, unit = "TB/s", source = "paper"}',
+            r"memory\.bandwidth = 1e\+308 TB/s is implausible: give 0\.02 to 50 TB/s",
+        ),
+        (
+            'bandwidth = {value = 1e-308, unit = "us", source = "paper"}',
+            r"memory\.bandwidth is in us: give it in B/s or",
+        ),
+        (
+            'bandwith = {value = 4, unit = "TB/s", source = "paper"}',
+            r"memory\.bandwith is no known key: do you mean memory\.bandwidth",
+        ),
         ('bandwidth = {value = 4, unit = 1, source = "paper"}', "has unit 1; use one of"),
         ('bandwidth = {value = 4, unit = "TB/s", source = "paper", note = 1}', "has note 1, which must be a string"),
         ("bandwidth = " + "[" * 200 + "]" * 200, "it is nested 20[01] deep, and at most 64"),
@@ -102,3 +114,25 @@ def test_available_memory_heeds_the_containers_limit(tmp_path, limit: str, expec
 def test_available_memory_of_this_machine_is_plausible(tmp_path) -> None:
     assert 0 < available_memory_bytes() < 1 << 50
     assert 0 < available_memory_bytes(tmp_path / "nothing", tmp_path / "nothing") < 1 << 50
+
+
+def test_all_implausible_values_of_a_file_are_told_at_once(tmp_path) -> None:
+    """Wrong units are found by size, and rates by what the datasheet promises."""
+    text = files("weft.hw").joinpath("h200.toml").read_text()
+    for right, wrong in (
+        ('value = 395\nunit = "GB/s"', 'value = 395\nunit = "TB/s"'),
+        ('value = 989\nunit = "TFLOP/s"', 'value = 79000\nunit = "TFLOP/s"'),
+        ('value = 4.27\nunit = "TB/s"', 'value = 5.27\nunit = "TB/s"'),
+    ):
+        assert right in text
+        text = text.replace(right, wrong)
+    path = tmp_path / "mine.toml"
+    path.write_text(text + '\n[memory.chanels]\nvalue = 3\nunit = "1"\nsource = "paper"\n')
+    with pytest.raises(ValueError, match=r"mine\.toml: memory\.chanels is no known key") as error:
+        load_machine(path)
+    for message in (
+        "link.port_usable = 395 TB/s is implausible: give 0.05 to 4000 GB/s",
+        "compute.bf16_dense = 79000 TFLOP/s is implausible: give 0.1 to 20000 TFLOP/s",
+        "memory.copy_bandwidth = 5.27 TB/s is implausible: memory.bandwidth is 4.8 TB/s",
+    ):
+        assert message in str(error.value)

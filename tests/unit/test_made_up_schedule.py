@@ -143,6 +143,20 @@ def loading(gbps: float) -> Model:
     )  # fmt: skip
 
 
+def test_steps_that_do_not_fit_are_told_and_not_priced() -> None:
+    def ring(p: AllGatherMatmul) -> Schedule:  # fetches half of the columns, and multiplies all
+        return edited(
+            made_up.ring(p, by="dma"),
+            lambda step: replace(step, src=replace(step.src, cols=p.k // 2)) if isinstance(step, Copy) else step,
+        )
+
+    unregister(AllGatherMatmul, "ring")
+    builder(AllGatherMatmul)(ring)
+    row = plan.choose(LARGE, h200()).row("ring")
+    assert row.us is None
+    assert row.why_not.startswith("schedule ring has ")
+
+
 def test_it_is_chosen_where_loading_is_fastest() -> None:
     choice = plan.choose(LARGE, loading(350))
     assert choice.candidate.name == "ring[by=kernel]"

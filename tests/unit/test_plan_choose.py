@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from weft.builders import (
 from weft.builders.all_gather_matmul import gather
 from weft.builders.operands import all_gather_matmul_operands
 from weft.hw import load_machine
+from weft.hw.topology import load_topology
+from weft.plan import predict as predict_module
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
 from weft.plan.predict import AT_LEAST, HOPELESS, Mode, predict
 from weft.schedule import Schedule
@@ -133,6 +136,51 @@ def test_no_run_is_shorter_than_its_bound(
             assert us >= float(why_not.removeprefix(AT_LEAST).split()[0]) - 0.1, candidate.name
             assert candidate.name not in pruned or us > HOPELESS * fastest * (1 - 1e-9)
     assert sum(why_not.startswith(AT_LEAST) for why_not in bounds.values()) > 20
+
+
+@pytest.mark.parametrize(
+    ("topology", "rows"),
+    [("hosts", "even"), slow("switch", "uneven"), slow("ring", "even"), slow("torus", "even"), slow("torus", "uneven")],
+)
+def test_of_many_ranks_no_run_is_shorter_than_the_bytes_on_its_links(
+    topology: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound leaves candidates out, but not the one that is chosen among all."""
+    world = 16
+    h200 = load_machine("h200")
+    machine = replace(h200, quantities={**h200.quantities, "link.pair_usable": h200["link.port_usable"]})
+    model = replace(model_of(machine, world), wiring=load_topology(topology, machine))
+    shards = (1024,) * world if rows == "even" else (2048, 0, *(1024,) * (world - 3), 512)
+    problem = AllGatherMatmul(world, shards, (1024,), 1024, "bf16")
+    names = (
+        "serial",
+        "gather",
+        "shard[chunks=1,",
+        "ficco_1d_collective[start=uniform",
+        "ficco_1d[start=hetero,gemms=fused,steps=2",
+    )
+    among = frozenset(
+        one.name for one in candidates(problem) if one.name.startswith(names) and "steps=0" not in one.name
+    )
+    for one in predict_module._built(problem, lambda what, share: None, among=among):
+        if one.schedule is not None:
+            us = predict(one.schedule, model, "queued")
+            assert us >= predict_module._least_us(one, model, "queued") * (1 - 1e-9), one.row.candidate.name
+    some = decide(problem, model, mode="queued", among=among)
+    monkeypatch.setattr("weft.plan.predict.HOPELESS_OF_MANY", math.inf)
+    every = decide(problem, model, mode="queued", among=among)
+    assert some.candidate == every.candidate
+    assert any(row.why_not.startswith(AT_LEAST) for row in some.rows) or topology == "switch"
+    assert not any(row.why_not.startswith(AT_LEAST) for row in every.rows)
+
+
+def test_more_than_32_ranks_leave_out_schedules_of_a_piece_for_each_rank() -> None:
+    model = model_of(load_machine("h200"), 33)
+    names = [row.candidate.name for row in decide(AllGatherMatmul.even(33 * 64, 64, 64, 33), model, mode="queued").rows]
+    assert not any("steps=0" in name for name in names)
+    pinned = "ficco_1d_collective[start=uniform,gemms=fused,steps=0]"
+    few = AllGatherMatmul.even(33 * 64, 64, 64, 33)
+    assert decide(few, model, mode="queued", pinned=pinned).candidate.name == pinned
 
 
 def test_measured_candidates_are_predicted_however_slow() -> None:

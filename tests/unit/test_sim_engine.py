@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from support.slow import slow
 from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError
 from weft.hw.topology import Wiring, mesh
-from weft.schedule import RANK, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
+from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
 from weft.sim import NULL, simulate
 from weft.sim.engine import _Engine
 from weft.sim.lower import lower
@@ -302,11 +303,60 @@ def test_a_set_too_few_is_found_in_the_run_that_lacks_it() -> None:
         simulate(d.schedule(), NULL)
 
 
+def test_a_signal_within_a_rank_ends_a_launch() -> None:
+    """Two copies by kernel of one source are one launch, unless another stream of the rank hears of the first."""
+
+    def end_us(tell: bool) -> float:
+        d = Draft("two copies", 2)
+        x, other = d.buffer("x", 10, 25, "fp32", "input"), (RANK + 1) % 2
+        boxes = [d.buffer(f"box{i}", 10, 25, "fp32", "symmetric") for i in range(2)]
+        came, told = d.signals("came", 2), d.signals("told", 1)
+        lane = d.lane("copies", "copy")
+        for i, box in enumerate(boxes):
+            lane.copy(x.part(), box.part(at=other), "kernel").set(came, i, at=other)
+            if tell and not i:
+                lane.set(told)
+        hears = d.lane("compute").wait(came, 0).wait(came, 1)
+        if tell:
+            hears.wait(told)
+        return simulate(d.schedule(), replace(TOY, launch_us=5.0)).end_us
+
+    assert end_us(tell=False) == pytest.approx(5 + 2 * 1000 / 50)
+    assert end_us(tell=True) == pytest.approx(2 * (5 + 1000 / 50))
+
+
 def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
     d = Draft("alone", 2)
     x, y = d.buffer("x", 4, 4, "fp32", "input"), d.buffer("y", 8, 4, "fp32", "output")
     d.lane("compute").repeat("i", RANK, Collective("all_gather", x.part(), y.part()))
+    with pytest.raises(ScheduleError, match=r"of 2 ranks only \[1\] call this collective"):
+        simulate(d.schedule(), TOY)
     with pytest.raises(ScheduleError, match="rank 1 lane 'compute' in run 1: all_gather x -> y, which not all ranks"):
+        simulate(d.schedule(), TOY, trusted=True)
+
+
+@pytest.mark.parametrize("world", [2, 16])
+def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int) -> None:
+    """An all-to-all whose ranks receive less than is sent, a copy of more rows than there are, and one into a buffer that is a
+    peer's own."""
+
+    def draft(rows: int, role: str = "symmetric") -> tuple[Draft, Buffer, Buffer]:
+        d = Draft("odd", world)
+        return d, d.buffer("x", 64 * world, 32, "fp32", "input"), d.buffer("y", rows, 32 * world, "fp32", role)  # type: ignore[arg-type]
+
+    d, x, y = draft(2)
+    d.lane("compute").all_to_all(x.part(), y.part())
+    with pytest.raises(
+        ScheduleError, match=rf"schedule odd has 1 fault:\n.*the ranks give rows \[{64 * world}, .*receive \[\(2"
+    ):
+        simulate(d.schedule(), TOY)
+    d, x, y = draft(2)
+    d.lane("copies", "copy").copy(x.part(), y.part(cols=(0, 32), at=(RANK + 1) % world))
+    with pytest.raises(ScheduleError, match=r"rank 0, lane copies, step 1: "):
+        simulate(d.schedule(), TOY)
+    d, x, y = draft(64 * world, "scratch")
+    d.lane("copies", "copy").copy(x.part(), y.part(cols=(0, 32), at=(RANK + 1) % world))
+    with pytest.raises(ScheduleError, match=r"is a peer's, and y is not symmetric but scratch \(and \d+ times more\)"):
         simulate(d.schedule(), TOY)
 
 
@@ -409,4 +459,5 @@ def test_a_rank_is_late_in_each_of_its_runs() -> None:
 def test_an_hour_of_work_ends() -> None:
     """Late in a long run the clock is coarser than the rest of a step."""
     problem = AllGatherMatmul.even(1_000_000, 1_000_000, 1_000_000, 2)
-    assert simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 2)).end_us > 1e9
+    roomy = replace(gpu("h200", 2), memory_bytes=math.inf)
+    assert simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], roomy).end_us > 1e9

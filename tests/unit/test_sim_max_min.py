@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +46,56 @@ def test_what_is_capped_below_its_share_gets_its_cap_and_the_others_share_the_re
     """In bytes, not in fractions of each step's rate alone."""
     found = speeds([_load(a=cap / link) for cap in caps], dict.fromkeys(range(len(caps)), 1))
     assert tuple(found[i] * cap for i, cap in enumerate(caps)) == pytest.approx(wanted)
+
+
+Flow = tuple[tuple[int, ...], int]
+"""The links that a flow crosses, and its rate alone."""
+
+
+def _rates(links: list[int], flows: list[Flow]) -> list[float]:
+    loads = [Load(tuple((link, cap / links[link]) for link in path)) for path, cap in flows]
+    found = speeds(loads, dict.fromkeys(range(len(flows)), 1))
+    return [found[i] * cap for i, (_, cap) in enumerate(flows)]
+
+
+def _progressive_filling(links: list[int], flows: list[Flow]) -> list[Fraction]:
+    """Return the rates of textbooks' method: all rates rise alike, each until its cap or a full link stops it."""
+    rates, left = [Fraction(0)] * len(flows), [Fraction(link) for link in links]
+    growing = set(range(len(flows)))
+    while growing:
+        crossing = [sum(link in flows[i][0] for i in growing) for link in range(len(links))]
+        room = [left[link] / count for link, count in enumerate(crossing) if count]
+        step = min([flows[i][1] - rates[i] for i in growing] + room)
+        for i in growing:
+            rates[i] += step
+        left = [have - count * step for have, count in zip(left, crossing, strict=True)]
+        growing = {i for i in growing if rates[i] < flows[i][1] and all(left[link] for link in flows[i][0])}
+    return rates
+
+
+def test_links_of_different_bandwidth_are_shared_by_bytes() -> None:
+    """The slow link stops the first flow at 30, so the third gets the rest of the last link."""
+    flows: list[Flow] = [((0, 1, 2, 3), 100), ((0, 3), 20), ((3,), 100)]
+    assert _rates([50, 100, 50, 90], flows) == pytest.approx([30, 20, 40])
+
+
+def test_flows_over_unequal_links_get_what_progressive_filling_gives_them() -> None:
+    draw = random.Random(28)
+    for _ in range(2000):
+        links = [draw.choice([30, 50, 90, 100, 200]) for _ in range(draw.randint(1, 8))]
+        flows: list[Flow] = [
+            (tuple(draw.sample(range(len(links)), draw.randint(1, len(links)))), draw.choice([10, 20, 50, 100, 200]))
+            for _ in range(draw.randint(1, 12))
+        ]
+        wanted = [float(rate) for rate in _progressive_filling(links, flows)]
+        assert _rates(links, flows) == pytest.approx(wanted, rel=1e-9), (links, flows)
+
+
+def test_a_resource_that_stands_for_several_counts_each_of_its_parts() -> None:
+    """A step that takes 0.6 of its own rank's link and 1.0 of the next rank's: on each link both parts meet."""
+    assert speeds([Load(((0, 0.6), (0, 1.0)))], {0: 1}) == {0: pytest.approx(1 / 1.6)}
+    both = speeds([Load(((0, 0.6), (0, 1.0))), Load(((0, 0.5),))], {0: 1, 1: 1})
+    assert both == {0: pytest.approx(1 / 2.6), 1: pytest.approx(1 / 1.3)}
 
 
 def test_a_resource_gives_equal_amounts_to_those_that_it_stops_however_much_others_give_them() -> None:
@@ -127,20 +180,17 @@ def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
         assert speed > 1 - 1e-9 or any(used[r] >= 1 - 1e-9 for r, _ in loads[i].share)
 
 
-@given(
-    st.lists(
-        st.tuples(st.sets(st.integers(0, 4), min_size=1), st.floats(0.01, 1.0), st.integers(1, 4)),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_shares_are_max_min_fair_in_what_is_used(steps: list[tuple[set[int], float, int]]) -> None:
-    """Flows over links: every flow below its cap meets a full link on which no flow gets more."""
-    loads = [Load(tuple((link, cap) for link in links)) for links, cap, _ in steps]
-    counts = {i: n for i, (_, _, n) in enumerate(steps)}
+@given(st.lists(st.tuples(SHARES, st.integers(1, 4)), min_size=1, max_size=6))
+def test_every_step_below_full_speed_has_a_full_resource_of_which_nobody_takes_more(
+    steps: list[tuple[dict[int, float], int]],
+) -> None:
+    loads = [Load(tuple(share.items())) for share, _ in steps]
+    counts = {i: n for i, (_, n) in enumerate(steps)}
     found = speeds(loads, counts)
-    used, gets = _used(loads, counts, found), {i: found[i] * cap for i, (_, cap, _) in enumerate(steps)}
-    for i, (links, _, _) in enumerate(steps):
+    used = _used(loads, counts, found)
+    for i, (share, _) in enumerate(steps):
         if found[i] < 1 - 1e-9:
-            full = [link for link in links if used[link] >= 1 - 1e-9]
-            assert any(all(gets[j] <= gets[i] + 1e-9 for j in counts if link in steps[j][0]) for link in full)
+            full = [r for r in share if used[r] >= 1 - 1e-9]
+            assert any(
+                all(steps[j][0].get(r, 0.0) * found[j] <= share[r] * found[i] + 1e-9 for j in counts) for r in full
+            )

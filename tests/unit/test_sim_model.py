@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from sim_toys import TOY, gpu
 from support.slow import mostly
 
+from weft import plan
+from weft.errors import ScheduleError
 from weft.hw import Machine, known_machines, load_machine
-from weft.sim import NULL, model_of
+from weft.schedule import Draft, Schedule
+from weft.sim import NULL, model_of, simulate
 
 # One size of tile (32 is the smallest), four units, one operation a microsecond each; splitting k costs too much to pay.
 TILES = replace(
@@ -198,10 +201,41 @@ def test_what_a_machine_file_lacks_is_named() -> None:
         model_of(h200, 0)
 
 
+def test_all_that_a_machine_file_lacks_is_named_at_once_with_the_way_to_derive_it() -> None:
+    mi300x = load_machine("mi300x")
+    gaps = ("memory.l2", "signal.remote", *(key for key in mi300x if key.startswith(("link.stores", "compute.bf16_m"))))
+    every_rate = [key for key in mi300x if "_matmul_" in key]
+    with pytest.raises(
+        KeyError,
+        match=r"AMD Instinct MI300X: add memory\.l2, signal\.remote, link\.stores_8_programs \(or of another number\), "
+        r"compute\.bf16_matmul_8192 \(or of another dtype\) to its machine file.*derived_from = .* needs only compute\.multip",
+    ):
+        model_of(_without(mi300x, *gaps, *every_rate), 2)
+
+
+def test_what_does_not_fit_in_memory_is_refused() -> None:
+    """Two buffers of 40 GB each fill a GPU of 80 GB."""
+
+    def schedule(rows: int) -> Schedule:
+        d = Draft("large", 2)
+        x, y = (d.buffer(name, rows, 1 << 20, "bf16", role) for name, role in (("x", "input"), ("y", "output")))  # type: ignore[arg-type]
+        d.lane("compute").copy(x.part(), y.part(), "kernel")
+        return d.schedule()
+
+    h100 = gpu("h100", 2)
+    assert simulate(schedule(19_000), h100).end_us > 0
+    with pytest.raises(
+        ScheduleError, match=r"schedule large: it needs 503\.3 GB on a rank, and NVIDIA H100 .* has 80 GB: use"
+    ):
+        simulate(schedule(120_000), h100)
+    with pytest.raises(ValueError, match=r"schedule serial: it needs .* GB on a rank, and NVIDIA H100 .* has 80 GB"):
+        plan.explain("all_gather_matmul", M=1 << 22, N=8192, K=8192, ranks=2, hw="h100")
+
+
 @pytest.mark.parametrize("name", mostly(known_machines(), "h200", "mi300x"))
 def test_every_number_of_a_model_comes_from_its_machine_file(name: str) -> None:
     """Changing a number that the simulator reads, and no other, changes the model."""
-    others = ("memory.capacity", "memory.bandwidth", "link.bandwidth", "compute.bf16_dense", "link.copy_engine",
+    others = ("memory.bandwidth", "link.bandwidth", "compute.bf16_dense", "link.copy_engine",
               "collective.reduce_scatter", "heuristic.")  # fmt: skip
     machine = load_machine(name)
     model = model_of(machine, 4)

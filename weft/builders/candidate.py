@@ -18,6 +18,11 @@ class Candidate:
     build: Callable[[], Schedule]
 
     @property
+    def pieces_grow(self) -> bool:
+        """True if it cuts each shard into as many pieces as there are ranks: a rank sends W (W - 1) of them."""
+        return ("steps", 0) in self.parameters
+
+    @property
     def name(self) -> str:
         given = ",".join(f"{key}={value}" for key, value in self.parameters)
         return f"{self.builder}[{given}]" if given else self.builder

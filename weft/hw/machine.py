@@ -25,18 +25,10 @@ from typing import Any
 from weft import reading
 from weft.errors import UnreadableError
 from weft.hw.derived import derived
-from weft.hw.quantity import SOURCES, UNITS, Quantity
+from weft.hw.keys import implausible, limits_of, unknown
+from weft.hw.quantity import BANDWIDTHS, BYTES, RATES, SOURCES, TIMES, UNITS, Quantity
 
 _FOLDERS = {"machine": "weft.hw", "topology": "weft.hw.topology"}
-_TIMES = ("ns", "us", "ms", "s")
-_BYTES = ("B", "KiB", "MiB", "GiB", "GB")
-_BANDWIDTHS = ("B/s", "GB/s", "TB/s")
-_RATES = ("FLOP/s", "TFLOP/s")
-_RANGES = {
-    _TIMES: (1e-15, 1e6), _BYTES: (1.0, 1e18), _BANDWIDTHS: (1.0, 1e18), _RATES: (1.0, 1e21), ("Hz", "GHz"): (1.0, 1e15),
-    ("1",): (1e-9, 1e6),
-}  # fmt: skip
-"""The smallest and the largest value by unit, in SI. Values beyond them make a model divide by zero or overflow."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +60,13 @@ class Machine:
 
     def per_us(self, key: str) -> float:
         """Return a rate per microsecond: FLOPs for compute, bytes otherwise."""
-        return self.number(key, _RATES if key.startswith("compute.") else _BANDWIDTHS) * 1e-6
+        return self.number(key, RATES if key.startswith("compute.") else BANDWIDTHS) * 1e-6
 
     def us(self, key: str) -> float:
-        return self.number(key, _TIMES) * 1e6
+        return self.number(key, TIMES) * 1e6
 
     def bytes(self, key: str) -> float:
-        return self.number(key, _BYTES)
+        return self.number(key, BYTES)
 
     def count(self, key: str) -> int:
         if self.number(key) % 1:
@@ -99,9 +91,10 @@ def file_of(machine: str) -> str | None:
 def load_machine(name: str | Path) -> Machine:
     """Return the machine `name` (see `known_machines`), or the machine in the TOML file at that path.
 
-    Raises `ValueError` if a number has no unit or source, an unknown unit or source, or a value out of range, or if it is assumed
-    without a note. Also if numbers must be derived, but the numbers for that are missing. Raises `UnreadableError` for a file
-    that is not TOML, or exceeds the limits of `weft.reading`. A known machine is read once per process, a path at each call.
+    Raises `ValueError` if a number has no unit or source, an unknown key, unit or source, or an implausible value (`weft.hw.keys`),
+    or if it is assumed without a note. Also if numbers must be derived, but the numbers for that are missing. Raises
+    `UnreadableError` for a file that is not TOML, or exceeds the limits of `weft.reading`. A known machine is read once per
+    process, a path at each call.
     """
     return _read(name) if Path(name).suffix == ".toml" else _known(str(name))
 
@@ -165,8 +158,12 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
 
 
 def quantities_of(file: str, data: Mapping[str, Any]) -> dict[str, Quantity]:
-    """Return all numbers of a file, by their dotted keys."""
-    return dict(_leaves(file, "", data))
+    """Return all numbers of a file, by their dotted keys. Raise `ValueError` with all unknown keys and implausible values."""
+    found = dict(_leaves(file, "", data))
+    wrong = [unknown(key) for key in found if limits_of(key) is None] + list(implausible(found))
+    if wrong:
+        raise ValueError("\n  ".join([f"{file}: {wrong[0]}", *wrong[1:]]))
+    return found
 
 
 def _leaves(file: str, prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Quantity]]:
@@ -193,10 +190,6 @@ def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
         raise ValueError(f"{file}: {path} has source {source!r}; use one of {', '.join(SOURCES)}")
     if type(value) not in (int, float) or not value > 0:
         raise ValueError(f"{file}: {path} has value {value!r}, which must be a positive number")
-    least, most = next(limits for units, limits in _RANGES.items() if unit in units)
-    if not least <= value * UNITS[unit] <= most:
-        ends = f"{least / UNITS[unit]:g} and {most / UNITS[unit]:g} {unit}"
-        raise ValueError(f"{file}: {path} has value {value!r}, which must be between {ends}")
     if not isinstance(note, str):
         raise ValueError(f"{file}: {path} has note {note!r}, which must be a string")
     if source == "assumed" and not note:

@@ -12,6 +12,10 @@ UNITS = {
     "Hz": 1.0, "GHz": 1e9, "1": 1.0,
 }  # fmt: skip
 """Units by name, in bytes, seconds, hertz, bytes/s or FLOP/s."""
+TIMES, BYTES = ("ns", "us", "ms", "s"), ("B", "KiB", "MiB", "GiB", "GB")
+BANDWIDTHS, RATES = ("B/s", "GB/s", "TB/s"), ("FLOP/s", "TFLOP/s")
+KINDS = (TIMES, BYTES, BANDWIDTHS, RATES, ("Hz", "GHz"), ("1",))
+"""Units that convert into each other."""
 SOURCES = ("measured", "datasheet", "paper", "derived", "assumed")
 """derived: from another machine's number (`weft.hw.derived`). assumed: not measured; the note gives the reason for the value."""
 

@@ -22,6 +22,7 @@ from weft.plan.machine import machine_here, machine_name
 from weft.plan.predict import AT_LEAST, SAME_AS, Progress, Row
 from weft.plan.source import calibrated
 from weft.sim import Mode, Model
+from weft.sim.memory import require_memory
 from weft.sim.model import MatmulShape
 
 HEADER = (
@@ -226,6 +227,7 @@ def explanation(
         raise ValueError(f"mode='graph': {problem.not_captured}")
     measured = {} if topology else known_times(problem, machine.name, mode)
     choice = decide(problem, model, mode=mode, measured=measured, progress=progress)
+    require_memory(choice.schedule, model)
     here = frozenset(gemms.measured_here(machine.name))
     return Explanation(choice, machine, notes, static_pick(problem, machine), here)
 

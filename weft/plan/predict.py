@@ -20,12 +20,15 @@ from functools import cached_property
 from typing import TypeAlias, cast, get_args
 
 from weft.builders import Candidate, NotApplicableError, Problem, builders_of, candidates, named
+from weft.errors import ScheduleError
 from weft.schedule import ITEM_BYTES, Compute, Region, Schedule, Step, Tiles
 from weft.schedule.expr import Values
 from weft.schedule.steps import iterations, substitute
+from weft.schedule.verify import check_steps
 from weft.sim import Inefficiencies, Model, inefficiencies
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
+from weft.sim.memory import too_large
 from weft.sim.model import MatmulShape
 from weft.sim.run_time import Mode, dynamic_steps, run_us
 from weft.sim.vectorised import key_of, values_of_ranks
@@ -40,6 +43,8 @@ SAME_AS = "the same schedule as "
 
 HOPELESS = 2.5
 """Multiple of the fastest prediction: schedules with a higher lower bound are not simulated."""
+HOPELESS_OF_MANY = 1.05
+"""The same for more than `_MANY_RANKS` ranks, whose simulations take long."""
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Called before each piece of work, with its name and the fraction of all work that was done since the last call."""
@@ -120,12 +125,13 @@ class _Priced:
 class _Built:
     """A candidate with its schedule, or with the reason in `row.why_not`.
 
-    lanes: for each lane of a rank, the count of each distinct step.
+    lanes: for each lane of a rank, the count of each distinct step. even: True if sizes are surely equal at all ranks.
     """
 
     row: Row
     schedule: Schedule | None = None
     lanes: tuple[Counter[_Priced], ...] = ()
+    even: bool = False
 
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0) -> float:
@@ -159,7 +165,12 @@ def predicted_rows(
 
     among: names of the candidates to consider; by default all. needed: names of the candidates that are always simulated.
     """
-    built = _built(problem, progress, needed, among)
+    built = [
+        replace(one, row=replace(one.row, why_not=why), schedule=None)
+        if one.row.candidate.name not in needed and one.schedule is not None and (why := too_large(one.schedule, model))
+        else one
+        for one in _built(problem, progress, needed, among)
+    ]
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
     if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
@@ -181,8 +192,12 @@ def _built(
 ) -> list[_Built]:
     """Build all candidates that calls may take, or the candidates in `among`, and also those in `needed`.
 
-    If candidates have equal schedules, only the first keeps its schedule.
+    If candidates have equal schedules, only the first keeps its schedule. Schedules of builders outside weft are checked, since
+    the simulator would price steps that do not fit each other.
     """
+    outside = {
+        name for name, function in builders_of(type(problem)) if not function.__module__.startswith("weft.builders.")
+    }
     known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
     wanted = needed | (among or frozenset())
     known += [named(problem, name) for name in sorted(wanted - {candidate.name for candidate in known})]
@@ -195,7 +210,9 @@ def _built(
         progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
             schedule = candidate.build()
-        except NotApplicableError as error:
+            if candidate.builder in outside:
+                check_steps(schedule)
+        except (NotApplicableError, ScheduleError) as error:
             found.append(_Built(Row(candidate, why_not=str(error))))
             continue
         like = first.setdefault(_looks(schedule), [])
@@ -251,7 +268,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         or any(step.multiplies and ops[-1].at != 0 for _, step, ops, _ in each),
         matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
-    return _Built(row, schedule, tuple(lane for _, lane in lanes))
+    return _Built(row, schedule, tuple(lane for _, lane in lanes), counts.even)
 
 
 def _stages(step: Step) -> bool:
@@ -269,6 +286,7 @@ class _Counts:
     def __init__(self, schedule: Schedule) -> None:
         self.steps = 0
         self.grouped = 0  # executions of tiles with matmuls
+        self.even = True  # no size depends on the rank
         self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
         self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
         self._operands: dict[tuple, Operand] = {}
@@ -313,6 +331,7 @@ class _Counts:
         if (known := self._operands.get(key)) is not None:
             return known
         buffer = self._buffers[region.buffer]
+        self.even &= isinstance(region.rows, int) and isinstance(region.cols, int)
         rows, cols, at = (substitute(n, values) for n in (region.rows, region.cols, region.at))
         found = Operand(rows, cols, buffer.dtype, at % self._world, cols == buffer.cols)
         if values is self._values:
@@ -340,11 +359,12 @@ def _times(
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
     bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
     best, best_captured = float("inf"), float("inf")
+    hopeless = HOPELESS if problem.world_size <= _MANY_RANKS else HOPELESS_OF_MANY
     times: dict[str, float | str] = {}
     for number, name in enumerate(sorted(bounds, key=lambda name: (name not in needed, bounds[name])), 1):
         progress(f"simulating {number} of {len(bounds)}: {name}", 0.5 / len(bounds))
         one, schedule = there[name]
-        if bounds[name] > HOPELESS * (best if one.row.reads_on_host else best_captured) and name not in needed:
+        if bounds[name] > hopeless * (best if one.row.reads_on_host else best_captured) and name not in needed:
             times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
             continue
         times[name] = us = predict(schedule, model, mode, least)
@@ -354,22 +374,32 @@ def _times(
 
 
 def _least_us(built: _Built, model: Model, mode: Mode) -> float:
-    """Return a lower bound: the longest lane's steps, each alone, and in a single run the host's time for all steps."""
+    """Return a lower bound: the longest lane's steps, each alone, for many ranks the bytes on their links, and in a single run the
+    host's time for all steps."""
     host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
     return max(host_us, _lanes_us(built, model))
 
 
-def _lanes_us(built: _Built, model: Model) -> float:
-    """Return the time of the longest lane's steps, each alone.
+_MANY_RANKS = 8
+"""With more ranks than this, bytes on links bound predictions too: it saves more simulations than it takes time."""
 
-    Latencies of copies by kernel do not count, since one kernel may do several copies.
+
+def _lanes_us(built: _Built, model: Model) -> float:
+    """Return the time of the longest lane's steps, each alone, or of the kind of resource that all steps use most.
+
+    Latencies of copies by kernel do not count, since one kernel may do several copies. If all ranks move as many bytes, what one
+    rank takes of all resources of a kind, of which each rank has one, is what all ranks take of one of them on average.
     """
     assert built.schedule is not None
-    longest = 0.0
+    world, longest = built.schedule.world_size, 0.0
+    busy_us: dict[str, float] = {}
     for lane in built.lanes:
         us = 0.0
         for priced, times in lane.items():
-            found = cost(model, built.schedule.world_size, priced.step, priced.operands)
+            found = cost(model, world, priced.step, priced.operands)
             us += times * (found.work_us + (0.0 if priced.step.copies_by == "kernel" else found.latency_us))
+            for how, (kind, at), amount in found.uses if world > _MANY_RANKS else ():
+                if how == "share" and (built.even or at == 0):
+                    busy_us[kind] = busy_us.get(kind, 0.0) + times * amount * found.work_us
         longest = max(longest, us)
-    return longest
+    return max(longest, *busy_us.values(), 0.0)

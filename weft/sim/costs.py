@@ -8,14 +8,15 @@ route. Costs name resources by distance from the rank of the step, so that ranks
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from weft.hw.topology import Link, Topology
+from weft.hw.topology import Paths, Topology
 from weft.schedule import ITEM_BYTES, OPS, Agree, Collective, Compute, Copy, Read, Step
 from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
+from weft.sim.collectives import Op, algorithm, least_us
 from weft.sim.model import Model
 
 ResourcePlace: TypeAlias = tuple[str, int]
@@ -49,6 +50,7 @@ class Cost(NamedTuple):
     sent_bytes: int = 0  # bytes between ranks: sent by its rank, or fetched from a peer
     joins: bool = False  # begins when all ranks have reached it
     fills: float = 0.0  # share of its rank's units that later kernels do not get until it ends
+    least_us: float = 0.0  # the time that the links need for it, whatever the algorithm
 
     @property
     def holds(self) -> float:
@@ -74,21 +76,23 @@ class Links(NamedTuple):
     topology: Topology
     rank: int
 
-    def route(self, source: int, target: int) -> tuple[Link, ...]:
+    def paths(self, source: int, target: int) -> Paths:
         ranks = self.topology.ranks
-        return self.topology.route((self.rank + source) % ranks, (self.rank + target) % ranks)
+        return self.topology.paths((self.rank + source) % ranks, (self.rank + target) % ranks)
 
     def latency_us(self, source: int, target: int) -> float:
-        return sum(link.latency_us for link in self.route(source, target))
+        return self.paths(source, target).latency_us
 
     def bytes_per_us(self, source: int, target: int) -> float:
-        return min((link.bytes_per_us for link in self.route(source, target)), default=math.inf)
+        """Return the rate of a flow alone."""
+        return self.paths(source, target).bytes_per_us
 
     def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
         """Yield the link shares of a flow of `count` bytes that takes `us`."""
-        for link in self.route(source, target):
+        routes = self.paths(source, target).routes
+        for link in itertools.chain(*routes):
             at = (link.at - self.rank) % self.topology.ranks
-            yield _share(link.kind, at, _part(count, us, link.bytes_per_us))
+            yield _share(link.kind, at, _part(count / len(routes), us, link.bytes_per_us))
 
 
 def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
@@ -263,56 +267,79 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
         if us > 0:
             uses.append(Use("disturb", ("compute", at), disturbance * count / us))
     uses += links.uses(source.at, target.at, count, us)
-    return _cost("peer", latency + links.latency_us(source.at, target.at), us, uses, sent_bytes=count)
+    return _cost("peer", latency + _fetching_us(links, (source,)), us, uses, sent_bytes=count)
+
+
+def _fetching_us(links: Links, inputs: Iterable[Operand]) -> float:
+    """Return the time from a request for the first bytes of peers' operands until they arrive.
+
+    Bytes that a step stores in a peer's memory arrive a latency after they are sent, and so does the signal behind them. The wait
+    for this signal has that latency (`weft.sim.lower`), and the step does not.
+    """
+    return max((links.latency_us(0, o.at) + links.latency_us(o.at, 0) for o in inputs if o.at), default=0.0)
 
 
 def _all_gather(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """Return the cost of gathering all sources into each rank's target: each rank receives all but its own source."""
-    us, others = model.transfer_us("all_gather", target.bytes - source.bytes), links.topology.ranks - 1
-    return _collective(model, links, us, 2 * target.bytes, [source.bytes] * others)
+    us = model.transfer_us("all_gather", target.bytes - source.bytes)
+    return _collective(model, links, "all_gather", us, 2 * target.bytes, target.bytes)
 
 
 def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
     """Return the cost of an all-to-all: equal parts of each source, or the sizes of `parts` by distance."""
-    kept = parts[0].bytes if parts else target.rows * source.cols * ITEM_BYTES[source.dtype]
-    sent, received, others = source.bytes - kept, target.bytes - kept, links.topology.ranks - 1
+    if not parts:
+        kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
+        us = model.transfer_us("all_to_all", max(source.bytes, target.bytes) - kept)
+        return _collective(model, links, "all_to_all", us, source.bytes + target.bytes, source.bytes)
+    own, *others = parts
+    sent, received = source.bytes - own.bytes, target.bytes - own.bytes
     us = model.transfer_us("all_to_all", max(sent, received))
-    to_each = [part.bytes for part in parts[1:]] if parts else [sent / others] * others
-    found = _collective(model, links, us, source.bytes + target.bytes, to_each)
+    uses = itertools.chain(*(links.uses(0, distance, part.bytes, us) for distance, part in enumerate(others, 1)))
     # The host reads the sizes of an exchange just before it launches it: nothing is queued ahead.
-    latency_us = found.latency_us + (model.host_read_us if parts else 0.0)
-    return found._replace(latency_us=latency_us, sent_bytes=sent)
+    latency_us = model.host_read_us + max(links.latency_us(0, distance) for distance in range(1, len(parts)))
+    return _library_call(model, latency_us, us, source.bytes + target.bytes, uses, sent)
 
 
 def _reduce_scatter(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """Return the cost of a reduce-scatter: an all-gather of as many bytes, plus the memory traffic of the reduction."""
-    return _summed(model, links, source, source.bytes - target.bytes, 1)
+    sent = source.bytes - target.bytes
+    us = model.transfer_us("all_gather", sent)
+    return _collective(model, links, "reduce_scatter", us, source.bytes + 2 * sent, source.bytes)
 
 
 def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """Return the cost of an all-reduce: a reduce-scatter, then an all-gather of its result."""
-    world = links.topology.ranks
-    return _summed(model, links, source, source.bytes * (world - 1) // world, 2)
+    sent = 2 * (source.bytes * (links.topology.ranks - 1) // links.topology.ranks)
+    us = model.all_reduce * (model.transfer_us("all_gather", sent) + model.collective_latency_us)
+    us = max(0.0, us - model.collective_latency_us)
+    return _collective(model, links, "all_reduce", us, 2 * source.bytes + 2 * sent, source.bytes)
 
 
-def _summed(model: Model, links: Links, source: Operand, sent: int, rounds: int) -> Cost:
-    us, others = model.transfer_us("all_gather", rounds * sent), links.topology.ranks - 1
-    if rounds > 1:
-        us = max(0.0, model.all_reduce * (us + model.collective_latency_us) - model.collective_latency_us)
-    return _collective(model, links, us, rounds * (source.bytes + 2 * sent), [rounds * sent / others] * others)
+def _collective(model: Model, links: Links, op: Op, us: float, memory: int, count: int) -> Cost:
+    """Return the cost of a collective by the fastest algorithm, which no measured rate allows in less than `us`.
 
-
-def _collective(model: Model, links: Links, us: float, memory: int, to_each: Sequence[float]) -> Cost:
-    """Return the cost of a collective that takes `us` on idle links.
-
-    memory: bytes that it reads and writes. to_each: bytes that it sends to the rank at each distance, from 1.
+    memory: bytes that it reads and writes. count: see `weft.sim.collectives.algorithm`.
     """
-    uses = [_share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us))]
-    uses += [Use("hold", _COMPUTE, model.collective_units / model.compute_units)]
-    for distance, count in enumerate(to_each, 1):
-        uses += links.uses(0, distance, count, us)
-    latency_us = model.collective_latency_us + max(links.latency_us(0, d + 1) for d in range(len(to_each)))
-    return _cost("peer", latency_us, us, uses, round(sum(to_each)), joins=True)
+    found = algorithm(links.topology, op, count)
+    us = max(us, count * found.us_per_byte)
+    of_rank = found.links[links.rank % len(found.links)]
+    uses = (_share(kind, at, _part(count * link_us, us, 1.0)) for kind, at, link_us in of_rank)
+    call = _library_call(model, found.latency_us, us, memory, uses, round(found.sent * count))
+    return call._replace(least_us=least_us(links.topology, op, count))
+
+
+def _library_call(
+    model: Model, latency_us: float, us: float, memory: int, uses: Iterable[Use], sent_bytes: int
+) -> Cost:
+    """Return the cost of a call of NCCL or RCCL that begins `latency_us` after its usual latency.
+
+    memory: bytes that it reads and writes.
+    """
+    own = [
+        _share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us)),
+        Use("hold", _COMPUTE, model.collective_units / model.compute_units),
+    ]
+    return _cost("peer", model.collective_latency_us + latency_us, us, [*own, *uses], sent_bytes, joins=True)
 
 
 _COLLECTIVES: dict[str, Callable[..., Cost]] = {
@@ -430,9 +457,8 @@ def _kernel(
     for source, target, count in flows:
         uses.append(_share("hbm", source or target, _part(count, us, model.hbm_bytes_per_us)))
         uses += links.uses(source, target, count, us)
-    latency_us = max((links.latency_us(source, target) for source, target, _ in flows), default=0.0)
     crossing = sum(count for _, _, count in flows)
-    return _cost(what, model.launch_us + latency_us, us, uses, sent_bytes=crossing)
+    return _cost(what, model.launch_us + _fetching_us(links, inputs), us, uses, sent_bytes=crossing)
 
 
 def _share(kind: str, at: int, amount: float) -> Use:

@@ -21,11 +21,13 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from weft._core import Fluid
-from weft.errors import ScheduleError
+from weft.errors import ScheduleError, SimulationError
 from weft.schedule import Schedule
+from weft.schedule.verify import check_steps
 from weft.sim.issue import issue_times
 from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
 from weft.sim.machines import NULL
+from weft.sim.memory import require_memory
 from weft.sim.model import Model
 from weft.sim.result import Simulated, TaskRun
 from weft.sim.scarce import parts_of, scarce_only
@@ -41,6 +43,7 @@ def simulate(
     runs: int = 1,
     mode: Literal["queued", "graph", "single"] = "queued",
     late_us: Sequence[float] = (),
+    trusted: bool = False,
 ) -> Simulated:
     """Simulate `schedule` on `model`.
 
@@ -49,8 +52,12 @@ def simulate(
         longer. The time that a graph adds at the end of a run (`model.graph_run_us`) is not included. "single": every run
         begins on idle devices, and the host needs `model.host_step_us` per step.
     late_us: delay of each rank at the start of each of its runs; by default 0.
+    trusted: skip the checks of steps (`weft.schedule.verify.check_steps`) and of memory, for schedules of weft's own builders, or
+        verified ones.
 
-    `ScheduleError` if lanes wait forever (the message lists all of them), or if the schedule has no work on any model but NULL.
+    `ScheduleError` if steps do not fit their buffers or each other, if buffers do not fit in a GPU's memory, if lanes wait forever
+    (the message lists all of them), or if the schedule has no work on any model but NULL.
+    `SimulationError` if a collective ends before its links can have carried its bytes.
     """
     if runs < 1:
         raise ValueError(f"runs={runs}: simulate one run at least")
@@ -61,6 +68,9 @@ def simulate(
     late = tuple(late_us) or (0.0,) * schedule.world_size
     if len(late) != schedule.world_size or min(late) < 0:
         raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
+    if not trusted:
+        check_steps(schedule)
+        require_memory(schedule, model)
     program = lower(schedule, model, alike=len(set(late)) == 1, captured=mode == "graph")
     engine = _Engine(program, late, issue_times(program, model) if mode == "single" else None, runs)
     result = engine.run()
@@ -74,8 +84,17 @@ _KNOWN_SPEEDS = 1 << 20
 """Capacity of the cache of speeds, over all sets of concurrent steps. Long runs of ranks that differ keep producing new sets."""
 
 
+class _Meeting:
+    """A collective under way. No rank may be the last to leave it before `least_end`."""
+
+    __slots__ = ("least_end", "open")
+
+    def __init__(self, ranks: int, least_end: float) -> None:
+        self.open, self.least_end = ranks, least_end
+
+
 class _Lane:
-    __slots__ = ("issued", "joined", "next", "number", "program", "pulses", "rank", "since", "tasks")
+    __slots__ = ("issued", "joined", "meeting", "next", "number", "program", "pulses", "rank", "since", "tasks")
 
     def __init__(self, number: int, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
         self.number, self.program, self.rank, self.issued = number, program, rank, issued
@@ -83,6 +102,7 @@ class _Lane:
         self.next = self.joined = 0  # the next task, and the number of collectives begun
         self.since = 0.0  # when the current task began
         self.pulses = 0  # parts of its work that are done
+        self.meeting: _Meeting | None = None  # the collective that it does
 
 
 class _Rank:
@@ -116,6 +136,7 @@ class _Engine:
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in program.lanes]
         loads = scarce_only(program.loads, of_lanes)
         self.fluid = Fluid(loads, parts_of(loads, of_lanes), _PULSES, _KNOWN_SPEEDS)
+        self.links = {n for (kind, _), n in program.places.items() if kind not in ("hbm", "compute", "engine")}
         self.lanes: list[_Lane] = []
         for number, lane in enumerate(program.lanes):
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
@@ -209,7 +230,7 @@ class _Engine:
 
     def _begin(self, lane: _Lane, task: Work) -> None:
         lane.pulses = 0
-        if task.joins and len(self.ranks) > 1:
+        if task.joins:
             # Match collectives by their number in the lane: the tasks before one may differ between ranks.
             place = (lane.rank.run, lane.program.number, lane.joined)
             lane.joined += 1
@@ -217,12 +238,36 @@ class _Engine:
             there.append(lane)
             if len(there) < len(self.ranks):
                 return
-            for other in self.meeting.pop(place):
-                other.since = self.now
+            del self.meeting[place]
+            meeting = _Meeting(len(there), self.now + task.latency_us + self._least_us(there))
+            for other in there:
+                other.since, other.meeting = self.now, meeting
                 self._plan(self.now + task.latency_us, other, works=True)
         else:
             self.planned += 1  # `_plan` inlined: most steps come here
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
+
+    def _least_us(self, lanes: list[_Lane]) -> float:
+        """Return the least time of the collective that `lanes` begin: no link carries its bytes in less."""
+        busy_us: dict[int, float] = {}
+        least_us = 0.0
+        for lane in lanes:
+            task = lane.tasks[lane.next]
+            assert isinstance(task, Work)
+            least_us = max(least_us, task.least_us)
+            for place, share in self.program.loads[task.load].share:
+                if place in self.links:
+                    busy_us[place] = busy_us.get(place, 0.0) + share * task.work_us
+        return max(least_us, *busy_us.values(), 0.0)
+
+    def _leave(self, lane: _Lane, meeting: _Meeting) -> None:
+        lane.meeting = None
+        meeting.open -= 1
+        if not meeting.open and self.now < meeting.least_end * (1 - 1e-9) - 1e-6:
+            raise SimulationError(
+                f"{self.program.schedule.name}: {self.program.name_of(lane.program, lane.next)} ends at {self.now:.3f} us, and its "
+                f"links need until {meeting.least_end:.3f} us: the costs of collectives and the topology disagree"
+            )
 
     def _work(self, lane: _Lane) -> None:
         task, rank = lane.tasks[lane.next], lane.rank
@@ -249,6 +294,8 @@ class _Engine:
                 self._pulse(lane)
         if task.fills:
             self._free(lane.rank, task.fills)
+        if lane.meeting:
+            self._leave(lane, lane.meeting)
         self._note(lane)
         self._advance(lane)
 

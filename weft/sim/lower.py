@@ -52,6 +52,7 @@ class Work(NamedTuple):
     raises: tuple[Raising, ...] = ()  # signals that it sets while it runs
     holds: float = 0.0  # share of its rank's units that it needs to begin
     fills: float = 0.0  # share of them that later kernels do not get until it ends
+    least_us: float = 0.0  # the time that links need for a collective, whatever its algorithm
 
 
 class Raise(NamedTuple):
@@ -111,6 +112,10 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 """The sets of one task: (counter, how the rank sets it)."""
+
+
+_KNOWN_COSTS = 1 << 16
+"""Capacity of a model's cache of costs."""
 
 
 class _Lowering:
@@ -243,7 +248,12 @@ class _Lowering:
             units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
             if units not in self._models:
                 self._models[units] = replace(self.model, kernel_copy_units=units)
-            self._costs[key] = cost(self._models[units], self.world, step, operands, seen_from), {}
+            known, kept = self._models[units].costs, (self.world, *key)
+            if kept not in known:
+                if len(known) >= _KNOWN_COSTS:
+                    known.clear()
+                known[kept] = cost(self._models[units], self.world, step, operands, seen_from)
+            self._costs[key] = known[kept], {}
         found, loads = self._costs[key]
         if rank not in loads:
             loads[rank] = self._load(found, rank)
@@ -253,8 +263,9 @@ class _Lowering:
             latency_us += self.model.graph_collective_us if first else self.model.graph_run_us
         holds = 0.0 if carried else found.holds  # the kernel that carries it has its units already
         return Work(
-            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), holds, found.fills
-        )
+            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), holds, found.fills,
+            found.least_us,
+        )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:
         """Return the first rank whose steps cost the same as those of `rank`."""

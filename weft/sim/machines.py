@@ -11,6 +11,7 @@ memory.library_grouped_matmul           its share of memory.copy_bandwidth
 memory.matmul (if known)                share of memory.copy_bandwidth that a memory-bound matmul reaches
 memory.operand_loads (if known)         rate at which all units together load operands of matmuls from the cache
 memory.copy_bandwidth, .l2              bytes read and written
+memory.capacity (if known)              schedules that need more are refused
 link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction. The topology
                                         (`weft.hw.topology`) says which key is read
 link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
@@ -30,9 +31,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from weft.hw import Machine
+from weft.hw.derived import GIVEN
 from weft.hw.topology import Wiring, known_topologies, load_topology, unlimited
 from weft.schedule import ITEM_BYTES
 from weft.sim.model import Model
@@ -44,17 +47,25 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
     """Return the model of `world_size` of these GPUs.
 
     kernel_copy_units: programs of a copying kernel; by default the machine file's `kernel_copy.units`.
-    `KeyError` names a key that the machine file lacks. `ValueError` names a key with a unit of the wrong kind.
+    `KeyError` names all keys that the machine file lacks. `ValueError` names a key with a unit of the wrong kind.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a model has one rank at least")
-
-    number, per_us, us, units = machine.number, machine.per_us, machine.us, machine.count
     if not machine.topology:
         raise KeyError(
             f'{machine.name}: add topology = "switch" to its machine file, above the first number: how its GPUs are linked, one '
             f"of {', '.join(known_topologies())}, or the path of a TOML file"
         )
+    if gaps := _gaps(machine):
+        raise KeyError(
+            f"{machine.name}: add {', '.join(gaps)} to its machine file: the simulator needs them (see weft/sim/machines.py). "
+            f'With derived_from = "h200" below its name, a file needs only {", ".join(GIVEN)}; the rest is derived'
+        )
+    number, per_us, us, units = machine.number, machine.per_us, machine.us, machine.count
+
+    def known(read: Callable[[str], float], key: str, otherwise: float = 0.0) -> float:
+        return read(key) if key in machine.quantities else otherwise
+
     model = Model(
         name=machine.name,
         world_size=world_size,
@@ -63,13 +74,21 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         tile=(units("compute.tile_rows"), units("compute.tile_cols")),
         tile_half=number("compute.tile_half"),
         tile_ramp=number("compute.tile_ramp"),
+        tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         vector_flops_per_us=per_us("compute.fp32_vector"),
-        matmul_keeps=number("compute.matmul_keeps") if "compute.matmul_keeps" in machine.quantities else 0.0,
+        matmul_keeps=known(number, "compute.matmul_keeps"),
+        sustained=number("compute.sustained"),
+        grouped_efficiency=number("compute.grouped_matmul"),
+        library_grouped=(number("compute.library_grouped_matmul"), number("memory.library_grouped_matmul")),
         launch_us=us("compute.launch"),
+        memory_bytes=known(machine.bytes, "memory.capacity", math.inf),
         hbm_bytes_per_us=per_us("memory.copy_bandwidth"),
-        matmul_memory=number("memory.matmul") if "memory.matmul" in machine.quantities else 1.0,
+        matmul_memory=known(number, "memory.matmul", 1.0),
         l2_bytes=machine.bytes("memory.l2"),
         wiring=load_topology(machine.topology, machine),
+        stored_late_bytes=known(machine.bytes, "link.stored_late"),
+        stored_end_us=known(us, "link.stored_end"),
+        loaded_start_us=known(us, "link.loaded_start"),
         copy_latency_us=us("copy_engine.latency"),
         copy_bytes_per_us=per_us("copy_engine.bandwidth"),
         copy_engines=units("copy_engine.count"),
@@ -80,8 +99,10 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         collective_latency_us=us("collective.all_gather_latency"),
         collective_bytes_per_us=per_us("collective.all_gather"),
         collective_units=units("collective.units"),
-        small_collective_bytes_per_us=per_us("collective.small") if "collective.small" in machine.quantities else None,
-        large_collective_us=us("collective.large_latency") if "collective.large_latency" in machine.quantities else 0.0,
+        small_collective_bytes_per_us=known(per_us, "collective.small") or None,
+        large_collective_us=known(us, "collective.large_latency"),
+        all_to_all_bytes_per_us=known(per_us, "collective.all_to_all") or None,
+        all_reduce=known(number, "collective.all_reduce", 1.0),
         copy_disturbance=disturbance(
             number("contention.copy_engine_slowdown"), 0.0, per_us("contention.copy_engine_bandwidth")
         ),
@@ -89,31 +110,18 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         signal_local_us=us("signal.local"),
         signal_remote_us=us("signal.remote"),
         signal_kernel_us=us("signal.kernel"),
+        tile_signal_us=known(us, "signal.tile"),
+        unit_loads_bytes_per_us=known(per_us, "memory.operand_loads") or None,
         host_step_us=us("host.step"),
-        grouped_efficiency=number("compute.grouped_matmul"),
-        library_grouped=(number("compute.library_grouped_matmul"), number("memory.library_grouped_matmul")),
         host_read_us=us("host.read"),
         host_call_us=us("host.call"),
         host_late_us=us("host.late"),
-        host_dynamic_us=us("host.dynamic") if "host.dynamic" in machine.quantities else 0.0,
-        tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
-        unit_loads_bytes_per_us=(
-            per_us("memory.operand_loads") if "memory.operand_loads" in machine.quantities else None
-        ),
-        tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
-        stored_late_bytes=machine.bytes("link.stored_late") if "link.stored_late" in machine.quantities else 0.0,
-        stored_end_us=us("link.stored_end") if "link.stored_end" in machine.quantities else 0.0,
-        all_reduce=number("collective.all_reduce") if "collective.all_reduce" in machine.quantities else 1.0,
-        loaded_start_us=us("link.loaded_start") if "link.loaded_start" in machine.quantities else 0.0,
-        graph_remote_us=us("graph.remote") if "graph.remote" in machine.quantities else 0.0,
-        graph_signal_us=us("graph.signal") if "graph.signal" in machine.quantities else 0.0,
-        sustained=number("compute.sustained"),
-        lanes_run_us=us("lanes.run") if "lanes.run" in machine.quantities else 0.0,
+        host_dynamic_us=known(us, "host.dynamic"),
+        lanes_run_us=known(us, "lanes.run"),
         graph_run_us=us("graph.run"),
         graph_collective_us=us("graph.collective"),
-        all_to_all_bytes_per_us=(
-            per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
-        ),
+        graph_remote_us=known(us, "graph.remote"),
+        graph_signal_us=known(us, "graph.signal"),
     )
     measured = replace(model, kernel_copy_units=units("contention.kernel_copy_units"))
     rate = per_us("contention.kernel_copy_bandwidth")
@@ -121,10 +129,29 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
     model = replace(model, kernel_copy_disturbance=lost)
     best = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_best") in machine.quantities}
     large = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_8192") in machine.quantities}
-    rates = best | {d: _peak(model, d, rate) for d, rate in large.items()}
-    if not rates:
-        raise KeyError(f"{machine.name}: add compute.bf16_matmul_8192 (or of another dtype) to its machine file")
-    return replace(model, matmul_flops_per_us=rates)
+    return replace(model, matmul_flops_per_us=best | {d: _peak(model, d, rate) for d, rate in large.items()})
+
+
+_NEEDED = (
+    "compute.multiprocessors", "compute.tile_rows", "compute.tile_cols", "compute.tile_half", "compute.tile_ramp",
+    "compute.fp32_vector", "compute.sustained", "compute.grouped_matmul", "compute.library_grouped_matmul", "compute.launch",
+    "memory.copy_bandwidth", "memory.l2", "memory.library_grouped_matmul", "copy_engine.latency", "copy_engine.bandwidth",
+    "copy_engine.count", "copy_engine.row", "kernel_copy.units", "collective.all_gather", "collective.all_gather_latency",
+    "collective.units", "contention.copy_engine_slowdown", "contention.copy_engine_bandwidth", "contention.kernel_copy_slowdown",
+    "contention.kernel_copy_bandwidth", "contention.kernel_copy_units", "signal.local", "signal.remote", "signal.kernel",
+    "host.step", "host.read", "host.call", "host.late", "graph.run", "graph.collective",
+)  # fmt: skip
+
+
+def _gaps(machine: Machine) -> list[str]:
+    """Return all keys that a model needs and `machine` lacks; where any of several will do, one of them."""
+    gaps = [key for key in _NEEDED if key not in machine.quantities]
+    for what in ("stores", "loads"):
+        if not any(_programs(what, key) for key in machine):
+            gaps.append(f"link.{what}_8_programs (or of another number)")
+    if not any(re.fullmatch(r"compute\.\w+_matmul_(8192|best)", key) for key in machine):
+        gaps.append("compute.bf16_matmul_8192 (or of another dtype)")
+    return gaps
 
 
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
@@ -137,11 +164,11 @@ def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
 
 
 def _curve(machine: Machine, what: str) -> tuple[tuple[int, float], ...]:
-    found = [(key, re.fullmatch(rf"link\.{what}_(\d+)_programs", key)) for key in machine]
-    curve = sorted((int(match[1]), machine.per_us(key)) for key, match in found if match)
-    if not curve:
-        raise KeyError(f"{machine.name}: add link.{what}_8_programs (or another number of them) to its machine file")
-    return tuple(curve)
+    return tuple(sorted((int(found[1]), machine.per_us(key)) for key in machine if (found := _programs(what, key))))
+
+
+def _programs(what: str, key: str) -> re.Match[str] | None:
+    return re.fullmatch(rf"link\.{what}_(\d+)_programs", key)
 
 
 def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:

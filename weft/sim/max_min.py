@@ -1,17 +1,19 @@
-"""Speeds of concurrent steps: max-min fair shares by progressive filling.
+"""Speeds of concurrent steps: max-min fair shares.
 
 Each resource gives all its users the same amount, but no more than a user asks for. On a link of 100, a copy that can take 10
-gets 10, and a copy that can take 100 gets 90. So a step can gain on a full resource only if a step that uses no more of it
-loses. A step has the same speed on all its resources. Amounts are equal on the resource that stops a step, its bottleneck.
+gets 10, and a copy that can take 100 gets 90. A step has the same speed on all its resources. So every step below full speed has
+a bottleneck: a full resource of which no other step takes more.
 
-Filling goes in rounds, since equal amounts depend on the bottlenecks. In a round all steps grow in proportion to their use of
-their expected bottleneck, each up to its speed alone. When a resource is full, its users stop, and the other steps go on. The
-bottlenecks that a round finds are the expected ones of the next round. One round is enough if each step takes the same amount
-of all its resources.
+Each resource has a limit, the most that a step may take of it. The solver adapts one limit after another to the speeds that the
+others allow, until none changes. Flows over links settle after as many rounds as there are different limits; links may differ in
+bandwidth. Steps that use their resources in different proportions settle too, with one exception in thousands of random loads.
+The exceptions get shares that use up a resource of each step, and are nearly fair.
 
-Source: Bertsekas and Gallager, "Data Networks", 6.5.2. Two effects are not fair sharing. A copying kernel keeps its compute
-units to itself ("hold"). Copies slow down concurrent kernels by heat and cache misses, and do not become slower themselves
-("disturb"). If all units are held, holders wait for each other: together they never get more units than exist.
+Sources: Bertsekas and Gallager, "Data Networks", 6.5.2, for flows. Bonald and Roberts, "Multi-resource fairness: objectives,
+algorithms and performance", 2015, for steps with different proportions (bottleneck max fairness). Two effects are not fair
+sharing. A copying kernel keeps its compute units to itself ("hold"). Copies slow down concurrent kernels by heat and cache
+misses, and do not become slower themselves ("disturb"). If all units are held, holders wait for each other: together they never
+get more units than exist.
 
 The solver is C++ (`csrc/max_min.cpp`): if ranks differ in their links, a plan for dozens of ranks calls it 100,000 times.
 """

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -85,6 +85,10 @@ class Model:
     signal_kernel_us: float  # the same to a peer, by a copying kernel at its end
     host_step_us: float  # host time of a step that is not queued ahead
 
+    unit_bytes_per_us: float | None = None
+    """Memory bandwidth of one unit that computes tiles; None: an equal part of the GPU's."""
+    memory_bytes: float = math.inf
+    """Capacity of a GPU's memory."""
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by its errors at the nearest shapes."""
     sustained: float = 1.0
@@ -137,6 +141,8 @@ class Model:
     graph_collective_us: float = 0.0
     """Additional time in a graph of a library collective at the start of a lane. Behind a kernel it is `graph_run_us`."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
+    costs: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """A cache of costs of steps, for `weft.sim.lower`: the schedules of one problem share most of them."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.world_size))  # dicts of measured numbers are not hashable
@@ -170,10 +176,9 @@ class Model:
         A unit loads operands no faster than its part of `unit_loads_bytes_per_us`. It computes nothing while it stores the
         result.
         """
-        loads = self.unit_loads_bytes_per_us or _UNIT_LOADS * self.hbm_bytes_per_us
-        load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (loads / self.compute_units)
+        load_us = (rows + cols) * k * ITEM_BYTES[dtype] / (self._unit_loads / self.compute_units)
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
-        of_unit = self.hbm_bytes_per_us / self.compute_units / ITEM_BYTES[dtype]
+        of_unit = (self.unit_bytes_per_us or self.hbm_bytes_per_us / self.compute_units) / ITEM_BYTES[dtype]
         computing_us = 2 * rows * cols * (k + self.tile_ramp) / unit
         return max(computing_us, load_us) + rows * cols / of_unit
 
@@ -183,6 +188,50 @@ class Model:
 
     def with_measured(self, measured_us: Mapping[MatmulShape, float]) -> Model:
         return replace(self, measured_us=dict(measured_us))
+
+    def scaled(self, *, units: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Model:
+        """Return the model of a larger GPU: one with `units` times as many compute units, each as fast as before, with `memory`
+        times the memory bandwidth, or with `links` times the bandwidth between GPUs.
+
+        All that depends on these numbers changes with them, as if it had been measured on the larger GPU. In a machine file
+        measured rates are those of the whole GPU, so a changed number of units there does not make it faster.
+        """
+        if min(units, memory, links) <= 0:
+            raise ValueError(f"units={units}, memory={memory}, links={links}: each factor must be positive")
+        count = max(1, round(self.compute_units * units))
+        more = count / self.compute_units
+
+        def faster(curve: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+            return tuple((programs, rate * links) for programs, rate in curve)
+
+        def sooner(how: Transfer, curve: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+            start_us = min(curve[0][1], self._start_us(how))
+            return tuple((size, start_us + (us - start_us) / links) for size, us in curve)
+
+        larger = replace(
+            self,
+            compute_units=count,
+            matmul_flops_per_us={dtype: rate * more for dtype, rate in self.matmul_flops_per_us.items()},
+            vector_flops_per_us=self.vector_flops_per_us * more,
+            unit_loads_bytes_per_us=more * self._unit_loads * (1.0 if self.unit_loads_bytes_per_us else memory),
+            unit_bytes_per_us=memory * (self.unit_bytes_per_us or self.hbm_bytes_per_us / self.compute_units),
+            hbm_bytes_per_us=self.hbm_bytes_per_us * memory,
+            wiring=self.wiring.scaled(links) if self.wiring.numbers else self.wiring,
+            copy_bytes_per_us=self.copy_bytes_per_us * links,
+            put_bytes_per_us=faster(self.put_bytes_per_us),
+            get_bytes_per_us=faster(self.get_bytes_per_us),
+            collective_bytes_per_us=self.collective_bytes_per_us * links,
+            all_to_all_bytes_per_us=self.all_to_all_bytes_per_us and self.all_to_all_bytes_per_us * links,
+            small_collective_bytes_per_us=self.small_collective_bytes_per_us
+            and self.small_collective_bytes_per_us * links,
+            measured_transfers_us={how: sooner(how, curve) for how, curve in self.measured_transfers_us.items()},
+            measured_us={},
+        )
+        measured = {
+            shape: us * larger.matmul_us(*shape) / replace(self, measured_us={}).matmul_us(*shape)
+            for shape, us in self.measured_us.items()
+        }
+        return larger.with_measured(measured) if measured else larger
 
     def kernel_copy_bytes_per_us(self, put: bool) -> float:
         """Return the rate of a copying kernel to (`put`) or from a peer, interpolated between known numbers of units."""
@@ -197,23 +246,30 @@ class Model:
 
     def transfer_us(self, how: Transfer, count: float) -> float:
         """Return the time of `count` bytes alone, after the latency or launch. Measured curves are interpolated in logarithms."""
-        latency, rate = {
-            "copy": (self.copy_latency_us, self.copy_bytes_per_us),
-            "put": (self.launch_us, self.kernel_copy_bytes_per_us(True)),
-            "get": (self.launch_us, self.kernel_copy_bytes_per_us(False)),
-            "all_gather": (self.collective_latency_us, self.collective_bytes_per_us),
-            "all_to_all": (
-                self.collective_latency_us,
-                self.all_to_all_bytes_per_us or self.collective_bytes_per_us,
-            ),
-        }[how]
         curve = self.measured_transfers_us.get(how)
         if curve and count > 0:
-            return max(0.0, interpolated(curve, count) - latency)
+            return max(0.0, interpolated(curve, count) - self._start_us(how))
+        rate = {
+            "copy": self.copy_bytes_per_us,
+            "put": self.kernel_copy_bytes_per_us(True),
+            "get": self.kernel_copy_bytes_per_us(False),
+            "all_gather": self.collective_bytes_per_us,
+            "all_to_all": self.all_to_all_bytes_per_us or self.collective_bytes_per_us,
+        }[how]
         us = count / rate
         if how in ("all_gather", "all_to_all") and self.small_collective_bytes_per_us is not None:
             us = min(count / self.small_collective_bytes_per_us, us + self.large_collective_us)
         return us
+
+    @property
+    def _unit_loads(self) -> float:
+        return self.unit_loads_bytes_per_us or _UNIT_LOADS * self.hbm_bytes_per_us
+
+    def _start_us(self, how: Transfer) -> float:
+        """Return the time until the first byte moves."""
+        if how in ("put", "get"):
+            return self.launch_us
+        return self.copy_latency_us if how == "copy" else self.collective_latency_us
 
     def _formula(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         us, busy, traffic = (float(found[0]) for found in self._formulas(np.array([[m, n, k]]), dtype))

@@ -114,6 +114,9 @@ class Numbers:
         self._vectors: dict[tuple[str, Iteration, int | bytes], ByRank] = {}
         self._distances: dict[tuple[str | int, Iteration, int | bytes], ByRank] = {}
         self._found: dict[tuple, tuple[Any, ...]] = {}  # items without their origins
+        sets = [step for step in schedule.walk() if isinstance(step, Set) and step.at is not RANK]
+        sets += [one for step in schedule.walk() if isinstance(step, Tiles) for one in step.inner_sets]
+        self._crossing = {one.signal for one in sets}  # signals that peers set, or tiles
         self._different = 0
 
     def items(self, lane: Lane) -> list[NumberedStep]:
@@ -124,8 +127,11 @@ class Numbers:
             substitute(step, dict(turn), partially_evaluated=True) if turn and step.copies_by == "kernel" else step
             for step, turn in (item.origin for item in items)
         ]
-        # Sets within a rank count as well, although GPUs end a launch there: such a set costs no time, and few schedules have one.
-        crossing = [item.distance is not None or item.awaited is not None for item in items]
+        # As on GPUs, a signal of a stream to another stream of its rank ends a launch.
+        crossing = [
+            item.signal in self._crossing and not (isinstance(item.distance, int) and item.distance == 0)
+            for item in items
+        ]
         units = units_of_dynamic_copies(self._schedule, lane.resource)
         for launch in launches(steps, crossing, self._buffers, held=self._held, dynamic_units=units, tiles_go_on=True):
             for place, carried in enumerate(launch.carried(), launch.first):

@@ -113,6 +113,13 @@ class AllGatherMatmul(Problem):
         p = cls.even(m, n, k, ranks, dtype)
         return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
 
+    def takes(self, candidate: Candidate) -> bool:
+        """Refuse schedules that cut shards into W pieces for more than 32 ranks.
+
+        Each rank sends a thousand pieces or more, which hosts cannot issue in time, and planning takes longer than for all others.
+        """
+        return self.world_size <= 32 or not candidate.pieces_grow
+
     @property
     def m(self) -> int:
         return sum(self.rows)

@@ -53,10 +53,12 @@ class AllToAllMatmul(ExpertsProblem):
         )
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse FiCCO's schedules by columns for 16 bits and for more than 8 ranks.
+        """Refuse FiCCO's schedules by columns for 16 bits and for more than 8 ranks, and W pieces of a shard for more than 32.
 
-        They round at every step, too often for 16 bits. For many ranks, planning them takes longer than planning all others
-        together."""
+        The former round at every step, too often for 16 bits. For many ranks, planning these schedules takes longer than planning
+        all others together, and each rank sends thousands of small pieces."""
+        if candidate.pieces_grow and self.world_size > 32:
+            return False
         return candidate.builder != "ficco_2d" or ITEM_BYTES[self.dtype] > 2 or self.world_size <= 8
 
     def worth_running(self, candidate: Candidate) -> bool:

@@ -1,15 +1,21 @@
-"""Links between ranks: nodes, the links between them, and the route of bytes from one rank to another.
+"""Links between ranks: nodes, the links between them, and the routes of bytes from one rank to another.
 
-Nodes are numbers: the ranks first, then switches. A link has one direction. A route has the fewest links; among equal routes, it
-leaves each node by the link that is listed first. A flow shares the bandwidth of each link of its route, and the latencies of
-these links add up.
+Nodes are numbers: the ranks first, then switches. A link has one direction. A flow shares the bandwidth of each link of its
+route, and the latencies of these links add up.
+
+A route has the fewest links. On a torus it goes along the row first ("dimension-ordered"). Half way around a ring of even size,
+both ways are equally long: half of the bytes take each, as adaptive routers send them, but no faster than over one link. On other
+topologies a route leaves each node by the link that is listed first.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -26,27 +32,84 @@ class Link:
         return f"{self.at} {self.kind}"
 
 
+Route: TypeAlias = tuple[Link, ...]
+
+
+class Paths(NamedTuple):
+    """The routes of a flow, and its latency and rate alone. It is no faster than one link, even over several routes."""
+
+    routes: tuple[Route, ...]
+    latency_us: float
+    bytes_per_us: float
+
+
 @dataclass(frozen=True)
 class Topology:
     """The links between `ranks` ranks, each with a unique name. Without links, ranks reach each other with no latency, at any
-    rate."""
+    rate.
+
+    dims: the sizes of a grid of ranks whose lines are alike, such as (GPUs of a host, hosts); rank 1 is next to rank 0 along the
+    first. Collectives may go along one dimension after the other. torus: each line is a ring, of links "row" and "column".
+    """
 
     ranks: int
     links: tuple[Link, ...]
-    _routes: dict[int, dict[int, tuple[Link, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    dims: tuple[int, ...] = ()
+    torus: bool = False
+    _routes: dict[int, dict[int, Route]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _paths: dict[tuple[int, int], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """A cache of what others derive from this topology, by their keys."""
 
-    def route(self, source: int, target: int) -> tuple[Link, ...]:
-        """Return the links in order; none from a rank to itself. Raise `ValueError` if there is no route."""
-        if not self.links:
-            return ()
+    def routes(self, source: int, target: int) -> tuple[Route, ...]:
+        """Return the routes, which carry equal parts of a flow. From a rank to itself a route has no links.
+
+        Raise `ValueError` if there is no route.
+        """
+        return self.paths(source, target).routes
+
+    def paths(self, source: int, target: int) -> Paths:
+        """Return the routes with what a flow over them can do. Raise `ValueError` if there is no route."""
+        found = self._paths.get((source, target))
+        if found is None:
+            routes = self._found(source, target)
+            links = list(itertools.chain(*routes))
+            latency_us = max(sum(link.latency_us for link in route) for route in routes)
+            rate = min((link.bytes_per_us for link in links), default=math.inf)
+            found = self._paths[source, target] = Paths(routes, latency_us, rate)
+        return found
+
+    def _found(self, source: int, target: int) -> tuple[Route, ...]:
+        if not self.links or source == target:
+            return ((),)
+        if self.torus:
+            return self._around(source, target)
         if source not in self._routes:
             self._routes[source] = self._routes_from(source)
         if target not in self._routes[source]:
             raise ValueError(f"no links lead from rank {source} to rank {target}")
-        return self._routes[source][target]
+        return (self._routes[source][target],)
 
-    def _routes_from(self, source: int) -> dict[int, tuple[Link, ...]]:
-        routes: dict[int, tuple[Link, ...]] = {source: ()}
+    def _around(self, source: int, target: int) -> tuple[Route, ...]:
+        columns, rows = self.dims
+        row, along = divmod(source, columns)
+        to_row, to_along = divmod(target, columns)
+        first = [
+            [("row " + sign, row * columns + (along + i * step) % columns) for i in range(count)]
+            for sign, step, count in _ways(to_along - along, columns)
+        ]
+        then = [
+            [("column " + sign, (row + i * step) % rows * columns + to_along) for i in range(count)]
+            for sign, step, count in _ways(to_row - row, rows)
+        ]
+        return tuple(tuple(self._by_place[place] for place in a + b) for a, b in itertools.product(first, then))
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, int], Link]:
+        return {(link.kind, link.at): link for link in self.links}
+
+    def _routes_from(self, source: int) -> dict[int, Route]:
+        routes: dict[int, Route] = {source: ()}
         missing = self.ranks - 1
         for node in (queue := [source]):
             for link in self._leaving.get(node, ()) if missing else ():
@@ -70,14 +133,32 @@ class Topology:
 
         Rotated by the period, every route becomes the route of the rotated ranks, over equally fast links of the same kinds.
         """
-        pairs = [(a, b) for a in range(self.ranks) for b in range(self.ranks) if a != b]
-
-        def seen(source: int, target: int, turn: int) -> list[tuple]:
-            route = self.route((source + turn) % self.ranks, (target + turn) % self.ranks)
-            return [(a.kind, (a.at - turn) % self.ranks, a.bytes_per_us, a.latency_us) for a in route]
-
         turns = (turn for turn in range(1, self.ranks) if self.ranks % turn == 0)
-        return next((turn for turn in turns if all(seen(*p, 0) == seen(*p, turn) for p in pairs)), self.ranks)
+        return next((turn for turn in turns if self._is_same(turn)), self.ranks)
+
+    def _is_same(self, turn: int) -> bool:
+        """True if rotated links are equally fast links of the same kinds, between rotated nodes.
+
+        Ranks must also list their links in the same order, so that routes of equal length are chosen alike.
+        """
+        moved: dict[int, int] = {}  # where each switch goes
+        for link in self.links:
+            other = self._by_place.get((link.kind, (link.at + turn) % self.ranks))
+            if other is None or (other.bytes_per_us, other.latency_us) != (link.bytes_per_us, link.latency_us):
+                return False
+            for node, to in ((link.source, other.source), (link.target, other.target)):
+                if to != ((node + turn) % self.ranks if node < self.ranks else moved.setdefault(node, to)):
+                    return False
+        kinds = [[link.kind for link in self._leaving.get(rank, ())] for rank in range(self.ranks)]
+        return all(kinds[rank] == kinds[rank - turn] for rank in range(self.ranks))
+
+
+def _ways(distance: int, ring: int) -> list[tuple[str, int, int]]:
+    """Return (sign, step, number of links) of the shortest ways around a ring."""
+    up, down = distance % ring, -distance % ring
+    if up == down and up and ring > 2:
+        return [("+1", 1, up), ("-1", -1, down)]
+    return [("+1", 1, up)] if up <= down else [("-1", -1, down)]
 
 
 @dataclass(frozen=True)
@@ -89,6 +170,11 @@ class Wiring:
 
     def of(self, ranks: int) -> Topology:
         return _built(self, ranks)
+
+    def scaled(self, factor: float) -> Wiring:
+        """Return the wiring with all links, also those between hosts, `factor` times as fast."""
+        rates = (0, 2) if self.builder is hosts else (0,)
+        return replace(self, numbers=tuple(n * factor if i in rates else n for i, n in enumerate(self.numbers)))
 
     def at_least(self, bytes_per_us: float) -> Wiring:
         """Return the wiring with a rank's links, its first number, at least as fast as `bytes_per_us`."""
@@ -131,7 +217,7 @@ def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> T
         along = [(f"row {step:+d}", row + (rank + step) % columns) for step in (1, -1)[: columns - 1]]
         along += [(f"column {n:+d}", (rank + n * columns) % ranks) for n in (1, -1)[: ranks // columns - 1]]
         links += [Link(kind, rank, rank, target, bytes_per_us, latency_us) for kind, target in along]
-    return Topology(ranks, tuple(links))
+    return Topology(ranks, tuple(links), dims=(columns, ranks // columns), torus=True)
 
 
 def hosts(
@@ -145,4 +231,5 @@ def hosts(
             ("NIC ", network, nic_bytes_per_us, nic_latency_us),
         )[: 2 if ranks > gpus else 1]:
             links += [Link(f"{kind}out", rank, rank, hub, rate, us), Link(f"{kind}in", rank, hub, rank, rate, us)]
-    return Topology(ranks, tuple(links))
+    dims = (gpus, ranks // gpus) if gpus < ranks and ranks % gpus == 0 else ()
+    return Topology(ranks, tuple(links), dims=dims)

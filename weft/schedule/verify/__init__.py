@@ -21,7 +21,7 @@ neighbours. Faults of other tiles alone are not found, nor are unwritten reads a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -63,7 +63,7 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
         schedule, ranks, sampled = forked(schedule, SAMPLE)
     except ValueError as error:
         raise ScheduleError(f"schedule {schedule.name}: {error}") from error
-    faults = _Faults(schedule.name, ranks)
+    faults = _Faults(schedule.name, dict(enumerate(ranks)))
     for fault in wrong_declarations(schedule, buffers):
         faults.add(fault, fault)
     for rank in range(schedule.world_size):
@@ -71,7 +71,9 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
             faults.add(fault, fault)
     faults.raise_any()
     moves = Moves(ranks)
-    _check_steps(faults, schedule, buffers, moves)
+    _check_misfits(faults, schedule, buffers)
+    _check_sets(faults, moves)
+    _check_collectives(faults, schedule, ranks)
     faults.raise_any()
     _, stuck = play(ranks, moves=moves)
     if stuck:
@@ -82,10 +84,41 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
     faults.raise_any()
 
 
+def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
+    """Raise `ScheduleError` with the first ten misfits of `schedule`: its declarations, steps and collectives.
+
+    This is the part of `verify` that is fast enough to precede every simulation. Steps are checked on `most_ranks` ranks, the
+    first and the last ones, and collectives on all. Hangs, races and unwritten reads are not looked for.
+    """
+    world = schedule.world_size
+    if world < 1:
+        raise ScheduleError(f"schedule {schedule.name}: world_size={world} must be at least 1")
+    some = sorted({*range(min(world, most_ranks // 2)), *range(max(0, world - most_ranks // 2), world)})
+    calls = schedule.map_steps(lambda step: step if step.meets else None)
+    try:
+        buffers = [{b.name: b for b in schedule.buffers_of_rank(rank)} for rank in range(world)]
+        with_signals, lanes, _ = forked(schedule, SAMPLE, some)
+        calling = [calls.of_rank(rank) for rank in range(world)] if any(lane.steps for lane in calls.lanes) else []
+    except ValueError as error:
+        raise ScheduleError(f"schedule {schedule.name}: {error}") from error
+    faults = _Faults(schedule.name, dict(zip(some, lanes, strict=True)))
+    of_calls = _Faults(schedule.name, dict(enumerate(calling)))
+    for fault in wrong_declarations(schedule, buffers):
+        faults.add(fault, fault)
+    for rank in some:
+        for fault in unread(schedule, rank):
+            faults.add(fault, fault)
+    faults.raise_any()
+    _check_misfits(faults, with_signals, buffers)
+    faults.raise_any()
+    _check_collectives(of_calls, calls, calling)
+    of_calls.raise_any()
+
+
 class _Faults:
     """The faults found. The same fault of the same steps on other ranks and in later runs is counted, not repeated."""
 
-    def __init__(self, name: str, ranks: Sequence[Lanes]) -> None:
+    def __init__(self, name: str, ranks: Mapping[int, Lanes]) -> None:
         self.name, self.ranks = name, ranks
         self._texts: dict[tuple, str] = {}
         self._times: Counter[tuple] = Counter()
@@ -113,16 +146,26 @@ class _Faults:
         raise ScheduleError("\n  ".join([f"schedule {self.name} has {count}:", *lines[:SHOWN]]))
 
 
-def _check_steps(faults: _Faults, schedule: Schedule, buffers: Buffers, moves: Moves) -> None:
-    for where, lanes, of_rank in zip(declared(schedule, buffers), faults.ranks, moves.of_ranks, strict=True):
+def _check_misfits(faults: _Faults, schedule: Schedule, buffers: Buffers) -> None:
+    where = declared(schedule, buffers)
+    for rank, lanes in faults.ranks.items():
         for i, lane in enumerate(lanes):
-            for number, (step, move) in enumerate(zip(lane.steps, of_rank[i], strict=True)):
-                for nth, fault in enumerate(wrong_step(where, step)):
-                    faults.add(f"misfit {nth}", fault, Event(1, where.rank, i, number))
+            for number, step in enumerate(lane.steps):
+                for nth, fault in enumerate(wrong_step(where[rank], step)):
+                    faults.add(f"misfit {nth}", fault, Event(1, rank, i, number))
+
+
+def _check_sets(faults: _Faults, moves: Moves) -> None:
+    for rank, of_rank in enumerate(moves.of_ranks):
+        for i, of_lane in enumerate(of_rank):
+            for number, move in enumerate(of_lane):
                 if move.wait and move.counter and cast(int, move.wait.count) > (sets := moves.per_run[move.counter]):
                     text = f"{move.wait.count} sets are waited for, and a run makes {sets}"
-                    faults.add("missing set", text, Event(1, where.rank, i, number))
-    for fault, event in wrong_collectives(schedule, faults.ranks):
+                    faults.add("missing set", text, Event(1, rank, i, number))
+
+
+def _check_collectives(faults: _Faults, schedule: Schedule, ranks: Sequence[Lanes]) -> None:
+    for fault, event in wrong_collectives(schedule, ranks):
         faults.add("collective", fault, event)
 
 

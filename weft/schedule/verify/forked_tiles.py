@@ -10,7 +10,7 @@ writes it so. Then all code for lanes and signals (`order`, `happens`, `verify`)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -21,17 +21,21 @@ from weft.schedule.steps import Lane, Set, Signals, Step, Tiles, Wait
 _BEGIN, _END = "begin of tiles ", "end of tiles "  # names of the signals of forked lanes
 
 
-def forked(schedule: Schedule, most: int) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
-    """Return (`schedule` with the added signals, every rank's lanes in numbers, buffers that omitted tiles write).
+def forked(
+    schedule: Schedule, most: int, ranks: Iterable[int] | None = None
+) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
+    """Return (`schedule` with the added signals, the lanes of all ranks or of `ranks` in numbers, buffers that omitted tiles
+    write).
 
     At most `most` of a step's tiles become lanes: the first, the last, every k-th, and the neighbours of these. Waits then count
     without the omitted sets: a wait for T of N sets, D of them omitted, becomes a wait for T - D of N - D.
     """
-    forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in range(schedule.world_size)]
+    ranks = range(schedule.world_size) if ranks is None else ranks
+    forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in ranks]
     dropped = sum((fork.dropped for fork in forks), Counter())
     lanes = [
-        tuple(replace(lane, steps=tuple(_without(lane.steps, rank, dropped))) for lane in fork.lanes)
-        for rank, fork in enumerate(forks)
+        tuple(replace(lane, steps=tuple(_without(lane.steps, fork.rank, dropped))) for lane in fork.lanes)
+        for fork in forks
     ]
     signals = {signal.name: signal for fork in forks for signal in fork.signals}
     left_out = {name for fork in forks for name in fork.left_out}

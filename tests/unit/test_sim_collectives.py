@@ -1,0 +1,147 @@
+"""Library collectives on any topology: times from textbooks, bytes that arrive, and bounds that no simulation beats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_toys import TOY, puts
+
+from weft.errors import SimulationError
+from weft.hw.topology import Topology, Wiring, hosts, mesh, ring, switch, torus
+from weft.schedule import Draft, Schedule
+from weft.sim import Model, costs, simulate
+from weft.sim.collectives import Op, algorithm, algorithms, least_us
+
+MIB = 1 << 20
+LINK, LATENCY = 75e3, 0.5  # T3's ring: 150 GB/s both ways together, 500 ns
+IDLE = replace(TOY, name="links alone", hbm_bytes_per_us=1e12, copy_latency_us=0.0, copy_bytes_per_us=1e12)
+"""A model on which only links and their latencies take time."""
+
+
+def _collective(op: str, world: int, count: int) -> Schedule:
+    """Return a schedule of one collective of `count` bytes: of all shards of an all-gather, or of a rank's input otherwise."""
+    d = Draft(op, world)
+    cols = 64
+    rows = count // cols // 4
+    whole, shard = (rows, cols), (rows // world, cols)
+    sizes = {
+        "all_gather": (shard, whole),
+        "reduce_scatter": (whole, shard),
+        "all_to_all": (whole, (rows // world, cols * world)),
+    }
+    source, target = sizes.get(op, (whole, whole))
+    x, y = d.buffer("x", *source, "fp32", "input"), d.buffer("y", *target, "fp32", "output")
+    getattr(d.lane("compute"), op)(x.part(), y.part())
+    return d.schedule()
+
+
+def _us(op: str, world: int, count: int, wiring: Wiring, model: Model = IDLE) -> float:
+    return simulate(_collective(op, world, count), replace(model, wiring=wiring)).end_us
+
+
+@pytest.mark.parametrize("world", [8, 16, 32])
+@pytest.mark.parametrize("mib", [6, 24, 192])
+@pytest.mark.parametrize("link", [LINK, 2 * LINK])
+def test_on_a_ring_shards_go_around_it(world: int, mib: int, link: float) -> None:
+    """(W - 1) (latency + S / W / bandwidth), and twice that for an all-reduce."""
+    count, wiring = mib * MIB, Wiring(ring, (link, LATENCY))
+    closed_form = (world - 1) * (LATENCY + count / world / link)
+    assert _us("reduce_scatter", world, count, wiring) == pytest.approx(closed_form, rel=1e-6)
+    assert _us("all_gather", world, count, wiring) == pytest.approx(closed_form, rel=1e-6)
+    assert _us("all_reduce", world, count, wiring) == pytest.approx(2 * closed_form, rel=1e-6)
+
+
+def test_on_a_switch_and_a_mesh_shards_go_to_all_at_once() -> None:
+    for op in ("reduce_scatter", "all_gather", "all_to_all"):
+        assert _us(op, 8, 8 * MIB, Wiring(switch, (100.0, 2.0))) == pytest.approx(4 + 7 * MIB / 100)
+        assert _us(op, 8, 8 * MIB, Wiring(mesh, (100.0, 2.0))) == pytest.approx(2 + MIB / 100)
+
+
+def test_on_a_torus_and_on_hosts_one_dimension_follows_the_other() -> None:
+    """Rings of eight along rows leave an eighth of the bytes for those along columns. NICs carry what a host has summed."""
+    count = 64 * MIB
+    on_torus = 7 * (0.5 + count / 8 / 100) + 7 * (0.5 + count / 64 / 100)
+    for op in ("reduce_scatter", "all_gather"):
+        assert _us(op, 64, count, Wiring(torus, (100.0, 0.5, 8))) == pytest.approx(on_torus)
+    on_hosts = Wiring(hosts, (100.0, 0.0, 20.0, 2.0, 4))
+    for op in ("reduce_scatter", "all_gather"):
+        assert _us(op, 16, count, on_hosts) == pytest.approx(3 * count / 4 / 100 + 2 * 2 + 3 * count / 16 / 20)
+
+
+def test_few_bytes_take_few_rounds() -> None:
+    """Ring: 31 rounds. By halving: 5, over up to 16 links each way."""
+    wiring = Wiring(ring, (LINK, LATENCY))
+    assert algorithm(wiring.of(32), "all_gather", 32.0).name == "direct"
+    assert algorithm(wiring.of(32), "all_gather", 96.0 * MIB).name == "ring"
+    assert algorithm(Wiring(switch, (LINK, LATENCY)).of(32), "all_reduce", 1e3).name == "direct"
+    assert _us("all_reduce", 32, 32 * 256, wiring) < 2 * 31 * LATENCY / 1.5
+
+
+def test_a_torus_all_to_all_takes_its_bound() -> None:
+    """The bound is a cut: half of all ranks send to the other half over the links between two halves of the rows."""
+    world, wiring = 128, Wiring(torus, (100.0, 0.0, 16))
+    part = 1000 * 64 * 4
+    # Two links of each of 8 rows lead from one half of the columns to the other.
+    bound = (world / 2) ** 2 / (8 * 2) * part / 100
+    assert _us("all_to_all", world, world * part, wiring) <= 1.05 * bound
+    assert _us("all_to_all", world, world * part, wiring) >= bound * (1 - 1e-9)
+    targets = tuple(range(1, 16))
+    on_ring = simulate(puts(16, *targets), replace(IDLE, wiring=Wiring(ring, (100.0,)), copy_engines=64)).end_us
+    assert on_ring == pytest.approx(8 * 8 / 2 * 1000 / 100)
+
+
+OPS: tuple[Op, ...] = get_args(Op)
+RANKS, RATE, US = st.integers(2, 12), st.floats(10, 1000), st.floats(0, 5)
+TOPOLOGIES = st.one_of(
+    st.builds(switch, RANKS, RATE, US),
+    st.builds(mesh, RANKS, RATE, US),
+    st.builds(ring, RANKS, RATE, US),
+    st.builds(lambda r, c, rate, us: torus(r * c, rate, us, c), st.integers(1, 4), st.integers(2, 5), RATE, US),
+    st.builds(lambda n, g, rate: hosts(n * g, rate, 0.5, rate / 8, 2.0, g), st.integers(1, 4), st.integers(2, 4), RATE),
+)
+
+
+@settings(max_examples=60)
+@given(TOPOLOGIES, st.sampled_from(OPS))
+def test_no_algorithm_beats_what_links_allow(topology: Topology, op: Op) -> None:
+    """Bytes over all links of a rank, and the bytes on each link, bound every algorithm."""
+    world = topology.ranks
+    needed = (world - 1) / world * (2 if op == "all_reduce" else 1)
+    for one in algorithms(topology, op):
+        assert one.us_per_byte >= least_us(topology, op, 1.0) * (1 - 1e-9), one.name
+        if one.name != "tree":
+            assert one.sent == pytest.approx(needed) or topology.dims, one.name
+            assert one.sent >= needed * (1 - 1e-9), one.name
+        busy: dict[tuple[str, int], float] = {}
+        for rank in range(world):
+            for kind, at, us in one.links[rank % len(one.links)]:
+                place = kind, (rank + at) % world
+                busy[place] = busy.get(place, 0.0) + us
+        assert max(busy.values()) <= one.us_per_byte * (1 + 1e-9), one.name
+
+
+@settings(max_examples=30)
+@given(TOPOLOGIES, st.sampled_from(OPS), st.integers(1, 1 << 20))
+def test_a_simulated_collective_takes_what_its_algorithm_does(topology: Topology, op: Op, size: int) -> None:
+    count = topology.ranks * 256 * (1 + size // 256)
+    schedule = _collective(op, topology.ranks, count)
+    found = simulate(schedule, replace(IDLE, wiring=Wiring(lambda ranks: topology)))
+    assert found.end_us == pytest.approx(algorithm(topology, op, count).time_us(count), rel=1e-6)
+
+
+def test_a_collective_below_its_bound_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = costs.algorithm
+
+    def too_fast(*args: object) -> object:
+        found = right(*args)  # type: ignore[arg-type]
+        return replace(found, us_per_byte=found.us_per_byte / 2, links=((),) * len(found.links))
+
+    monkeypatch.setattr(costs, "algorithm", too_fast)
+    with pytest.raises(
+        SimulationError, match=r"all_gather x.* ends at 36700\.160 us, and its links need until 73400\.320"
+    ):
+        _us("all_gather", 8, 8 * MIB, Wiring(switch, (100.0,)))

@@ -1,0 +1,129 @@
+"""The keys of machine and topology files, and the values that are plausible for a GPU built since 2017 or soon.
+
+A misspelt key would be ignored, and an implausible value makes a model that predicts nonsense, so both are refused. The ranges
+are wide: they catch wrong units (395 TB/s for GB/s), not faulty measurements. DTYPE and N stand for any dtype and number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+from weft.hw.quantity import KINDS, UNITS, Quantity
+
+_TERAFLOPS, _GIGABYTES_PER_S, _TERABYTES_PER_S = (0.1, 20_000, "TFLOP/s"), (0.05, 4000, "GB/s"), (0.02, 50, "TB/s")
+_US, _PROGRAMS, _SHARE = (0.001, 10_000, "us"), (1, 4096, "1"), (0.02, 1.5, "1")
+_KEYS: dict[str, tuple[float, float, str]] = {
+    "compute.multiprocessors": (4, 2048, "1"),
+    "compute.DTYPE_dense": _TERAFLOPS,
+    "compute.DTYPE_matmul_8192": _TERAFLOPS,
+    "compute.DTYPE_matmul_best": _TERAFLOPS,
+    "compute.fp32_vector": (0.1, 2000, "TFLOP/s"),
+    "compute.tile_rows": (16, 1024, "1"),
+    "compute.tile_cols": (16, 1024, "1"),
+    "compute.tile_half": (0.01, 1000, "1"),
+    "compute.tile_ramp": (0.01, 10_000, "1"),
+    "compute.tile_part": _US,
+    "compute.launch": _US,
+    "compute.sustained": (0.5, 4, "1"),
+    "compute.grouped_matmul": _SHARE,
+    "compute.library_grouped_matmul": _SHARE,
+    "compute.matmul_keeps": (0.01, 1, "1"),
+    "memory.capacity": (1, 4096, "GB"),
+    "memory.bandwidth": _TERABYTES_PER_S,
+    "memory.copy_bandwidth": _TERABYTES_PER_S,
+    "memory.l2": (0.1, 4096, "MiB"),
+    "memory.matmul": _SHARE,
+    "memory.operand_loads": (0.02, 200, "TB/s"),
+    "memory.library_grouped_matmul": _SHARE,
+    "link.bandwidth": _GIGABYTES_PER_S,
+    "link.port_usable": _GIGABYTES_PER_S,
+    "link.pair_usable": _GIGABYTES_PER_S,
+    "link.port_latency": _US,
+    "link.pair_latency": _US,
+    "link.stores_N_programs": _GIGABYTES_PER_S,
+    "link.loads_N_programs": _GIGABYTES_PER_S,
+    "link.copy_engine_NMB": _GIGABYTES_PER_S,
+    "link.copy_engine_NGB": _GIGABYTES_PER_S,
+    "link.stored_late": (0.0001, 1024, "MiB"),
+    "link.stored_end": _US,
+    "link.loaded_start": _US,
+    "copy_engine.latency": _US,
+    "copy_engine.bandwidth": _GIGABYTES_PER_S,
+    "copy_engine.count": (1, 128, "1"),
+    "copy_engine.row": _US,
+    "kernel_copy.units": _PROGRAMS,
+    "collective.all_gather": _GIGABYTES_PER_S,
+    "collective.all_gather_latency": _US,
+    "collective.all_reduce": (0.05, 20, "1"),
+    "collective.all_to_all": _GIGABYTES_PER_S,
+    "collective.large_latency": _US,
+    "collective.reduce_scatter": _GIGABYTES_PER_S,
+    "collective.small": _GIGABYTES_PER_S,
+    "collective.units": _PROGRAMS,
+    "contention.copy_engine_bandwidth": _GIGABYTES_PER_S,
+    "contention.copy_engine_slowdown": (1, 20, "1"),
+    "contention.kernel_copy_bandwidth": _GIGABYTES_PER_S,
+    "contention.kernel_copy_slowdown": (1, 20, "1"),
+    "contention.kernel_copy_units": _PROGRAMS,
+    "signal.local": _US,
+    "signal.remote": _US,
+    "signal.kernel": _US,
+    "signal.tile": (0.0001, 1000, "us"),
+    "host.step": _US,
+    "host.call": _US,
+    "host.read": _US,
+    "host.late": _US,
+    "host.dynamic": (0.001, 100_000, "us"),
+    "lanes.run": _US,
+    "graph.run": _US,
+    "graph.collective": _US,
+    "graph.signal": _US,
+    "graph.remote": _US,
+    "heuristic.threshold": (0.1, 1000, "ms"),
+    "torus.columns": (1, 4096, "1"),
+    "hosts.gpus": (1, 1024, "1"),
+    "nic.usable": _GIGABYTES_PER_S,
+    "nic.latency": _US,
+}
+"""(least, most, unit) of each key."""
+_DTYPES = r"(?:fp4|fp8|fp16|bf16|fp32|fp64|int8)"
+_PATTERNS = [
+    (re.compile(re.escape(key).replace("DTYPE", _DTYPES).replace("N", r"\d+")), limits) for key, limits in _KEYS.items()
+]
+_NOT_ABOVE = (
+    ("memory.copy_bandwidth", "memory.bandwidth"), ("link.port_usable", "link.bandwidth"), ("link.pair_usable", "link.bandwidth"),
+    ("copy_engine.bandwidth", "link.bandwidth"), ("compute.bf16_matmul_8192", "compute.bf16_dense"),
+    ("compute.bf16_matmul_best", "compute.bf16_dense"),
+)  # fmt: skip
+"""(what was reached, what the datasheet promises)."""
+
+
+@lru_cache(maxsize=1024)
+def limits_of(key: str) -> tuple[float, float, str] | None:
+    """Return (least, most, unit) of the plausible values of `key`; None for an unknown key."""
+    return next((limits for pattern, limits in _PATTERNS if pattern.fullmatch(key)), None)
+
+
+def unknown(key: str) -> str:
+    """Return the message for a key that no model reads, with the nearest known one."""
+    near = difflib.get_close_matches(key, _KEYS, 1)
+    return f"{key} is no known key" + (f": do you mean {near[0]}?" if near else "; weft/hw/keys.py lists them all")
+
+
+def implausible(quantities: Mapping[str, Quantity]) -> Iterator[str]:
+    """Yield a message for each value in a unit of the wrong kind, outside of its plausible range, or above the datasheet's."""
+    for key, quantity in quantities.items():
+        least, most, unit = limits_of(key) or (0.0, math.inf, quantity.unit)
+        units = next(kind for kind in KINDS if unit in kind)
+        if quantity.unit not in units:
+            yield f"{key} is in {quantity.unit}: give it in {' or '.join(units)}"
+        elif not least * UNITS[unit] <= quantity.si <= most * UNITS[unit]:
+            yield f"{key} = {quantity.value:g} {quantity.unit} is implausible: give {least:g} to {most:g} {unit}"
+    for key, limit in _NOT_ABOVE:
+        if key in quantities and limit in quantities and quantities[key].si > quantities[limit].si:
+            reached, promised = (f"{q.value:g} {q.unit}" for q in (quantities[key], quantities[limit]))
+            yield f"{key} = {reached} is implausible: {limit} is {promised}"

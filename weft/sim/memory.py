@@ -1,0 +1,34 @@
+"""The memory that a schedule needs on one rank, and the refusal of schedules that do not fit."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from weft.errors import ScheduleError
+from weft.schedule import ITEM_BYTES, Schedule
+from weft.sim.model import Model
+
+
+def memory_bytes(schedule: Schedule) -> int:
+    """Return the bytes of all buffers on the rank that has the most."""
+    even = sum(b.rows * b.cols * ITEM_BYTES[b.dtype] for b in schedule.buffers if isinstance(b.rows, int))
+    if all(isinstance(b.rows, int) for b in schedule.buffers):
+        return even
+    return max(
+        sum(cast(int, b.rows) * b.cols * ITEM_BYTES[b.dtype] for b in schedule.buffers_of_rank(rank))
+        for rank in range(schedule.world_size)
+    )
+
+
+def too_large(schedule: Schedule, model: Model) -> str:
+    """Return why `schedule` does not fit in a GPU's memory; "" if it does."""
+    needed = memory_bytes(schedule)
+    if needed <= model.memory_bytes:
+        return ""
+    return f"it needs {needed / 1e9:,.1f} GB on a rank, and {model.name} has {model.memory_bytes / 1e9:,.0f} GB"
+
+
+def require_memory(schedule: Schedule, model: Model) -> None:
+    """Raise `ScheduleError` if `schedule` does not fit in a GPU's memory."""
+    if why := too_large(schedule, model):
+        raise ScheduleError(f"schedule {schedule.name}: {why}: use more ranks or smaller sizes")
