@@ -117,9 +117,14 @@ def choose(
     pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does so.
         remembered: True if a rank has cached times of exactly this problem. what: the call, in messages.
 
+    A group on several hosts runs unfused.
+
     Raises `ScheduleError` on every rank if the chosen schedule is by a builder from outside `weft.builders`, and `verify`
     finds a fault in it.
     """
+    if not comm.all_mapped:
+        _warn_of_hosts(p, pinned)
+        return Chosen(None, None)
     if pinned == plan.HEURISTIC:
         pinned = _by_heuristic(p, comm, deadline_s)
     if pinned not in (None, plan.AUTOTUNE):
@@ -148,6 +153,14 @@ def choose(
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
     return chosen
+
+
+def _warn_of_hosts(p: Problem, pinned: str | None) -> None:
+    """Warn of a pinned schedule that is not taken: its steps need memory of all ranks, which is mapped on one host only."""
+    if plan.names_schedule(pinned) and pinned != "serial" and not env.quiet():
+        caller.warn_once(
+            f"schedule={pinned!r}, {p.title}: the ranks of the group are on several hosts; serial is taken"
+        )
 
 
 _said: set[str] = set()

@@ -13,7 +13,6 @@ from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.steps.loops import counted
 from weft.schedule.text import describe, fingerprint
 from weft.symm import Communicator
-from weft.symm.bootstrap import NO_TRANSPORT
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 """Tensors by buffer."""
@@ -68,13 +67,13 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
     """Return a description of the first step of this rank that needs memory which is not mapped here; "" if there is none."""
-    if all(comm.mapped):
+    if comm.all_mapped:
         return ""
     for lane in schedule.of_rank(comm.rank):
         for step in lane.steps:
             for rank in sorted(_touched(step)):
                 if not comm.mapped[rank]:
-                    why = f"memory of rank {rank} is not mapped on rank {comm.rank}, and {NO_TRANSPORT}"
+                    why = f"memory of rank {rank}, on host {comm.hosts[rank]}, is not mapped on rank {comm.rank}"
                     return f"lane {lane.name}: {describe(step, comm.rank)}: {why}"
     return ""
 
