@@ -75,12 +75,12 @@ class TwoHosts:
 
     def _keep(self, command: list[str]) -> None:
         self._keepers.append(subprocess.Popen([*command, "sleep", "600"], stderr=subprocess.PIPE))
-        keeper, ours = self._keepers[-1], [os.readlink(f"/proc/{pid}/ns/net") for pid in ("self",)]
-        ours += [os.readlink(f"/proc/{other.pid}/ns/net") for other in self._keepers[:-1]]
+        keeper, known = self._keepers[-1], ["self", *(other.pid for other in self._keepers[:-1])]
+        others = [os.readlink(f"/proc/{pid}/ns/net") for pid in known]
         until = time.monotonic() + 5
         while keeper.poll() is None and time.monotonic() < until:
             name = Path(f"/proc/{keeper.pid}/comm").read_text().strip()
-            if name == "sleep" and os.readlink(f"/proc/{keeper.pid}/ns/net") not in ours:
+            if name == "sleep" and os.readlink(f"/proc/{keeper.pid}/ns/net") not in others:
                 return
             time.sleep(0.005)
         keeper.kill()

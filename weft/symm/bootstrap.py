@@ -22,8 +22,8 @@ connection that has not identified itself delays no rank: listeners are polled t
 have entries of an earlier, failed attempt: after a refused connection, a rank reads the entry again and retries until the
 deadline.
 
-A packet is one message (`weft.symm.links`). Within a host file descriptors travel with it, and end-of-file without a goodbye means
-that the process on the other end is gone.
+A packet is one message (`weft.symm.connections`). Within a host file descriptors travel with it. End-of-file without a goodbye
+means that the process on the other end is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,9 @@ import torch.distributed as dist
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, RefusedError, WeftError
 from weft.reading import parse_json
 from weft.symm import hosts
+from weft.symm.connections import MAX_PACKET, BadFrameError, Connection, TcpConnection, UnixConnection, ours
 from weft.symm.entries import Entry as _Entry
 from weft.symm.entries import hosts_of, require_one_version
-from weft.symm.links import MAX_PACKET, BadFrameError, Link, TcpLink, UnixLink, ours
 from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
@@ -62,11 +62,11 @@ _MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the ol
 @dataclass(frozen=True)
 class Peer:
     """A connected rank. pid: as this process sees it, 0 if it is in a process namespace that this one cannot see; of a rank on
-    another host, as that host sees it. host: "" if it is this process's host, whose memory can be mapped."""
+    another host, as that host sees it. host: "" if the whole group is on one."""
 
     rank: int
     pid: int
-    link: Link
+    connection: Connection
     host: str = ""
 
 
@@ -132,7 +132,10 @@ def _connect(setup: _Setup) -> Mesh:
         raise
     setup.close()
     setup.say("")
-    return Mesh([setup.peers[other] for other in sorted(setup.peers)], setup.hosts)
+    peers = [setup.peers[other] for other in sorted(setup.peers)]
+    if setup.control is not None:
+        peers = [replace(peer, host=setup.hosts[peer.rank]) for peer in peers]
+    return Mesh(peers, setup.hosts)
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
@@ -193,7 +196,7 @@ class _Setup:
         for sock in self.unknown:
             sock.close()
         for peer in peers:
-            peer.link.close()
+            peer.connection.close()
 
     def run(self) -> None:
         self.mine = self.entries[self.rank] = _Entry.of_this_process(self.rank, self.name, self.calls)
@@ -221,7 +224,7 @@ class _Setup:
         attempt = _digest(" ".join(names))
         for peer in self.peers.values():
             with self._giving_up(peer.rank):
-                peer.link.send(
+                peer.connection.send(
                     json.dumps({"ready": _digest(self.entries[peer.rank].token), "attempt": attempt}).encode()
                 )
         for peer in self.peers.values():
@@ -280,7 +283,7 @@ class _Setup:
             pid = _same_user(sock)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours(theirs)
-            self.peers[other] = Peer(other, pid, UnixLink(mine))
+            self.peers[other] = Peer(other, pid, UnixConnection(mine))
             hello = json.dumps({**asdict(self.mine), "to": self.entries[other].token}).encode()
             with theirs, self._giving_up(other):
                 socket.send_fds(sock, [hello], [theirs.fileno()])
@@ -322,8 +325,8 @@ class _Setup:
         addresses, number = parse_json(text, f"the port of rank {entry.rank} in the store")
         return hosts.Port(tuple(addresses), number)
 
-    def _add_far(self, rank: int, link: TcpLink) -> None:
-        self.peers[rank] = Peer(rank, self.entries[rank].pid, link, self.hosts[rank])
+    def _add_far(self, rank: int, connection: TcpConnection) -> None:
+        self.peers[rank] = Peer(rank, self.entries[rank].pid, connection)
 
     def _accept(self) -> None:
         ready = self._ready(min(_LOOK_S, max(0.0, self.until - time.monotonic())))
@@ -352,10 +355,10 @@ class _Setup:
             poll.register(sock, select.POLLIN)
         for peer in self.peers.values():
             # Hang-ups only: their messages are read later.
-            poll.register(peer.link, select.POLLRDHUP if peer.host else 0)
+            poll.register(peer.connection, select.POLLRDHUP if self._is_far(peer.rank) else 0)
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
-            if peer.link.fileno() in ready:
+            if peer.connection.fileno() in ready:
                 raise self._lost(peer.rank, "it hung up")
         return [sock for sock in listening if sock.fileno() in ready]
 
@@ -386,7 +389,7 @@ class _Setup:
                     f"no descriptor arrived from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                 )
             self.entries[entry.rank] = entry
-            self.peers[entry.rank] = Peer(entry.rank, pid, UnixLink(socket.socket(fileno=files.pop())))
+            self.peers[entry.rank] = Peer(entry.rank, pid, UnixConnection(socket.socket(fileno=files.pop())))
         for file in files:
             os.close(file)
 
@@ -407,12 +410,12 @@ class _Setup:
 
     def _receive(self, peer: Peer) -> dict:
         poll = select.poll()
-        poll.register(peer.link, select.POLLIN)
+        poll.register(peer.connection, select.POLLIN)
         has_waited = False
         with self._giving_up(peer.rank):
             while True:
                 try:
-                    data, _ = peer.link.receive()
+                    data, _ = peer.connection.receive()
                     break
                 except BlockingIOError:
                     if has_waited and time.monotonic() >= self.until:

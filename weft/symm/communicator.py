@@ -236,10 +236,10 @@ class Communicator:
         return self._control.all_gather(obj, file, what, deadline_s)
 
     def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
-        """Return every rank's `payload`, at most 64,000 bytes, by rank: an all-gather over the links, for groups on several hosts.
+        """Return every rank's `payload`, at most 64,000 bytes, by rank: an all-gather for groups on several hosts.
 
-        Takes a round trip between hosts. `name` names the subject in errors. Deadline (default `WEFT_DEADLINE_S`) and failures as
-        in `wait`.
+        It goes over the control connections and takes a round trip between hosts. `name` names the subject in errors. Deadline
+        (default `WEFT_DEADLINE_S`) and failures as in `wait`.
         """
         return self._control.meet(payload, name, env.deadline_s() if deadline_s is None else deadline_s)
 

@@ -1,6 +1,6 @@
 """The control plane of a group: notifications that a rank has failed or left, and small messages during set-up.
 
-A daemon thread, the watchdog, reads the links to all peers (`weft.symm.links`), so that news arrives while this rank
+A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), so that news arrives while this rank
 computes or waits:
 
 - *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
@@ -12,7 +12,7 @@ computes or waits:
   that the peer does not make; *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`);
 - *meeting*: a peer's payload of a meeting, in groups on several hosts (`weft.symm.exchange`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, from another host too;
-- an error of a link between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent what is no frame.
+- an error of a connection between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent what is no frame.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
 and every later use raises. Nothing in shared memory signals a failure, so a rank that dies half-way through a write leaves
@@ -36,8 +36,8 @@ from weft import _core, forks
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import bootstrap
 from weft.symm.calls import CallLog, GroupCalls
+from weft.symm.connections import MAX_PACKET
 from weft.symm.failures import logged
-from weft.symm.links import MAX_PACKET
 from weft.words import and_list
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ _STALE_S = 1.0  # since the last look: this process was stopped, and messages ma
 
 
 class Control:
-    """The control plane of rank `rank` of `world_size`. It takes over the links of `peers`.
+    """The control plane of rank `rank` of `world_size`. It takes over the connections of `peers`.
 
     failed: called with a failure at once, in the thread that notices it. afterwards: called on the watchdog's thread when all
     callbacks have run. If there is no descriptor or thread for a watchdog, the constructor notifies the peers and raises.
@@ -251,7 +251,7 @@ class Control:
             raise
 
     def meet(self, payload: bytes, name: str, deadline_s: float) -> list[bytes]:
-        """Return every rank's payload, by rank: an all-gather like `weft.symm.exchange.Exchange`, over links."""
+        """Return every rank's payload, by rank: an all-gather like `weft.symm.exchange.Exchange`, over connections."""
         self.check()
         until = time.monotonic() + deadline_s
         found = [payload] * self.world_size
@@ -335,9 +335,9 @@ class Control:
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        links = {peer.rank: peer.link for peer in self._peers.values()}
-        ranks = {link.fileno(): rank for rank, link in links.items()}
-        far = {peer.link.fileno() for peer in self._peers.values() if peer.host}
+        connections = {peer.rank: peer.connection for peer in self._peers.values()}
+        ranks = {connection.fileno(): rank for rank, connection in connections.items()}
+        far = {peer.connection.fileno() for peer in self._peers.values() if not peer.connection.passes_files}
         for descriptor in [*ranks]:
             poll.register(descriptor, select.POLLIN)
             if descriptor in far and not self._read(
@@ -346,8 +346,9 @@ class Control:
                 poll.unregister(descriptor)
                 del ranks[descriptor]
         while not self._goodbyes_sent:
-            for link in far & ranks.keys():
-                poll.modify(link, select.POLLIN | (select.POLLOUT if links[ranks[link]].pending else 0))
+            for descriptor in far & ranks.keys():
+                pending = connections[ranks[descriptor]].pending
+                poll.modify(descriptor, select.POLLIN | select.POLLOUT if pending else select.POLLIN)
             for descriptor, event in poll.poll(1000 * _TICK_S):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
@@ -378,7 +379,7 @@ class Control:
     def _release(self) -> None:
         with self._lock:  # no other thread may be about to use a descriptor that is being closed
             for peer in self._peers.values():
-                peer.link.close()
+                peer.connection.close()
             for inbox in self._inbox.values():
                 for _, files in inbox:
                     for file in files:
@@ -399,15 +400,15 @@ class Control:
 
     def _read(self, rank: int) -> bool:
         """Read the messages of `rank`; return False at the end of its stream."""
-        link = self._peers[rank].link
+        connection = self._peers[rank].connection
         while True:
             try:
-                data, files = link.receive()
+                data, files = connection.receive()
             except BlockingIOError:
                 return True
             except ConnectionResetError:  # it left without reading all of ours; its last messages come next
                 continue
-            except OSError as error:  # of a link between hosts
+            except OSError as error:  # of a connection between hosts
                 if rank not in self.gone:
                     self.lose(rank, f"{self.name(rank)} is lost: its connection failed ({error.strerror or error})")
                 return False
@@ -458,16 +459,16 @@ class Control:
 
     def _flush(self, rank: int) -> None:
         with self._lock, contextlib.suppress(OSError):  # reading reports the error
-            self._peers[rank].link.flush()
+            self._peers[rank].connection.flush()
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
         """Send at once, or by `until` if the peer's buffer is full. Ignore a dead peer: the watchdog notices it."""
-        link = self._peers[rank].link
+        connection = self._peers[rank].connection
         while True:
             try:
                 with self._lock:
-                    link.send(packet, file)
-                if link.pending:
+                    connection.send(packet, file)
+                if connection.pending:
                     self._rouse()  # the watchdog sends the rest when there is room
                 return
             except BlockingIOError:

@@ -19,7 +19,7 @@ _LENGTH_BYTES = 8
 class Exchange:
     """An all-gather of up to `nbytes` bytes per rank. The constructor is collective; `communicator` must be on CPU.
 
-    Every rank makes the same calls; one thread at a time. On several hosts payloads travel over the links of the communicator, in
+    Every rank makes the same calls; one thread at a time. On several hosts payloads travel over the communicator's connections, in
     a round trip.
     """
 

@@ -8,9 +8,9 @@ listens, and code(x) = HMAC-SHA256 of x with L's token as the key:
     C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes: L reads no more, and interprets nothing before the code
     L -> C    code(both nonces)                                C has reached a rank of the group too
 
-Both then derive a key for each direction from the nonces (`weft.symm.links`). A connection without the right code is logged and
-closed. A port may be reached at several addresses, some of which belong to other machines as well (bridges of containers), so C
-tries all of them at once, and takes the first that proves itself.
+Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is logged
+and closed. A port may be reached at several addresses, some of which belong to other machines as well (bridges of containers), so
+C tries all of them at once, and takes the first that proves itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft import env
-from weft.symm.links import TcpLink, ours
+from weft.symm.connections import TcpConnection, ours
 
 _log = logging.getLogger("weft")
 NONCE_BYTES = CODE_BYTES = 32
@@ -151,11 +151,11 @@ class Caller:
         self.rank, self.attempt, self._theirs = _WHO.unpack(said)
         return True
 
-    def accept(self) -> TcpLink:
-        """Prove that this end belongs to the group too, and return the link. Raises `OSError`."""
+    def accept(self) -> TcpConnection:
+        """Prove that this end belongs to the group too, and return the connection. Raises `OSError`."""
         both = self._nonce, self._theirs
         self.socket.send(_code(self._token, b"listens", *both))
-        return TcpLink(
+        return TcpConnection(
             self.socket, _code(self._token, b"to C", *both), _code(self._token, b"to L", *both), env.deadline_s()
         )
 
@@ -236,16 +236,16 @@ class Dialing:
         said = [f"{Port((one,), self._port.number)}: {text}" for one, text in self._troubles.items()]
         return "; ".join(said) or "it has no address"
 
-    def go_on(self, patience_s: float) -> TcpLink | None:
-        """Return the link to the first address that has proved that it belongs to the group; None if none has within
+    def go_on(self, patience_s: float) -> TcpConnection | None:
+        """Return the connection to the first address that has proved that it belongs to the group; None if none has within
         `patience_s`."""
         for descriptor, _ in self._poll.poll(1000 * patience_s):
             dial = self._dials[descriptor]
             try:
                 if (keys := dial.read(self._token, *self._who)) is not None:
-                    link = TcpLink(dial.socket, *keys, env.deadline_s())
+                    connection = TcpConnection(dial.socket, *keys, env.deadline_s())
                     del self._dials[descriptor]
-                    return link
+                    return connection
             except BlockingIOError:
                 continue
             except OSError as error:

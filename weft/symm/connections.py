@@ -1,6 +1,6 @@
 """The connection of two ranks, over which watchdogs send packets: a Unix socket on one host, TCP between hosts.
 
-|           | `UnixLink`                                    | `TcpLink`                                              |
+|           | `UnixConnection`                                    | `TcpConnection`                                              |
 |-----------|-----------------------------------------------|--------------------------------------------------------|
 | reach     | one kernel and network namespace              | hosts                                                  |
 | a packet  | one message of a sequential-packet socket     | a frame: its length, an authentication code, the bytes |
@@ -35,7 +35,7 @@ class BadFrameError(OSError):
     """A peer's bytes are no frame of this connection: too large, or not from the peer."""
 
 
-class Link(Protocol):
+class Connection(Protocol):
     """A connection to one peer. `send` and `receive` do not block: they raise `BlockingIOError`."""
 
     passes_files: bool
@@ -75,8 +75,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class UnixLink:
-    """A link within one host."""
+class UnixConnection:
+    """A connection within one host."""
 
     passes_files = True
     pending = False
@@ -102,9 +102,11 @@ class UnixLink:
         self._socket.close()
 
 
-class TcpLink:
-    """A link between hosts. sending, receiving: keys of the frames' codes. silence_s: the link is lost if the other host's kernel
-    answers nothing for so long."""
+class TcpConnection:
+    """A connection between hosts.
+
+    sending, receiving: keys of the frames' codes. silence_s: it is lost if the other host's kernel answers nothing for so long.
+    """
 
     passes_files = False
 

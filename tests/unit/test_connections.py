@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from weft.symm import hosts, links
-from weft.symm.links import MAX_PACKET, BadFrameError, TcpLink
+from weft.symm import connections, hosts
+from weft.symm.connections import MAX_PACKET, BadFrameError, TcpConnection
 
 KEYS = b"there" * 8, b"back" * 8
 
@@ -19,15 +19,15 @@ def sockets() -> tuple[socket.socket, socket.socket]:
         return left, listener.accept()[0]
 
 
-def pair() -> tuple[TcpLink, TcpLink]:
+def pair() -> tuple[TcpConnection, TcpConnection]:
     left, right = sockets()
-    return TcpLink(left, *KEYS, 60.0), TcpLink(right, *reversed(KEYS), 60.0)
+    return TcpConnection(left, *KEYS, 60.0), TcpConnection(right, *reversed(KEYS), 60.0)
 
 
-def next_packet(link: TcpLink, sender: TcpLink) -> bytes:
+def next_packet(connection: TcpConnection, sender: TcpConnection) -> bytes:
     while True:
         try:
-            return link.receive()[0]
+            return connection.receive()[0]
         except BlockingIOError:
             sender.flush()
 
@@ -72,33 +72,33 @@ def test_files_do_not_travel() -> None:
 
 
 def frame(length: int, code: bytes, packet: bytes) -> bytes:
-    return links._HEADER.pack(length, code) + packet
+    return connections._HEADER.pack(length, code) + packet
 
 
 @pytest.mark.parametrize("length", [0, MAX_PACKET + 1, 2**32 - 1])
 def test_a_frame_larger_than_allowed_is_refused_before_it_is_read(length: int) -> None:
     raw, right = sockets()
-    link = TcpLink(right, *reversed(KEYS), 60.0)
+    connection = TcpConnection(right, *reversed(KEYS), 60.0)
     raw.send(frame(length, b"c" * 16, b""))
     with pytest.raises(BadFrameError, match=rf"a frame of {length} bytes, where at most {MAX_PACKET} are allowed"):
-        next_packet(link, link)
+        next_packet(connection, connection)
     raw.close()
-    link.close()
+    connection.close()
 
 
 @pytest.mark.parametrize("what", ["changed", "again", "another key", "other direction"])
 def test_what_is_not_the_peers_next_frame_is_refused(what: str) -> None:
     raw, right = sockets()
-    link = TcpLink(right, *reversed(KEYS), 60.0)
-    first = frame(5, links._code(KEYS[0], 0, b"first"), b"first")
+    connection = TcpConnection(right, *reversed(KEYS), 60.0)
+    first = frame(5, connections._code(KEYS[0], 0, b"first"), b"first")
     raw.send(first)
-    assert next_packet(link, link) == b"first"
-    code = links._code({"another key": b"a guess", "other direction": KEYS[1]}.get(what, KEYS[0]), 1, b"after")
+    assert next_packet(connection, connection) == b"first"
+    code = connections._code({"another key": b"a guess", "other direction": KEYS[1]}.get(what, KEYS[0]), 1, b"after")
     raw.send({"again": first, "changed": frame(5, code, b"evil!")}.get(what, frame(5, code, b"after")))
     with pytest.raises(BadFrameError, match="frame 1 does not have the peer's authentication code"):
-        next_packet(link, link)
+        next_packet(connection, connection)
     raw.close()
-    link.close()
+    connection.close()
 
 
 def test_a_handshake_makes_a_link_for_those_who_know_the_secret() -> None:
@@ -111,7 +111,7 @@ def test_a_handshake_makes_a_link_for_those_who_know_the_secret() -> None:
         for sock in port.sockets() if caller is None else ():
             caller = caller or port.go_on(sock)
         if caller is not None and made is None:
-            link = caller.accept()
+            connection = caller.accept()
             made = dialing.go_on(1.0)
         if made is not None:
             break
@@ -119,10 +119,10 @@ def test_a_handshake_makes_a_link_for_those_who_know_the_secret() -> None:
     assert made is not None
     assert (caller.rank, caller.attempt) == (3, hosts.attempt_of("an attempt"))
     made.send(b"hello")
-    assert next_packet(link, made) == b"hello"
-    link.send(b"and back")
-    assert next_packet(made, link) == b"and back"
-    for one in (port, dialing, made, link):
+    assert next_packet(connection, made) == b"hello"
+    connection.send(b"and back")
+    assert next_packet(made, connection) == b"and back"
+    for one in (port, dialing, made, connection):
         one.close()
 
 
