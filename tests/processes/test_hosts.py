@@ -21,12 +21,16 @@ from pool import assert_deadline, traces
 from support.on_ranks import error_of, told
 from support.operators import suite
 from support.operators.cases import ROWS
+from support.operators.gemms import Gathered
 from support.pretended_hosts import claimed, on_two_hosts
 
 import weft
 from weft import symm
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
+from weft.operator import between_hosts
+from weft.schedule import Draft
+from weft.schedule.expr import RANK, lookup
 from weft.symm import hosts
 
 LONG_S = 50.0
@@ -234,9 +238,93 @@ def test_only_a_pinned_schedule_is_warned_of_once(pool: Pool) -> None:
     for said in pool.run(warned, ranks=2):
         assert [said.pop(name) for name in ("None", "autotune", "heuristic")] == [[], [], []]
         (text,) = said.pop("scatter")
-        assert text == (
-            "schedule='scatter', matmul_reduce_scatter: the ranks of the group are on several hosts; serial is taken"
+        assert text.startswith(
+            "schedule='scatter', matmul_reduce_scatter: serial is taken, because the ranks of the group are on several hosts: lane "
         )
+        assert text.endswith("memory of rank 1, on host beta, is not mapped on rank 0")
+
+
+COLLECTIVES = "ficco_1d_collective[start=hetero,gemms=unfused,steps=2]"
+
+
+def overlapped(group, pinned, times):
+    """The lanes of calls with fresh data. times: what measuring finds, by the end of a schedule's name."""
+    native, asked = between_hosts.measure.measured, []
+
+    def measured(p, schedules, *rest):
+        asked.append(list(schedules))
+        return {name: us for name in schedules for end, us in times.items() if name.endswith(end)}
+
+    between_hosts.measure.measured = measured
+    lanes = []
+    try:
+        with on_two_hosts(group) as own:
+            for seed, rows in enumerate((8, 8, 10, 64)):
+                call = suite.CALLS["all_gather_matmul"](Gathered((rows, 16), 6), own, seed)
+                timeline = weft.Timeline()
+                call.check(own, call(own, schedule=pinned, timeline=timeline))
+                lanes.append(sorted(timeline.lanes(group.rank())))
+    finally:
+        between_hosts.measure.measured = native
+    return lanes, asked
+
+
+@pytest.mark.parametrize(
+    ("pinned", "times", "wanted", "count"),
+    [
+        (COLLECTIVES, {}, ["compute", "library"], 0),
+        ("serial", {}, ["compute"], 0),
+        (None, {"serial": 5000.0, "steps=2]": 3000.0, "steps=4]": 4000.0}, ["compute", "library"], 2),
+        (None, {"serial": 5000.0, "steps=2]": 4800.0, "steps=4]": 9000.0}, ["compute"], 2),
+    ],
+    ids=["pinned", "serial", "faster", "hardly faster"],
+)
+def test_gathers_overlap_by_collectives(
+    pool: Pool, pinned: str | None, times: dict[str, float], wanted: list[str], count: int
+) -> None:
+    """The choice holds for sizes that are near; the last one is not."""
+    for lanes, asked in pool.run(overlapped, pinned, times, ranks=3):
+        assert lanes == [wanted] * 4
+        assert asked == [["serial", COLLECTIVES, COLLECTIVES.replace("2]", "4]")]] * count
+
+
+def sent(name, to):
+    """y = x of the rank whose `to` is this rank."""
+    d = Draft(name, len(to))
+    x, y, box = (
+        d.buffer(one, 4, 4, "fp32", role) for one, role in zip("xyb", ("input", "output", "symmetric"), strict=True)
+    )
+    free, there = d.signals("free", 1), d.signals("there", 1)
+    target, source = lookup(to, RANK), lookup([to.index(rank) for rank in range(len(to))], RANK)
+    d.lane("out", "copy").wait(free, previous=True).copy(x.part(), box.part(at=target)).set(there, at=target)
+    d.lane("compute").wait(there).copy(box.part(), y.part()).set(free, at=source)
+    return d.schedule()
+
+
+def own_schedules(group):
+    """Of four ranks, two on each host."""
+    rank, found = group.rank(), []
+    with on_two_hosts(group) as own:
+        for schedule in (sent("near", [1, 0, 3, 2]), sent("far", [1, 2, 3, 0]), sent("near", [1, 0, 3, 2])):
+            given = {"x": torch.full((4, 4), float(rank)), "y": torch.empty(4, 4)}
+            said = told(lambda schedule=schedule, given=given: weft.run_schedule(schedule, given, own))
+            found.append(given["y"].unique().tolist() if said == "nothing" else said)
+        buffer = symm.SymmetricBuffer((2,), torch.float32, group=own)
+        found.append(told(lambda: buffer.peer((rank + 2) % 4)))
+        buffer.peer(rank ^ 1).fill_(rank)
+        symm.communicator(own, "cpu").all_gather(None, what="written")
+        return found, buffer.local.tolist()
+
+
+def test_memory_is_shared_within_a_host(pool: Pool) -> None:
+    for rank, (found, local) in enumerate(pool.run(own_schedules, ranks=4)):
+        near, far, again, peer = found
+        assert near == again == [float(rank ^ 1)]
+        assert far == (
+            "ScheduleError: schedule far, lane compute: set free@3[0]: memory of rank 3, on host beta, is not mapped on rank 0"
+        )
+        assert peer == f"ValueError: memory of rank {(rank + 2) % 4}, on another host, is not mapped here"
+        assert local == [float(rank ^ 1)] * 2
 
 
 def trains(group):

@@ -62,8 +62,8 @@ def test_examples_have_the_losses_of_one_host(pool: Pool, hosts: TwoHosts, tmp_p
     assert doctor.startswith("4 ranks on 2 hosts\n\nalpha:\n  rank 0  pid ")
     assert "\nbeta:\n  rank 2  pid " in doctor
     assert "\nshared memory: pairs 0-1, 2-3\n" in doctor
-    assert "\ngloo, unfused: pairs 0-2, 1-2, 0-3, 1-3\n" in doctor
-    assert "The group is on several hosts: every operator runs unfused" in doctor
+    assert "\ngloo: pairs 0-2, 1-2, 0-3, 1-3\n" in doctor
+    assert "The group is on several hosts: data travel by torch.distributed" in doctor
 
 
 # -- faults

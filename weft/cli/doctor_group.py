@@ -76,13 +76,13 @@ def _path(one: Seat, other: Seat) -> str:
     if bool(one.gpu) != bool(other.gpu):
         return "none: one rank has a GPU, the other has not"
     if one.host != other.host:
-        return "NCCL, unfused" if one.gpu else "gloo, unfused"
+        return "NCCL" if one.gpu else "gloo"
     if not one.gpu:
         return "shared memory"
     if one.device == other.device:
         return "the same GPU"
     index = int(other.device.partition(":")[2])
-    return "peer access" if index in one.peers else "no peer access: NCCL, unfused, where it is pinned"
+    return "peer access" if index in one.peers else "no peer access"
 
 
 def print_group(report: GroupReport) -> None:
@@ -102,8 +102,8 @@ def print_group(report: GroupReport) -> None:
         print(f"\na meeting of all ranks: {report.round_trip_us:.0f} us (median of {_ROUNDS}, over sockets)")
     if len(report.hosts) > 1:
         print(
-            "\nThe group is on several hosts: every operator runs unfused, by torch.distributed (docs/hosts.md). Overlap needs "
-            "groups of the ranks of one host."
+            "\nThe group is on several hosts: data travel by torch.distributed, mostly one step after the other (docs/hosts.md). "
+            "Overlap needs groups of the ranks of one host."
         )
 
 

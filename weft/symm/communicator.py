@@ -246,14 +246,14 @@ class Communicator:
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
         """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective: every rank requests the same size.
 
-        Raises `RefusedError` if a rank's memory cannot be mapped (`mapped`). `OutOfSharedMemoryError` on every rank if any rank
-        cannot reserve it; then nothing stays reserved, and the group stays usable. `DisagreementError` if sizes (or `what`, the
-        description) differ. Deadline and failures as in `all_gather`. Any other error on this rank alone makes the group fail and
-        notifies the peers.
+        On CPU, ranks of several hosts get memory that is mapped on their own host. On GPUs such a group raises `RefusedError`.
+        `OutOfSharedMemoryError` on every rank if any rank cannot reserve it; then nothing stays reserved, and the group stays
+        usable. `DisagreementError` if sizes (or `what`, the description) differ. Deadline and failures as in `all_gather`. Any
+        other error on this rank alone makes the group fail and notifies the peers.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
-        if not self.all_mapped:
+        if not self.all_mapped and self.device.type != "cpu":
             far = [rank for rank, mapped in enumerate(self.mapped) if not mapped]
             raise RefusedError(
                 f"{what or 'symmetric memory'}: memory of ranks {far} on other hosts cannot be mapped on rank {self.rank}: make "

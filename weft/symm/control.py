@@ -225,7 +225,8 @@ class Control:
                 for rank in self._peers:
                     for part in parts:
                         self._send(rank, _MORE + part, until=until)
-                    self._send(rank, _DATA + last, file, until)
+                    passes = self._peers[rank].connection.passes_files
+                    self._send(rank, _DATA + last, file if passes else None, until)
                 whose, more = f"in {what}", ": deadline_s or WEFT_SETUP_DEADLINE_S give more time"
                 messages = self._take_all(self._inbox, "the part of", whose, until, deadline_s, more)
                 received += [file for _, files in messages.values() for file in files]
