@@ -21,7 +21,7 @@ from pool import assert_deadline, traces
 from support.on_ranks import error_of, told
 from support.operators import suite
 from support.operators.cases import ROWS
-from support.operators.gemms import Gathered
+from support.operators.gemms import Following, Gathered, Gemm
 from support.pretended_hosts import claimed, on_two_hosts
 
 import weft
@@ -247,7 +247,7 @@ def test_only_a_pinned_schedule_is_warned_of_once(pool: Pool) -> None:
 COLLECTIVES = "ficco_1d_collective[start=hetero,gemms=unfused,steps=2]"
 
 
-def overlapped(group, pinned, times):
+def overlapped(group, operator, cases, pinned, times):
     """The lanes of calls with fresh data. times: what measuring finds, by the end of a schedule's name."""
     native, asked = between_hosts.measure.measured, []
 
@@ -259,8 +259,8 @@ def overlapped(group, pinned, times):
     lanes = []
     try:
         with on_two_hosts(group) as own:
-            for seed, rows in enumerate((8, 8, 10, 64)):
-                call = suite.CALLS["all_gather_matmul"](Gathered((rows, 16), 6), own, seed)
+            for seed, case in enumerate(cases):
+                call = suite.CALLS[operator](case, own, seed)
                 timeline = weft.Timeline()
                 call.check(own, call(own, schedule=pinned, timeline=timeline))
                 lanes.append(sorted(timeline.lanes(group.rank())))
@@ -269,23 +269,37 @@ def overlapped(group, pinned, times):
     return lanes, asked
 
 
+CASES = {
+    "all_gather_matmul": [Gathered((rows, 16), 6) for rows in (8, 8, 10, 64)],
+    "matmul_reduce_scatter": [Gemm((rows, 16), 6) for rows in (24, 24, 30, 192)],
+    "matmul_all_reduce": [
+        Following((rows, 16), 6, bias=bias, eps=eps)
+        for rows, bias, eps in ((24, True, 1e-6), (24, True, 1e-6), (31, True, 1e-6), (192, False, None))
+    ],
+}
+GATHERS = f"{COLLECTIVES[:-2]}2]", f"{COLLECTIVES[:-2]}4]"
+CHUNKED = "collective[chunks=2]", "collective[chunks=4]"
+
+
+@pytest.mark.parametrize("operator", CASES)
 @pytest.mark.parametrize(
     ("pinned", "times", "wanted", "count"),
     [
-        (COLLECTIVES, {}, ["compute", "library"], 0),
-        ("serial", {}, ["compute"], 0),
-        (None, {"serial": 5000.0, "steps=2]": 3000.0, "steps=4]": 4000.0}, ["compute", "library"], 2),
-        (None, {"serial": 5000.0, "steps=2]": 4800.0, "steps=4]": 9000.0}, ["compute"], 2),
+        (True, {}, ["compute", "library"], 0),
+        (False, {"serial": 5000.0, "2]": 3000.0, "4]": 4000.0}, ["compute", "library"], 2),
+        (False, {"serial": 5000.0, "2]": 4800.0, "4]": 9000.0}, ["compute"], 2),
     ],
-    ids=["pinned", "serial", "faster", "hardly faster"],
+    ids=["pinned", "faster", "hardly faster"],
 )
-def test_gathers_overlap_by_collectives(
-    pool: Pool, pinned: str | None, times: dict[str, float], wanted: list[str], count: int
+def test_collectives_of_chunks_overlap_where_they_are_clearly_faster(
+    pool: Pool, operator: str, pinned: bool, times: dict[str, float], wanted: list[str], count: int
 ) -> None:
     """The choice holds for sizes that are near; the last one is not."""
-    for lanes, asked in pool.run(overlapped, pinned, times, ranks=3):
+    names = GATHERS if operator == "all_gather_matmul" else CHUNKED
+    given = operator, CASES[operator], names[0] if pinned else None, times
+    for lanes, asked in pool.run(overlapped, *given, ranks=3):
         assert lanes == [wanted] * 4
-        assert asked == [["serial", COLLECTIVES, COLLECTIVES.replace("2]", "4]")]] * count
+        assert asked == [["serial", *names]] * count
 
 
 def sent(name, to):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
-from weft.symm import bootstrap, cpu, failures, groups
+from weft.symm import bootstrap, cpu, failures
 from weft.symm.calls import calls_of
 from weft.symm.control import CALLBACK_S, EXITING, Control, unusable
 from weft.symm.groups import is_registered, store_of
@@ -346,8 +346,6 @@ def communicator(
             failures.tell(group, group.rank())
             raise
         made = Communicator(group, device, mesh)
-        if not made.all_mapped:
-            groups.on_several_hosts.add(group)
         if misused := calls_of(group).misused:  # misuse from before the communicator existed
             made.poison(misused)
         with _cache_lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ NO_GROUP = (
     "group=None: pass dist.group.WORLD or your own group. (dist.new_group with use_local_synchronization=True returns None on "
     "ranks that are not in the new group: only its members may make this call)"
 )
-
-on_several_hosts: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""The groups with ranks on several hosts, once they have a communicator."""
 
 
 def require_member(group: Any) -> None:
