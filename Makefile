@@ -65,8 +65,9 @@ test-all: test test-slow test-models  ## All three
 .PHONY: chaos chaos-gpu
 N ?= 250
 SEED ?= 0
-chaos: setup  ## Inject faults: N=250 of SEED=0 take less than 10 minutes; more go on where they were stopped
-	$(BIN)/python -m tests.chaos -n $(N) --seed $(SEED)
+HOSTS ?= 1
+chaos: setup  ## Inject faults: N=250 of SEED=0 take less than 10 minutes; more go on where they were stopped. HOSTS=2: between two hosts
+	$(BIN)/python -m tests.chaos -n $(N) --seed $(SEED) --hosts $(HOSTS)
 
 chaos-gpu:  ## The same on a machine with GPUs, as gpu-check: 200 injections into OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_chaos.sh $(OUT) --seed $(SEED)

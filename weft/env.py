@@ -59,6 +59,19 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def launcher_host() -> str:
+    """`MASTER_ADDR`: as torchrun sets it (default ""): of this host's addresses, the one on the way there is tried first between
+    hosts."""
+    return os.environ.get("MASTER_ADDR", "")
+
+
+def socket_interfaces() -> tuple[str, ...]:
+    """`WEFT_SOCKET_IFNAME`: network interfaces (default those of `GLOO_SOCKET_IFNAME`), with commas between their names, by which
+    other hosts reach this one for control connections. The first address is listened on; without names, all addresses are."""
+    names = os.environ.get("WEFT_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME") or ""
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
 def world_size() -> int:
     """`WORLD_SIZE`: as torchrun sets it (default 1): how many ranks `weft bench` has."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -93,6 +106,7 @@ def cache_dir() -> Path:
 
 OWN = (
     "WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION", "WEFT_CACHE_DIR",
+    "WEFT_SOCKET_IFNAME",
 )  # fmt: skip
 """All variables of weft's own."""
 

@@ -38,6 +38,7 @@ class Campaign:
     faults: bool  # run the same calls with nothing injected
     families: Sequence[str]  # of faults; none: all
     keep: Path  # folder for the traces of failed injections
+    hosts: int = 1
 
     def run(self) -> Iterator[Record]:
         """Records as they come."""
@@ -61,7 +62,7 @@ class Campaign:
                     trial.kill()
 
     def _drawn(self, index: int) -> records.Injection:
-        injection = draw(self.seed, index, self.device, self.families)
+        injection = replace(draw(self.seed, index, self.device, self.families), hosts=self.hosts)
         return injection if self.faults else replace(injection, kind="none", steps=20)
 
     def _over(self, trial: Trial) -> Record:
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--no-faults", action="store_true", help="the same calls with nothing injected: all must be right"
     )
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="ranks pretend to be on so many hosts")
     given = parser.parse_args(arguments)
     try:
         sys.exit(run(given))
@@ -112,7 +114,12 @@ def run(given: argparse.Namespace) -> int:
     families = sorted(set(given.family))
     if not kinds_of(device, families):
         raise ValueError(f"no fault of {', '.join(families)} is injected on {device}")
-    parts = [device, str(given.seed), *(family.replace(" ", "-") for family in families)]
+    parts = [
+        device,
+        *(["2-hosts"] if given.hosts > 1 else []),
+        str(given.seed),
+        *(family.replace(" ", "-") for family in families),
+    ]
     name = "-".join(parts) + "-no-faults" * given.no_faults
     path = given.record or Path("build", "chaos", f"{name}.jsonl")
     recorded = [] if given.only else records.go_on(path, given.seed, device, families)
@@ -121,7 +128,7 @@ def run(given: argparse.Namespace) -> int:
     campaign = Campaign(
         seed=given.seed, device=device, indices=given.only or [i for i in range(count) if i not in known],
         at_once=given.at_once or _AT_ONCE[device], until=begin + given.within, faults=not given.no_faults,
-        families=families, keep=given.keep or path.parent / f"wrong-{name}",
+        families=families, keep=given.keep or path.parent / f"wrong-{name}", hosts=given.hosts,
     )  # fmt: skip
     with progress(given.seed, len(campaign.indices), len(done)) as add:
         for record in campaign.run():

@@ -126,6 +126,7 @@ class Injection:
     steps: int = STEPS
     turn: int = TURN
     pace_s: float = 0.0  # between steps
+    hosts: int = 1  # on which ranks pretend to be, in turn
 
     @property
     def of_kind(self) -> Kind:

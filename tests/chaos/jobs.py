@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import weft
 from weft import symm
 from weft.errors import WeftError
 from weft.symm.calls import calls_of
+from weft.symm.entries import Entry
 
 from . import bad
 from .draw import Injection
@@ -318,6 +320,8 @@ def main(injection: Injection, rank: int, directory: str) -> None:
     if injection.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.zeros(1, device="cuda")
+    if injection.hosts > 1:
+        _claim_host(rank % injection.hosts)
     store = dist.FileStore(str(folder / "store"), injection.world)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=injection.world, timeout=limit)
@@ -338,6 +342,13 @@ def main(injection: Injection, rank: int, directory: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     board.set(LEAVING)
     trace.write("left", **job.leave())
+
+
+def _claim_host(number: int) -> None:
+    """Pretend that this process is on a host of its own kernel: ranks on other hosts are reached by TCP, on loopback."""
+    native = Entry.of_this_process
+    claims = {"host": f"host-{number}", "kernel": f"kernel {number}"}
+    Entry.of_this_process = staticmethod(lambda *given: replace(native(*given), **claims))  # type: ignore[method-assign]
 
 
 def _settle_in(folder: Path, rank: int, injection: Injection) -> None:

@@ -35,25 +35,18 @@ MANY = 4 * len(KINDS) * len(OPERATORS)
 
 
 @pytest.mark.slow
-def test_a_short_campaign(tmp_path: Path) -> None:
-    """A short campaign passes, run like `make chaos`; if it fails, its traces are shown."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.chaos",
-        "-n",
-        str(SHORT),
-        "--seed",
-        "11",
-        "--record",
-        str(tmp_path / "short.jsonl"),
-    ]
+@pytest.mark.parametrize(("hosts", "count"), [(1, SHORT), (2, SHORT // 2)])
+def test_a_short_campaign(tmp_path: Path, hosts: int, count: int) -> None:
+    """A short campaign passes, run like `make chaos`, on pretended hosts too; if it fails, its traces are shown."""
+    path = tmp_path / "short.jsonl"
+    options = ["-n", str(count), "--seed", "11", "--hosts", str(hosts), "--record", str(path)]
+    command = [sys.executable, "-m", "tests.chaos", *options]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     wrong = "\n\n".join(path.read_text()[:2000] for path in sorted(tmp_path.glob("wrong-*/*/wrong.txt")))
     assert found.returncode == 0, f"{found.stdout}\n{found.stderr[-3000:]}\n{wrong}"
-    _, recorded = records.read(tmp_path / "short.jsonl")
-    assert [one["index"] for one in recorded] == list(range(SHORT))
-    assert sum(one["right"] for one in recorded) > 10 * SHORT
+    _, recorded = records.read(path)
+    assert [one["index"] for one in recorded] == list(range(count))
+    assert sum(one["right"] for one in recorded) > 10 * count
 
 
 # --- what is drawn ---

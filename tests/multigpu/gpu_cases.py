@@ -101,7 +101,7 @@ MATMUL_REDUCE_SCATTER = Row(
         "serial": Gemm((512, 512), 384, BF16, op="avg", schedule="serial"),
     },
     every=[
-        (sized((m - m % 2, n, k), dtype), {"serial", "scatter", "direct", "tracked", "pulled"})
+        (sized((m - m % 2, n, k), dtype), {"serial", "scatter", "direct", "tracked", "pulled", "collective"})
         for (m, n, k), dtype in EACH
     ],
     replayed=[MatmulReduceScatter(2, *WHOLE, "bf16")],
@@ -135,7 +135,7 @@ MATMUL_ALL_REDUCE = Row(
     every=[
         (
             sized(sizes, dtype),
-            {"serial", "one_shot", "two_shot", "chunked"} | ({"tracked"} if sizes == WHOLE else set()),
+            {"serial", "one_shot", "two_shot", "chunked", "collective"} | ({"tracked"} if sizes == WHOLE else set()),
         )
         for sizes, dtype in EACH
     ],

@@ -11,12 +11,10 @@ import os
 import re
 import resource
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,32 +144,6 @@ def test_a_rank_killed_in_the_middle_of_set_up_is_not_waited_for(method: str) ->
         assert kind == "PeerLostError"
         assert f"rank 1 (pid {pid}) died" in text
         assert seconds < PROMPT_S
-
-
-def on_another_host(group, is_late):
-    if (group.rank() == BAD_RANK) == is_late:
-        time.sleep(0.3)
-    native = bootstrap._Entry.of_this_process
-    if group.rank() == BAD_RANK:
-        bootstrap._Entry.of_this_process = lambda *given: replace(
-            native(*given), kernel="another one", host="elsewhere"
-        )
-    own = own_group(group)
-    try:
-        return timed(lambda: symm.communicator(own, "cpu", deadline_s=LONG_S))
-    finally:
-        bootstrap._Entry.of_this_process = native
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_ranks_on_several_hosts_are_told_so_at_once(pool: Pool, is_late: bool) -> None:
-    found = pool.run(on_another_host, is_late, ranks=3, timeout_s=40)
-    assert {kind for kind, _, _ in found} == {"RefusedError"}
-    (text,) = {text for _, text, _ in found}
-    here = re.escape(socket.gethostname())
-    assert re.match(rf"this group is on 2 hosts, ranks \[0, 2\] on host {here}, ranks \[1\] on host elsewhere, ", text)
-    assert text.endswith("transport between hosts is not supported: make one group per host (and container)")
-    assert max(seconds for _, _, seconds in found) < PROMPT_S
 
 
 def on_this_host(group):

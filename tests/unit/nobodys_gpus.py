@@ -101,7 +101,7 @@ class Ranks:
     changed by `other`."""
 
     def __init__(self, rank: int = 0, other: Callable[[_Stand], _Stand] = lambda mine: mine, **changes: Any) -> None:
-        self.rank, self.world_size, self.device, self.mapped = rank, 2, torch.device("cpu"), (True, True)
+        self.rank, self.world_size, self.device, self.all_mapped = rank, 2, torch.device("cpu"), True
         self.other, self.changes, self.said = other, changes, list[str]()
         self.measured = 0
         self.of_first: SelfCalibration | None = None

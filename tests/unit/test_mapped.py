@@ -1,6 +1,6 @@
 """Steps that move data need memory that is mapped where they are done; on ranks that pretend to be on two hosts, they are refused.
 
-How a real group on two hosts is refused: tests/processes/test_set_up_waits.py.
+Groups on two hosts: tests/processes/test_hosts.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sim_toys import all_schedules
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulAllToAll
@@ -27,7 +28,10 @@ PROBLEMS = (
 
 
 def _comm(rank: int, *mapped: bool) -> Any:
-    return SimpleNamespace(rank=rank, mapped=mapped, all_gather=lambda mine, what: [mine])
+    return SimpleNamespace(
+        rank=rank, mapped=mapped, all_mapped=all(mapped), device=torch.device("cuda"), all_gather=lambda mine, what: [mine],
+        hosts=tuple("here" if one else "elsewhere" for one in mapped),
+    )  # fmt: skip
 
 
 def _agree(schedule: Schedule, rank: int) -> None:
@@ -52,7 +56,9 @@ def test_a_schedule_is_refused_where_one_of_its_steps_leaves_the_host(problem: A
             agree_on_schedule(schedule, _comm(rank, *[True] * 4))
             if _leaves_the_host(schedule, rank):
                 refused.add(name)
-                wanted = rf"{schedule.name}.*, lane .*memory of rank [0-3] is not mapped on rank {rank}, and transport between"
+                wanted = (
+                    rf"{schedule.name}.*, lane .*memory of rank [0-3], on host elsewhere, is not mapped on rank {rank}$"
+                )
                 with pytest.raises(ScheduleError, match=wanted):
                     _agree(schedule, rank)
             else:
@@ -70,7 +76,9 @@ def test_a_schedule_within_hosts_is_not_refused_and_the_step_that_leaves_is_name
     for rank in range(4):
         _agree(d.schedule(), rank)
     d.lane("late", "copy").set(came, at=(RANK + 2) % 4)
-    with pytest.raises(ScheduleError, match=r"neighbours, lane late: set .*: memory of rank 3 is not mapped on rank 1"):
+    with pytest.raises(
+        ScheduleError, match=r"neighbours, lane late: set .*: memory of rank 3, on host elsewhere, is not mapped"
+    ):
         _agree(d.schedule(), 1)
 
 
@@ -87,8 +95,8 @@ def test_what_one_rank_may_not_do_all_ranks_are_told() -> None:
         agree_on_schedule(schedule, comm)
 
 
-def test_symmetric_memory_is_refused_where_a_rank_cannot_map_it() -> None:
+def test_symmetric_memory_of_gpus_is_refused_where_a_rank_cannot_map_it() -> None:
     with pytest.raises(
-        RefusedError, match=r"flags: memory of ranks \[2, 3\] cannot be mapped on rank 0, and transport"
+        RefusedError, match=r"flags: memory of ranks \[2, 3\] on other hosts cannot be mapped on rank 0: make a group"
     ):
         Communicator.allocate(_comm(0, True, True, False, False), 64, what="flags")

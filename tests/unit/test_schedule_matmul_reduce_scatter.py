@@ -86,7 +86,7 @@ def check(p: MatmulReduceScatter, schedule: Schedule, name: str, runs: int = 3) 
 @pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:4]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatter) -> None:
     found = applicable(p)
-    overlapping = {"scatter", "direct", "tracked", "pulled"} | ({"ring"} if p.world_size > 2 else set())
+    overlapping = {"scatter", "direct", "tracked", "pulled", "collective"} | ({"ring"} if p.world_size > 2 else set())
     assert builders(found) == {"serial"} | (overlapping if p.world_size > 1 else set())
     for name, schedule in found.items():
         check(p, schedule, name, runs=2 if p.world_size == 8 else 3)
@@ -130,7 +130,7 @@ def test_scaled_products_travel_and_are_priced_as_they_are(by: str) -> None:
 @pytest.mark.parametrize("world", [4, slow(8)])
 def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
     found = applicable(MatmulReduceScatter(world, 150 * world, 20, 4, "bf16"))
-    assert builders(found) == {"serial", "scatter", "direct", "tracked", "ring", "pulled"}
+    assert builders(found) == {"serial", "scatter", "direct", "tracked", "ring", "pulled", "collective"}
     for schedule in found.values():
         verify(schedule)
 
@@ -292,7 +292,7 @@ def test_gpus_take_the_librarys_way_where_the_others_have_not_run_there(monkeypa
 
     from weft.operator import select
 
-    comm: Any = SimpleNamespace(device=torch.device("cuda"))
+    comm: Any = SimpleNamespace(device=torch.device("cuda"), all_mapped=True)
     p = MatmulReduceScatter(2, 8192, 4096, 4096, "bf16")
     monkeypatch.setattr(MatmulReduceScatter, "tried_on_gpus", False)
     chosen = select.choose(p, comm, {}, None, deadline_s=None)

@@ -7,6 +7,8 @@ GEMM.
                next ones
     chunked    a GEMM for each chunk of all rows; all ranks reduce parts of a chunk and fetch them while later chunks are computed
     tracked    as two_shot, with one kernel for all rows, whose finished tiles trigger the sending of their chunks
+    collective  a GEMM for each chunk of rows; NCCL or gloo reduces it while later chunks are computed. It needs no mapped memory:
+               for ranks on several hosts
 
 The rank that reduces a row also adds the bias or residual, before it rounds the row and sends it to the others. Every rank
 computes the RMSNorm for itself. If the reducing kernel has all rows, it also computes the norm. If sums are fetched, the
@@ -137,6 +139,27 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
     if by != "kernel":
         for i, source in enumerate(o.sources):
             compute.set(credit, i, at=source)
+    return d.schedule()
+
+
+@builder(MatmulAllReduce, chunks=(2, 4))
+def collective(p: MatmulAllReduce, *, chunks: int) -> Schedule:
+    """Reduce each chunk with one collective, on a lane beside the GEMMs."""
+    o = PartialProducts.overlapped("collective", p)
+    d, result, pieces = o.d, _Result(o, p), split(p.m, chunks, what="rows of a product")
+    made, summed = d.signals("made", len(pieces)), d.signals("summed", len(pieces))
+    compute, library = d.lane("compute"), d.lane("library")
+    for c, rows in enumerate(pieces):
+        y = result.y.part(rows=rows)
+        compute.matmul(y, o.x.part(rows=rows), o.w.part()).set(made, c)
+        library.wait(made, c).all_reduce(y, y).set(summed, c)
+    for c, rows in enumerate(pieces):
+        y = result.y.part(rows=rows)
+        compute.wait(summed, c)
+        if following := o.following(rows):
+            compute.reduce(y, y, *following)
+        if norm := result.norm(y):
+            compute.reduce(y, y, norm=norm)
     return d.schedule()
 
 

@@ -6,9 +6,11 @@
     tracked   one kernel for all rows: a chunk is sent when all its tiles have signaled, while the kernel continues
     ring      partial sums go around: each rank adds its own product to the sum from its left neighbour, and sends it on
     pulled    a ring without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has stored it
+    collective  a GEMM for each chunk of all ranks' rows; NCCL or gloo reduces and scatters it while later chunks are computed. It
+              needs no mapped memory: for ranks on several hosts
 
 fp8 operands with scales (`ScaledMatmulReduceScatter`) have the same schedules except those in which a GEMM accumulates (add=gemm,
-ring, pulled), and tracked. Their products travel, and are reduced, in the result's dtype.
+ring, pulled), tracked, and collective. Their products travel, and are reduced, in the result's dtype.
 
 direct, tracked and ring are made from output maps (`weft.builders.output_map`), which contain only the destination of each
 chunk. `weft.builders.partial_products` has the order of computation and of reduction.
@@ -91,6 +93,21 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, _result(o), chunks=chunks, by=by, add=add)
     return o.d.schedule()
+
+
+@builder(MatmulReduceScatter, chunks=(2, 4))
+def collective(p: MatmulReduceScatter, *, chunks: int) -> Schedule:
+    """Reduce and scatter each chunk with one collective, on a lane beside the GEMMs."""
+    o = PartialProducts.overlapped("collective", p)
+    d, y, pieces = o.d, _result(o), o.chunks(chunks)
+    made, compute, library = d.signals("made", len(pieces)), d.lane("compute"), d.lane("library")
+    for c, (first, count) in enumerate(pieces):
+        products = d.buffer(f"products{c}", p.world_size * count, p.n, p.dtype, "scratch")
+        for owner in range(p.world_size):
+            o.multiply(compute, products.part(rows=(owner * count, count)), owner, (first, count))
+        compute.set(made, c)
+        library.wait(made, c).reduce_scatter(products.part(), y.part(rows=(first, count)))
+    return d.schedule()
 
 
 @_builder(chunks=(2, 4), by=("dma", "kernel"))

@@ -89,6 +89,11 @@ class Problem:
         """True if a call without a pinned schedule may use `candidate`."""
         return True
 
+    @property
+    def between_hosts(self) -> tuple[str, ...]:
+        """The names of schedules to time, beside serial, where ranks are on several hosts. Data travel by collectives alone."""
+        return ()
+
     def worth_running(self, candidate: Candidate) -> bool:
         """True if `candidate` should be timed when no model predicts it: each timing costs a first call some milliseconds."""
         return True

@@ -98,11 +98,20 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    group: Annotated[
+        bool, typer.Option("--group", help="Report where the ranks are that a launcher such as torchrun has started.")
+    ] = False,
+) -> None:
     """Report this machine's abilities, weft's choices, and how to get missing parts.
 
-    The exit status is 0 unless neither the CPU nor the GPU path works.
+    The exit status is 0 unless neither the CPU nor the GPU path works. With `--group`, on every rank: unless the ranks cannot reach
+    each other.
     """
+    if group:
+        from weft.cli.doctor_group import run
+
+        raise typer.Exit(run())
     from weft.cli.doctor import examine, print_report
 
     report = examine()

@@ -185,7 +185,9 @@ def _sockets() -> Finding:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     left.close()
     right.close()
-    return Finding("sockets", "ok", "Unix domain sockets between the ranks of one host")
+    return Finding(
+        "sockets", "ok", "Unix domain sockets between the ranks of one host; TCP between hosts (weft doctor --group)"
+    )
 
 
 def _gpus() -> Finding:

@@ -20,7 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +30,7 @@ from weft.builders import Candidate, NotApplicableError, Problem, candidates, na
 from weft.builders.registry import cannot_do
 from weft.errors import ScheduleError
 from weft.operator import measure, this_machine
+from weft.operator.between_hosts import choose_between_hosts
 from weft.plan.choose import decide, warn_once
 from weft.plan.nearby import CONTENDERS
 from weft.runtime.executor import Executor
@@ -117,9 +118,16 @@ def choose(
     pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does so.
         remembered: True if a rank has cached times of exactly this problem. what: the call, in messages.
 
+    A group on several hosts runs unfused, or a schedule by collectives (`weft.operator.between_hosts`).
+
     Raises `ScheduleError` on every rank if the chosen schedule is by a builder from outside `weft.builders`, and `verify`
     finds a fault in it.
     """
+    if not comm.all_mapped:
+        made_of = partial(_built, p, comm=comm)
+        pinned = choose_between_hosts(p, comm, tensors, pinned, deadline_s=deadline_s, serial=serial, built=made_of)
+        if not pinned:
+            return Chosen(None, None)
     if pinned == plan.HEURISTIC:
         pinned = _by_heuristic(p, comm, deadline_s)
     if pinned not in (None, plan.AUTOTUNE):

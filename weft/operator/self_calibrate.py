@@ -129,7 +129,7 @@ def _stand(comm: Communicator, name: str) -> _Stand:
         unable = "WEFT_SELF_CALIBRATION=0"
     elif " MIG " in name:
         unable = "a part of a GPU (MIG) has no peer access"
-    elif not all(comm.mapped):
+    elif not comm.all_mapped:
         unable = "memory of other ranks cannot be mapped"
     nothing = _Stand(name, gpu, None, None, unable)
     machine = machine_of(name)

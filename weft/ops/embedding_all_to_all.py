@@ -90,12 +90,13 @@ def embedding_all_to_all(
         feature-major. Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of
         the bag, as FBGEMM does.
     sharding: the owner rank of each table (`weft.place_tables`), equal on all ranks.
-    group: a process group that this rank is in, all of its ranks on one host.
+    group: a process group that this rank is in.
     batch_sizes: samples per rank. Default: the global batch divided evenly; the first ranks get the remainder.
     transport: "direct" stores each vector into the peer's memory. "put" sends slices of up to `slice_size` vectors of a sample
         (default: about 2 KiB), each as one contiguous copy and a flag. "serial" pools everything, calls NCCL's all-to-all, and
         reorders the columns. "auto" selects the transport with the shortest predicted time on this GPU's model
-        (`weft.plan.explain`), once for similar numbers of samples. On CPU, and on GPUs without a model, "auto" is "direct".
+        (`weft.plan.explain`), once for similar numbers of samples. On CPU, and on GPUs without a model, "auto" is "direct". If
+        ranks are on several hosts, every transport is "serial".
     slice_size: for "direct", the number of vectors that a CPU thread stores in a row; unused by "direct" on GPUs.
     order: "remote_first" pools the peers' samples before this rank's own, "natural" follows the batch.
     bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call).
@@ -383,7 +384,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
         self, p: EmbeddingAllToAll, call: _Call, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
     ) -> Chosen:
         found = _plan(call)
-        if found.options.transport == "auto":
+        if not comm.all_mapped:
+            found = found.sent_by("serial")
+        elif found.options.transport == "auto":
             found = found.sent_by(choose_transport(found, p, comm, tensors, deadline_s))
         executor, name = executor_of(found, comm), found.options.transport
         return Chosen(executor, executor, (name, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -13,7 +14,6 @@ from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.steps.loops import counted
 from weft.schedule.text import describe, fingerprint
 from weft.symm import Communicator
-from weft.symm.bootstrap import NO_TRANSPORT
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 """Tensors by buffer."""
@@ -68,14 +68,18 @@ def agree_on_schedule(schedule: Schedule, comm: Communicator) -> None:
 
 def _not_mapped(schedule: Schedule, comm: Communicator) -> str:
     """Return a description of the first step of this rank that needs memory which is not mapped here; "" if there is none."""
-    if all(comm.mapped):
-        return ""
-    for lane in schedule.of_rank(comm.rank):
+    return "" if comm.all_mapped else needs_far(schedule, comm.rank, comm.hosts)
+
+
+def needs_far(schedule: Schedule, rank: int, hosts: Sequence[str]) -> str:
+    """Return a description of the first step of `rank` that needs memory of a rank on another host; "" if there is none. hosts: of
+    all ranks."""
+    for lane in schedule.of_rank(rank):
         for step in lane.steps:
-            for rank in sorted(_touched(step)):
-                if not comm.mapped[rank]:
-                    why = f"memory of rank {rank} is not mapped on rank {comm.rank}, and {NO_TRANSPORT}"
-                    return f"lane {lane.name}: {describe(step, comm.rank)}: {why}"
+            for other in sorted(_touched(step)):
+                if hosts[other] != hosts[rank]:
+                    why = f"memory of rank {other}, on host {hosts[other]}, is not mapped on rank {rank}"
+                    return f"lane {lane.name}: {describe(step, rank)}: {why}"
     return ""
 
 

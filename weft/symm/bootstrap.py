@@ -1,25 +1,29 @@
-"""The bootstrap of a group on one host: a full mesh of connected Unix sockets.
+"""The bootstrap of a group: a full mesh of connections, Unix sockets within a host and TCP between hosts.
 
-Protocol. Each rank listens on a socket in the abstract namespace under a random 128-bit name, and publishes the name and a random
-token through the process group's store. A rank connects to every lower rank and accepts from every higher one. It sends one
-packet on that connection: its identity, the token of the rank that it means to reach, and one end of a new socket pair. From then
-on only the pair is used (an accepted socket would keep the listener's name). When a rank has all its sockets, it sends "ready"
-with the peer's token on each of them, and waits for the same from all. Then it closes the listener and wipes its published entry:
-nothing has a name, and only the pairs remain.
+Protocol within a host. Each rank listens on a socket in the abstract namespace under a random 128-bit name, and publishes the name
+and a random token through the process group's store. A rank connects to every lower rank and accepts from every higher one. It
+sends one packet on that connection: its identity, the token of the rank that it means to reach, and one end of a new socket pair.
+From then on only the pair is used (an accepted socket would keep the listener's name). When a rank has all its sockets, it sends
+"ready" with a digest of the peer's token on each of them, and waits for the same from all. Then it closes the listener and wipes
+its published entry: nothing has a name, and only the pairs remain.
 
-Entries contain a rank's kernel and network namespace, because such sockets do not leave them: all ranks refuse a group on several
-hosts. A rank that fails half-way writes the reason into its entry and hangs up. The reason is for ranks whose entries it had
-seen. If the rank failed by itself, not by a missed deadline, every other rank gets the reason once, even a rank that arrives
-later.
+Hosts are told apart by boot id and network namespace, because abstract names do not leave them. A rank of a group on several hosts
+also listens on a TCP port, which it publishes in the store. A rank connects to lower ranks on other hosts there. Both ends prove
+that they know the token, which never travels over the network (`weft.symm.hosts`). All ranks refuse a group in which versions of
+weft or torch differ.
+
+A rank that fails half-way writes the reason into its entry and hangs up. The reason is for ranks whose entries it had seen. If
+the rank failed by itself, not by a missed deadline, every other rank gets the reason once, even a rank that arrives later.
 
 Ranks do not wait for a dead peer: an entry contains the pid, and `ended` returns other knowledge of the peer's end.
 
-Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. A connection that
-has not identified itself delays no rank: the listener is polled together with all such sockets. The store may still have entries
-of an earlier, failed attempt: after a refused connection, a rank reads the entry again and retries until the deadline.
+Within a host both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. A
+connection that has not identified itself delays no rank: listeners are polled together with all such sockets. The store may still
+have entries of an earlier, failed attempt: after a refused connection, a rank reads the entry again and retries until the
+deadline.
 
-The sockets are of the sequential-packet type: one send is one message, file descriptors travel with it, and end-of-file without a
-goodbye means that the process on the other end is gone.
+A packet is one message (`weft.symm.connections`). Within a host file descriptors travel with it. End-of-file without a goodbye
+means that the process on the other end is gone.
 """
 
 from __future__ import annotations
@@ -34,64 +38,43 @@ import select
 import socket
 import struct
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, RefusedError, WeftError
 from weft.reading import parse_json
+from weft.symm import hosts
+from weft.symm.connections import MAX_PACKET, BadFrameError, Connection, TcpConnection, UnixConnection, ours
+from weft.symm.entries import Entry as _Entry
+from weft.symm.entries import hosts_of, require_one_version
 from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it checks that they are alive
 _REASON_S = 1.0  # wait for the reason of a rank that hung up: the store may be slow
-NO_TRANSPORT = "transport between hosts is not supported: make one group per host (and container)"
 _MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the oldest is closed
-MAX_PACKET = 64 * 1024  # far below the default socket buffer (208 KiB), so that a send of one message never blocks
 
 
 @dataclass(frozen=True)
 class Peer:
-    rank: int
-    pid: int  # as this process sees it; 0 if it is in a process namespace that this one cannot see
-    socket: socket.socket
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """The entry that a rank publishes about itself."""
+    """A connected rank. pid: as this process sees it, 0 if it is in a process namespace that this one cannot see; of a rank on
+    another host, as that host sees it. host: "" if the whole group is on one."""
 
     rank: int
-    name: str
-    token: str
-    host: str
-    kernel: str  # boot id and network namespace: abstract sockets reach no further
     pid: int
-    pids: str  # the namespace of that pid
-    calls: int  # the number of calls that it has begun on this group
-
-    @staticmethod
-    def of_this_process(rank: int, name: str, calls: int) -> _Entry:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        kernel = f"{boot} {os.readlink('/proc/self/ns/net')}"
-        token, pids = secrets.token_hex(16), os.readlink("/proc/self/ns/pid")
-        return _Entry(rank, name, token, socket.gethostname(), kernel, os.getpid(), pids, calls)
+    connection: Connection
+    host: str = ""
 
 
-# A forked child inherits sockets. A socket that outlives us there would hide our death from the peers.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+class Mesh(NamedTuple):
+    """The connections of this rank, by rank, and the host of every rank. Equal names of different hosts are numbered."""
 
-
-def _close_in_child() -> None:
-    for sock in list(_sockets):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+    peers: list[Peer]
+    hosts: tuple[str, ...]
 
 
 _heard: set[tuple[int, str]] = set()  # by this rank: errors of other ranks, by the name of the attempt that they ended
@@ -107,19 +90,20 @@ def connect(
     deadline_s: float,
     ended: Callable[[int], str] = lambda rank: "",
     calls: int = 0,
-) -> list[Peer]:
-    """Return a connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
+) -> Mesh:
+    """Connect to every other rank of the group. Collective over the group's ranks.
 
-    Raises `RefusedError` if the ranks are not all on this host; `DeadlineError` naming the ranks that have not arrived within
-    `deadline_s` seconds; `PeerLostError` if another rank died or gave up in the middle, with its reason, or if the store is gone
-    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError` for an error of
-    this rank, such as no descriptor left. After any error nothing stays open, and the peers are notified.
+    Raises `RefusedError` if versions of weft or torch differ. `DeadlineError` naming the ranks that have not arrived within
+    `deadline_s` seconds, and those that cannot be reached. `PeerLostError` if another rank died or gave up in the middle, with its
+    reason, or if the store is gone with the process that kept it. `DisagreementError` if ranks have not begun equally many calls.
+    `WeftError` for an error of this rank, such as no descriptor left. After any error nothing stays open, and the peers are
+    notified.
 
     ended: returns why a rank's process has ended, if another group knows, else "". If a rank died before it arrived here, not
     even its pid is known, so its peers wait until the deadline.
     """
     if world_size == 1:
-        return []
+        return Mesh([], (socket.gethostname(),))
     setup = _Setup(store, rank, world_size, deadline_s, ended, calls)
     try:
         return _connect(setup)
@@ -127,7 +111,7 @@ def connect(
         setup.store.close()
 
 
-def _connect(setup: _Setup) -> list[Peer]:
+def _connect(setup: _Setup) -> Mesh:
     rank = setup.rank
     try:
         setup.run()
@@ -148,7 +132,10 @@ def _connect(setup: _Setup) -> list[Peer]:
         raise
     setup.close()
     setup.say("")
-    return [setup.peers[other] for other in sorted(setup.peers)]
+    peers = [setup.peers[other] for other in sorted(setup.peers)]
+    if setup.control is not None:
+        peers = [replace(peer, host=setup.hosts[peer.rank]) for peer in peers]
+    return Mesh(peers, setup.hosts)
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
@@ -177,6 +164,9 @@ class _Setup:
         self.peers: dict[int, Peer] = {}
         self.listener: socket.socket | None = None
         self.unknown: list[socket.socket] = []  # connected, but not yet identified: a rank or a stranger
+        self.hosts: tuple[str, ...] = ()
+        self.control: hosts.ControlPort | None = None  # of a group on several hosts
+        self.trouble: dict[int, str] = {}  # with reaching a rank on another host
 
     def say(self, text: str) -> bool:
         """Publish this rank's entry; return False if the store is gone with the rank that kept it."""
@@ -201,10 +191,12 @@ class _Setup:
     def close(self, *peers: Peer) -> None:
         if self.listener is not None:
             self.listener.close()
+        if self.control is not None:
+            self.control.close()
         for sock in self.unknown:
             sock.close()
         for peer in peers:
-            peer.socket.close()
+            peer.connection.close()
 
     def run(self) -> None:
         self.mine = self.entries[self.rank] = _Entry.of_this_process(self.rank, self.name, self.calls)
@@ -214,18 +206,29 @@ class _Setup:
         self.listener.setblocking(False)
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
         self._read_entries()
+        entries = [self.entries[r] for r in range(self.world_size)]
+        require_one_version(entries)
+        self.hosts = hosts_of(entries)
+        if any(map(self._is_far, self.entries)):
+            self.control = hosts.ControlPort(self.rank, self.mine.token)
+            self.store.set(_port_key(self.mine), json.dumps(self.control.port))
         for other in range(self.rank):
-            self._reach(other)
+            if self._is_far(other):
+                self._dial(other)
+            else:
+                self._reach(other)
         while len(self.peers) < self.world_size - 1:
             self._accept()
         # All ranks must have met the same attempt of each rank: a rank that failed and returned has a new name.
         names = [self.entries[r].name for r in range(self.world_size)]
-        attempt = hashlib.sha256(" ".join(names).encode()).hexdigest()
+        attempt = _digest(" ".join(names))
         for peer in self.peers.values():
             with self._giving_up(peer.rank):
-                peer.socket.send(json.dumps({"ready": self.entries[peer.rank].token, "attempt": attempt}).encode())
+                peer.connection.send(
+                    json.dumps({"ready": _digest(self.entries[peer.rank].token), "attempt": attempt}).encode()
+                )
         for peer in self.peers.values():
-            if self._receive(peer) != {"ready": self.mine.token, "attempt": attempt}:
+            if self._receive(peer) != {"ready": _digest(self.mine.token), "attempt": attempt}:
                 raise PeerLostError(f"rank {peer.rank} is in another attempt at setting up this group: try again")
         calls = [self.entries[r].calls for r in range(self.world_size)]
         if len(set(calls)) > 1:
@@ -245,22 +248,16 @@ class _Setup:
             if not missing:
                 break
             self._pause(missing)
-        hosts: dict[str, list[_Entry]] = {}
-        for _, entry in sorted(self.entries.items()):
-            hosts.setdefault(entry.kernel, []).append(entry)
-        if len(hosts) > 1:
-            where = ", ".join(f"ranks {[e.rank for e in ranks]} on host {ranks[0].host}" for ranks in hosts.values())
-            raise RefusedError(
-                f"this group is on {len(hosts)} hosts, {where}, which do not share a kernel and network namespace: "
-                f"weft moves data through mapped memory, and {NO_TRANSPORT}"
-            )
+
+    def _is_far(self, rank: int) -> bool:
+        return self.entries[rank].kernel != self.mine.kernel
 
     def _look_up(self, rank: int) -> None:
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return
         entry = parse_json(text, f"what rank {rank} says in the store")
         if "gave_up" not in entry:
-            self.entries[rank] = _Entry(**entry)
+            self.entries[rank] = _Entry.read(entry)
             return
         cause, self.gave_up[rank] = entry["cause"], entry["gave_up"]
         if (cause and (self.rank, cause) not in _heard) or self.name in entry["met"]:
@@ -268,7 +265,8 @@ class _Setup:
             self.cause = cause
             if entry["refused"]:  # this rank would find the same error from all entries
                 raise RefusedError(entry["gave_up"])
-            raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}")
+            trouble = f"; {self.trouble[rank]}" if rank in self.trouble else ""
+            raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}{trouble}")
 
     def _reach(self, other: int) -> None:
         while True:
@@ -283,18 +281,60 @@ class _Setup:
                 self._look_up(other)
         with sock:
             pid = _same_user(sock)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            _sockets.update([ours, theirs])
-            self.peers[other] = Peer(other, pid, ours)
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours(theirs)
+            self.peers[other] = Peer(other, pid, UnixConnection(mine))
             hello = json.dumps({**asdict(self.mine), "to": self.entries[other].token}).encode()
             with theirs, self._giving_up(other):
                 socket.send_fds(sock, [hello], [theirs.fileno()])
+
+    def _dial(self, other: int) -> None:
+        """Connect to a lower rank on another host."""
+        entry = self.entries[other]
+        dialing: hosts.Dialing | None = None
+        try:
+            while True:
+                if entry != self.entries[other] or (dialing is not None and dialing.failed):
+                    if dialing is not None:
+                        dialing.close()
+                    entry, dialing = self.entries[other], None
+                if dialing is None and (port := self._port_of(entry)) is not None:
+                    dialing = hosts.Dialing(port, entry.token, self.rank, self.name)
+                if dialing is not None and (made := dialing.go_on(_LOOK_S)) is not None:
+                    self._add_far(other, made)
+                    self.trouble.pop(other, None)
+                    return
+                if dialing is not None and (dialing.failed or other not in self.trouble):
+                    self.trouble[other] = (
+                        f"rank {self.rank} on host {self.hosts[self.rank]} cannot reach rank {other} on host {self.hosts[other]}: "
+                        f"{dialing.trouble}. Open TCP ports between the hosts, or name the network with WEFT_SOCKET_IFNAME"
+                    )
+                if dialing is not None and dialing.failed:
+                    time.sleep(_LOOK_S)  # the other end logs each try that it refuses
+                self._pause([other])
+                self._look_up(other)
+        finally:
+            if dialing is not None:
+                dialing.close()
+
+    def _port_of(self, entry: _Entry) -> hosts.Port | None:
+        """Return the control port that a rank has published; None if it has not yet."""
+        key = _port_key(entry)
+        if not self.store.check([key]) or not (text := self.store.get(key)):
+            return None
+        addresses, number = parse_json(text, f"the port of rank {entry.rank} in the store")
+        return hosts.Port(tuple(addresses), number)
+
+    def _add_far(self, rank: int, connection: TcpConnection) -> None:
+        self.peers[rank] = Peer(rank, self.entries[rank].pid, connection)
 
     def _accept(self) -> None:
         ready = self._ready(min(_LOOK_S, max(0.0, self.until - time.monotonic())))
         for sock in ready:
             if sock is self.listener:
                 self._let_in(sock)
+            elif sock not in self.unknown:
+                self._welcome_far(sock)
             else:
                 self.unknown.remove(sock)
                 self._welcome(sock)
@@ -309,23 +349,23 @@ class _Setup:
         """Return the sockets that can be read: the listener for a new connection, and unidentified ones. Raise if a known peer
         hangs up."""
         assert self.listener is not None
-        listening = [self.listener, *self.unknown]
+        listening = [self.listener, *self.unknown, *(self.control.sockets() if self.control is not None else ())]
         poll = select.poll()
         for sock in listening:
             poll.register(sock, select.POLLIN)
         for peer in self.peers.values():
-            poll.register(peer.socket, 0)  # hang-ups only: their messages are read later
+            # Hang-ups only: their messages are read later.
+            poll.register(peer.connection, select.POLLRDHUP if self._is_far(peer.rank) else 0)
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
-            if peer.socket.fileno() in ready:
+            if peer.connection.fileno() in ready:
                 raise self._lost(peer.rank, "it hung up")
         return [sock for sock in listening if sock.fileno() in ready]
 
     def _let_in(self, listener: socket.socket) -> None:
         """Accept a connection without waiting for its first packet: a stranger may send none."""
         with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
-            self.unknown.append(listener.accept()[0])
-            _sockets.add(self.unknown[-1])
+            self.unknown.append(ours(listener.accept()[0]))
         if len(self.unknown) > _MOST_UNKNOWN:
             self.unknown.pop(0).close()
 
@@ -349,28 +389,47 @@ class _Setup:
                     f"no descriptor arrived from rank {entry.rank}, {os.strerror(errno.EMFILE)}: raise ulimit -n",
                 )
             self.entries[entry.rank] = entry
-            self.peers[entry.rank] = Peer(entry.rank, pid, socket.socket(fileno=files.pop()))
-            _sockets.add(self.peers[entry.rank].socket)
+            self.peers[entry.rank] = Peer(entry.rank, pid, UnixConnection(socket.socket(fileno=files.pop())))
         for file in files:
             os.close(file)
 
+    def _welcome_far(self, sock: socket.socket) -> None:
+        """Go on with a connection to the control port. Accept the peer once it has proved itself."""
+        assert self.control is not None
+        if (caller := self.control.go_on(sock)) is None:
+            return
+        rank = caller.rank
+        if self.rank < rank < self.world_size and rank not in self.peers and self._is_far(rank):
+            if hosts.attempt_of(self.entries[rank].name) != caller.attempt:  # a rank that has come back
+                self._look_up(rank)
+            if hosts.attempt_of(self.entries[rank].name) == caller.attempt:
+                with contextlib.suppress(OSError):  # it has hung up again
+                    self._add_far(rank, caller.accept())
+                    return
+        caller.socket.close()
+
     def _receive(self, peer: Peer) -> dict:
-        peer.socket.settimeout(max(0.001, self.until - time.monotonic()))
-        try:
-            with self._giving_up(peer.rank):
-                data = peer.socket.recv(MAX_PACKET)
-                if not data:
-                    raise ConnectionResetError("end of file")
-        except TimeoutError:
-            raise self._too_late([peer.rank]) from None
-        peer.socket.setblocking(False)
+        poll = select.poll()
+        poll.register(peer.connection, select.POLLIN)
+        has_waited = False
+        with self._giving_up(peer.rank):
+            while True:
+                try:
+                    data, _ = peer.connection.receive()
+                    break
+                except BlockingIOError:
+                    if has_waited and time.monotonic() >= self.until:
+                        raise self._too_late([peer.rank]) from None
+                has_waited = not poll.poll(1000 * max(0.001, self.until - time.monotonic()))
+            if not data:
+                raise ConnectionResetError("end of file")
         return parse_json(data, f"the packet of rank {peer.rank}")
 
     @contextlib.contextmanager
     def _giving_up(self, rank: int) -> Iterator[None]:
         try:
             yield
-        except (ConnectionError, BrokenPipeError) as error:
+        except (ConnectionError, BrokenPipeError, BadFrameError) as error:
             raise self._lost(rank, str(error)) from error
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
@@ -409,6 +468,10 @@ class _Setup:
 
     def _too_late(self, missing: list[int]) -> DeadlineError:
         before = "".join(f"; rank {r} gave up before: {self.gave_up[r]}" for r in missing if r in self.gave_up)
+        before += "".join(f"; {self.trouble[r]}" for r in missing if r in self.trouble)
+        if self.control is not None and (far := [r for r in missing if r > self.rank and self._is_far(r)]):
+            where = ", ".join(f"rank {r} on host {self.hosts[r]}" for r in far)
+            before += f"; to arrive, {where} must reach rank {self.rank} at {self.control.port}"
         return DeadlineError(
             f"rank {self.rank} waited {self.deadline_s:g} s for ranks {missing} to set up symmetric memory: wanted "
             f"{self.world_size} ranks, found {self.world_size - len(missing)}{before}. Every rank of the group must "
@@ -427,9 +490,15 @@ def _has_ended(pid: int) -> bool:
 
 
 def _socket() -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _sockets.add(sock)
-    return sock
+    return ours(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _port_key(entry: _Entry) -> str:
+    return f"{entry.rank} {entry.name}"
 
 
 def _same_user(sock: socket.socket) -> int:

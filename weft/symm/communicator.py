@@ -27,7 +27,6 @@ import torch.distributed as dist
 from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.symm import bootstrap, cpu, failures
-from weft.symm.bootstrap import NO_TRANSPORT
 from weft.symm.calls import calls_of
 from weft.symm.control import CALLBACK_S, EXITING, Control, unusable
 from weft.symm.groups import is_registered, store_of
@@ -64,17 +63,20 @@ def _nothing() -> None: ...
 class Communicator:
     """The ranks of a process group as seen from this rank. `communicator()` makes it. As a context manager it closes itself."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: list[bootstrap.Peer]):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, mesh: bootstrap.Mesh):
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = device
-        reached = {self.rank, *(peer.rank for peer in peers)}  # by sockets, over which mapped memory is exchanged
-        self.mapped = tuple(rank in reached for rank in range(self.world_size))
-        """For each rank, True if this process can address its memory. True for every rank of a group on one host."""
+        self.hosts = mesh.hosts
+        """The name of each rank's host."""
+        self.mapped = tuple(host == mesh.hosts[self.rank] for host in mesh.hosts)
+        """For each rank, True if this process can address its memory: if it is on the same host."""
+        self.all_mapped = all(self.mapped)
+        """True for a group on one host. Otherwise calls run unfused."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the communicator
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
-        self._control = Control(self.rank, self.world_size, peers, calls, *told)
+        self._control = Control(self.rank, self.world_size, mesh.peers, calls, *told)
         self._looks: list[weakref.WeakMethod[Callable[[], None]]] = self._control.health.looks
 
     @property
@@ -233,21 +235,29 @@ class Communicator:
         deadline_s = _setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
 
+    def meet(self, payload: bytes, *, name: str, deadline_s: float | None = None) -> list[bytes]:
+        """Return every rank's `payload`, at most 64,000 bytes, by rank: an all-gather for groups on several hosts.
+
+        It goes over the control connections and takes a round trip between hosts. `name` names the subject in errors. Deadline
+        (default `WEFT_DEADLINE_S`) and failures as in `wait`.
+        """
+        return self._control.meet(payload, name, env.deadline_s() if deadline_s is None else deadline_s)
+
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
         """Allocate `nbytes` of zeroed symmetric memory on every rank. Collective: every rank requests the same size.
 
-        Raises `RefusedError` if a rank's memory cannot be mapped (`mapped`). `OutOfSharedMemoryError` on every rank if any rank
-        cannot reserve it; then nothing stays reserved, and the group stays usable. `DisagreementError` if sizes (or `what`, the
-        description) differ. Deadline and failures as in `all_gather`. Any other error on this rank alone makes the group fail and
-        notifies the peers.
+        On CPU, ranks of several hosts get memory that is mapped on their own host. On GPUs such a group raises `RefusedError`.
+        `OutOfSharedMemoryError` on every rank if any rank cannot reserve it; then nothing stays reserved, and the group stays
+        usable. `DisagreementError` if sizes (or `what`, the description) differ. Deadline and failures as in `all_gather`. Any
+        other error on this rank alone makes the group fail and notifies the peers.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
-        if not all(self.mapped):
+        if not self.all_mapped and self.device.type != "cpu":
             far = [rank for rank, mapped in enumerate(self.mapped) if not mapped]
             raise RefusedError(
-                f"{what or 'symmetric memory'}: memory of ranks {far} cannot be mapped on rank {self.rank}, and "
-                f"{NO_TRANSPORT}"
+                f"{what or 'symmetric memory'}: memory of ranks {far} on other hosts cannot be mapped on rank {self.rank}: make "
+                "a group of the ranks of one host"
             )
         what = f"allocating {nbytes} bytes{' for ' if what else ''}{what}"
         region: Region
@@ -307,9 +317,10 @@ def communicator(
     interpreter exits; each of these notifies the peers and is no failure.
 
     Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this rank.
-    `RefusedError` if its ranks are on different hosts. `PoisonedGroupError` if the group has failed before. `DeadlineError` if a
-    rank does not arrive in time. `PeerLostError` if a rank fails or dies after its arrival, if another group knows that it has
-    ended, or if the store of the group died with its process. `WeftError` if this rank has no descriptor or thread for it.
+    `RefusedError` if ranks have different versions of weft or torch. `PoisonedGroupError` if the group has failed before.
+    `DeadlineError` if a rank does not arrive in time, or cannot be reached. `PeerLostError` if a rank fails or dies after its
+    arrival, if another group knows that it has ended, or if the store of the group died with its process. `WeftError` if this rank
+    has no descriptor or thread for it.
     """
     if not isinstance(device, torch.device):
         device = torch.device(device)
@@ -329,12 +340,12 @@ def communicator(
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:
             calls = calls_of(group).begun
-            peers = bootstrap.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
+            mesh = bootstrap.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
         except DisagreementError as error:  # all ranks have found it
             failures.remember(group, error)
             failures.tell(group, group.rank())
             raise
-        made = Communicator(group, device, peers)
+        made = Communicator(group, device, mesh)
         if misused := calls_of(group).misused:  # misuse from before the communicator existed
             made.poison(misused)
         with _cache_lock:

@@ -1,6 +1,6 @@
 """The control plane of a group: notifications that a rank has failed or left, and small messages during set-up.
 
-A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.bootstrap`), so that news arrives while this rank
+A daemon thread, the watchdog, reads the connections to all peers (`weft.symm.connections`), so that news arrives while this rank
 computes or waits:
 
 - *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
@@ -10,7 +10,9 @@ computes or waits:
 - *lost*: a peer saw another rank die. Every rank sees that by itself too; the message makes all ranks name the same cause;
 - *call*: a peer's call, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: a call
   that the peer does not make; *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`);
-- end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
+- *meeting*: a peer's payload of a meeting, in groups on several hosts (`weft.symm.exchange`);
+- end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, from another host too;
+- an error of a connection between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent what is no frame.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
 and every later use raises. Nothing in shared memory signals a failure, so a rank that dies half-way through a write leaves
@@ -24,23 +26,24 @@ import ctypes
 import os
 import pickle
 import select
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from weft import _core, forks
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import bootstrap
 from weft.symm.calls import CallLog, GroupCalls
+from weft.symm.connections import MAX_PACKET
 from weft.symm.failures import logged
 from weft.words import and_list
 
+T = TypeVar("T")
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
-_REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
-_PART_BYTES = bootstrap.MAX_PACKET - 1
+_REFUSAL, _ANSWER, _MADE, _MEETING = b"R", b"A", b"N", b"E"
+_PART_BYTES = MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may delay a message about a call
 _LAST_LOOK_S = 0.2  # after a deadline, how long the watchdog may read what has arrived
 CALLBACK_S = 2.0  # how long a callback of `on_failure` may delay the end of a group, or of the process with all groups
@@ -50,7 +53,7 @@ _STALE_S = 1.0  # since the last look: this process was stopped, and messages ma
 
 
 class Control:
-    """The control plane of rank `rank` of `world_size`. It takes over the sockets of `peers`.
+    """The control plane of rank `rank` of `world_size`. It takes over the connections of `peers`.
 
     failed: called with a failure at once, in the thread that notices it. afterwards: called on the watchdog's thread when all
     callbacks have run. If there is no descriptor or thread for a watchdog, the constructor notifies the peers and raises.
@@ -73,6 +76,7 @@ class Control:
         self._word = ctypes.c_int64.from_address(self.health.failed_address)
         self._peers = {peer.rank: peer for peer in peers}
         self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
+        self._met: dict[int, deque[bytes]] = {peer.rank: deque() for peer in peers}
         self._begun = {peer.rank: b"" for peer in peers}  # beginnings of messages whose end has not arrived
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._calls, self._log = calls, CallLog(rank, world_size, self.poison)
@@ -106,7 +110,9 @@ class Control:
 
     def name(self, rank: int) -> str:
         peer = self._peers.get(rank)
-        return f"rank {rank}" if peer is None else f"rank {rank} (pid {peer.pid})"
+        return (
+            f"rank {rank}" if peer is None else f"rank {rank} (pid {peer.pid}{peer.host and f' on host {peer.host}'})"
+        )
 
     # -- failure
 
@@ -219,8 +225,10 @@ class Control:
                 for rank in self._peers:
                     for part in parts:
                         self._send(rank, _MORE + part, until=until)
-                    self._send(rank, _DATA + last, file, until)
-                messages = self._take_all(what, until, deadline_s)
+                    passes = self._peers[rank].connection.passes_files
+                    self._send(rank, _DATA + last, file if passes else None, until)
+                whose, more = f"in {what}", ": deadline_s or WEFT_SETUP_DEADLINE_S give more time"
+                messages = self._take_all(self._inbox, "the part of", whose, until, deadline_s, more)
                 received += [file for _, files in messages.values() for file in files]
                 for rank, (data, files) in messages.items():
                     names[rank], value = pickle.loads(data)
@@ -243,22 +251,36 @@ class Control:
             self.poison(f"rank {self.rank}: {what}: {error!r}")
             raise
 
-    def _take_all(self, what: str, until: float, deadline_s: float) -> dict[int, tuple[bytes, list[int]]]:
-        """Return every peer's message once all have arrived."""
+    def meet(self, payload: bytes, name: str, deadline_s: float) -> list[bytes]:
+        """Return every rank's payload, by rank: an all-gather like `weft.symm.exchange.Exchange`, over connections."""
+        self.check()
+        until = time.monotonic() + deadline_s
+        found = [payload] * self.world_size
+        with self._whole(name):
+            for rank in self._peers:
+                self._send(rank, _MEETING + payload, until=until)
+            for rank, theirs in self._take_all(self._met, f"{name} from", "", until, deadline_s).items():
+                found[rank] = theirs
+        return found
+
+    def _take_all(
+        self, inboxes: dict[int, deque[T]], before: str, after: str, until: float, deadline_s: float, more: str = ""
+    ) -> dict[int, T]:
+        """Return every peer's message once all have arrived. before, after: the subject of the wait, around ranks' names."""
         has_looked_again = False
         with self._lock:
-            while missing := [rank for rank in self._peers if not self._inbox[rank]]:
+            while missing := [rank for rank in self._peers if not inboxes[rank]]:
                 if not self._word.value and (left := [rank for rank in missing if rank in self.gone]):
                     self.lose_who_left(left)
                 if refused := self._calls.refused():
                     self.poison(refused)
-                whose = f"the part of {and_list(map(self.name, missing))} in {what}"
+                whose = f"{before} {and_list(map(self.name, missing))}{after and ' '}{after}"
                 if self._word.value:
                     raise self.error(f"; rank {self.rank} was waiting for {whose}")
                 if has_looked_again:
                     text = (
                         f"rank {self.rank} waited {deadline_s:g} s for {whose}: wanted {self.world_size} ranks, "
-                        f"found {self.world_size - len(missing)}: deadline_s or WEFT_SETUP_DEADLINE_S give more time"
+                        f"found {self.world_size - len(missing)}{more}"
                     )
                     self.poison(text)
                     raise DeadlineError(text)
@@ -267,9 +289,9 @@ class Control:
                     self._changed.wait(remaining)
                     continue
                 # This process may have been stopped, and the watchdog may have unread messages in its sockets.
-                self._changed.wait_for(lambda: all(self._inbox.values()) or self._word.value, _LAST_LOOK_S)
+                self._changed.wait_for(lambda: all(inboxes.values()) or self._word.value, _LAST_LOOK_S)
                 has_looked_again = True
-            return {rank: inbox.popleft() for rank, inbox in self._inbox.items()}
+            return {rank: inbox.popleft() for rank, inbox in inboxes.items()}
 
     # -- the end
 
@@ -314,15 +336,29 @@ class Control:
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        ranks = {peer.socket.fileno(): peer.rank for peer in self._peers.values()}
-        for descriptor in ranks:
+        connections = {peer.rank: peer.connection for peer in self._peers.values()}
+        ranks = {connection.fileno(): rank for rank, connection in connections.items()}
+        far = {peer.connection.fileno() for peer in self._peers.values() if not peer.connection.passes_files}
+        for descriptor in [*ranks]:
             poll.register(descriptor, select.POLLIN)
+            if descriptor in far and not self._read(
+                ranks[descriptor]
+            ):  # the bootstrap may have read more than its packet
+                poll.unregister(descriptor)
+                del ranks[descriptor]
         while not self._goodbyes_sent:
-            for descriptor, _ in poll.poll(1000 * _TICK_S):
+            for descriptor in far & ranks.keys():
+                pending = connections[ranks[descriptor]].pending
+                poll.modify(descriptor, select.POLLIN | select.POLLOUT if pending else select.POLLIN)
+            for descriptor, event in poll.poll(1000 * _TICK_S):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
-                elif not self._read(ranks[descriptor]):
+                    continue
+                if event & select.POLLOUT:
+                    self._flush(ranks[descriptor])
+                if event & ~select.POLLOUT and not self._read(ranks[descriptor]):
                     poll.unregister(descriptor)
+                    del ranks[descriptor]
             self.health.looked_at = time.monotonic()
             self._compare_calls()
             if self.failure is not None:
@@ -344,7 +380,7 @@ class Control:
     def _release(self) -> None:
         with self._lock:  # no other thread may be about to use a descriptor that is being closed
             for peer in self._peers.values():
-                peer.socket.close()
+                peer.connection.close()
             for inbox in self._inbox.values():
                 for _, files in inbox:
                     for file in files:
@@ -365,15 +401,18 @@ class Control:
 
     def _read(self, rank: int) -> bool:
         """Read the messages of `rank`; return False at the end of its stream."""
-        sock = self._peers[rank].socket
+        connection = self._peers[rank].connection
         while True:
             try:
-                flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-                data, files, _, _ = socket.recv_fds(sock, bootstrap.MAX_PACKET, 1, flags)
+                data, files = connection.receive()
             except BlockingIOError:
                 return True
             except ConnectionResetError:  # it left without reading all of ours; its last messages come next
                 continue
+            except OSError as error:  # of a connection between hosts
+                if rank not in self.gone:
+                    self.lose(rank, f"{self.name(rank)} is lost: its connection failed ({error.strerror or error})")
+                return False
             if not data:
                 if rank not in self.gone:
                     self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye"
@@ -386,6 +425,10 @@ class Control:
                 with self._lock:
                     self._inbox[rank].append((self._begun[rank] + body, files))
                     self._begun[rank] = b""
+                    self._changed.notify_all()
+            elif kind == _MEETING:
+                with self._lock:
+                    self._met[rank].append(body)
                     self._changed.notify_all()
             elif kind == _GOODBYE:
                 with self._lock:
@@ -415,14 +458,19 @@ class Control:
                 with self._lock:
                     self._changed.notify_all()  # ends a wait in this very call
 
+    def _flush(self, rank: int) -> None:
+        with self._lock, contextlib.suppress(OSError):  # reading reports the error
+            self._peers[rank].connection.flush()
+
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
         """Send at once, or by `until` if the peer's buffer is full. Ignore a dead peer: the watchdog notices it."""
-        sock = self._peers[rank].socket
-        files = [] if file is None else [file]
+        connection = self._peers[rank].connection
         while True:
             try:
                 with self._lock:
-                    socket.send_fds(sock, [packet], files, socket.MSG_DONTWAIT)
+                    connection.send(packet, file)
+                if connection.pending:
+                    self._rouse()  # the watchdog sends the rest when there is room
                 return
             except BlockingIOError:
                 if time.monotonic() >= until:

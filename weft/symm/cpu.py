@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -26,9 +27,9 @@ _KEEP_FREE = 0.05  # fraction of free memory that stays free: a refusal is bette
 
 
 class CpuRegion:
-    """Memory of every rank of a communicator, mapped here. See `weft.symm.memory.Region`."""
+    """Memory of every rank of a communicator on this host, mapped here. See `weft.symm.memory.Region`."""
 
-    def __init__(self, nbytes: int, mappings: list[_core.Mapping]):
+    def __init__(self, nbytes: int, mappings: list[_core.Mapping | None]):
         self.nbytes = nbytes
         self._mappings = mappings
 
@@ -61,7 +62,9 @@ class CpuRegion:
             raise ValueError("this symmetric memory is closed")
         if not 0 <= rank < len(self._mappings):
             raise ValueError(f"rank={rank} must be between 0 and {len(self._mappings) - 1}")
-        return self._mappings[rank]
+        if (mapping := self._mappings[rank]) is None:
+            raise ValueError(f"memory of rank {rank}, on another host, is not mapped here")
+        return mapping
 
 
 def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
@@ -73,10 +76,11 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
     rooms = comm.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])
-    total = size * comm.world_size
+    ranks = max(Counter(comm.hosts).values())  # on one host
+    total = size * ranks
     if total > (1 - _KEEP_FREE) * free:
         raise OutOfSharedMemoryError(
-            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(comm.world_size, 'rank')} x {size / 2**20:.1f}), "
+            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(ranks, 'rank')} x {size / 2**20:.1f}), "
             f"free {free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} must stay free: use smaller batches or fewer "
             "ranks"
         )
@@ -88,9 +92,12 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
         files = [file for rank, (_, file) in enumerate(made) if rank != comm.rank]
         _agree(what, size, free, [text for text, _ in made])
         # 3. Each rank maps the memory of all ranks.
-        mappings: list[_core.Mapping] = []
+        mappings: list[_core.Mapping | None] = []
         try:
             for rank, (_, file) in enumerate(made):
+                if not comm.mapped[rank]:
+                    mappings.append(None)
+                    continue
                 if file is None:  # the kernel drops a descriptor if this process has too many
                     raise OSError(
                         errno.EMFILE,

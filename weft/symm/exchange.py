@@ -1,4 +1,4 @@
-"""A small all-gather through shared memory: CPU ranks agree on a call in microseconds, without sockets.
+"""A small all-gather through shared memory: CPU ranks of a host agree on a call in microseconds, without sockets.
 
 Every rank publishes its payload in its own memory, raises its own counter to the epoch, and reads each peer's payload when the
 peer's counter reaches the epoch. Two slots, used by alternate epochs, are enough: a rank that publishes epoch e + 1 has finished
@@ -19,7 +19,8 @@ _LENGTH_BYTES = 8
 class Exchange:
     """An all-gather of up to `nbytes` bytes per rank. The constructor is collective; `communicator` must be on CPU.
 
-    Every rank makes the same calls; one thread at a time.
+    Every rank makes the same calls; one thread at a time. On several hosts payloads travel over the communicator's connections, in
+    a round trip.
     """
 
     def __init__(self, comm: Communicator, nbytes: int = 2048):
@@ -32,6 +33,10 @@ class Exchange:
         self.comm = comm
         self.nbytes = nbytes
         self._epoch = 0
+        self._closed = False
+        comm._holders.add(self)  # its views keep memory mapped
+        if not comm.all_mapped:
+            return
         # Per rank: a counter on a cache line of its own, then two slots of length and payload.
         stride = -(-(_LENGTH_BYTES + nbytes) // 64) * 64
         self._offsets = (64, 64 + stride)
@@ -41,7 +46,6 @@ class Exchange:
             for rank in range(comm.world_size)
         ]
         self._counters = [self._region.address(rank) for rank in range(comm.world_size)]
-        comm._holders.add(self)  # the views keep the memory mapped
 
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
         """Return every rank's payload of this round, by rank.
@@ -53,8 +57,10 @@ class Exchange:
             raise ValueError(f"a payload of {len(payload)} bytes does not fit: this exchange takes up to {self.nbytes}")
         comm = self.comm
         comm.check()
-        if not self._views:
+        if self._closed:
             raise ValueError("this exchange is closed")
+        if not comm.all_mapped:
+            return comm.meet(payload, name=name, deadline_s=deadline_s)
         epoch = self._epoch = self._epoch + 1
         at = self._offsets[epoch % 2]
         start = at + _LENGTH_BYTES
@@ -75,8 +81,10 @@ class Exchange:
         return result
 
     def close(self) -> None:
-        self._views = []
-        self._region.close()
+        self._closed = True
+        if self.comm.all_mapped:
+            self._views = []
+            self._region.close()
 
     def __enter__(self) -> Exchange:
         return self

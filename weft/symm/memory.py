@@ -30,7 +30,10 @@ def _code_of(device: torch.device) -> tuple[int, int]:
 
 
 class Region(Protocol):
-    """`nbytes` of memory on every rank of a group, all of it addressable from every rank. Fresh memory is zero."""
+    """`nbytes` of memory on every rank of a group. A rank can address the memory of all ranks on its host. Fresh memory is zero.
+
+    The methods raise `ValueError` for a rank whose memory is not mapped here (`Communicator.mapped`).
+    """
 
     nbytes: int
 
@@ -56,6 +59,8 @@ class SharingRanks(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    hosts: tuple[str, ...]
+    mapped: tuple[bool, ...]
 
     def all_gather(self, obj: Any, *, what: str) -> list[Any]: ...
 

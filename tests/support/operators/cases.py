@@ -49,7 +49,7 @@ ALL_GATHER_MATMUL = Row(
     opcheck=Gathered((4, 8), 3, return_A=True),
 )
 
-BUILDERS = {1: {"serial"}, 2: {"serial", "scatter", "direct", "tracked", "pulled"}}
+BUILDERS = {1: {"serial"}, 2: {"serial", "scatter", "direct", "tracked", "pulled", "collective"}}
 MEAN = "direct[chunks=1,by=dma,add=reduce]"
 SUMMED = "direct[chunks=2,by=dma,add=gemm]"
 
@@ -112,7 +112,7 @@ TWO_SHOT = "two_shot[chunks=2,by=dma,add=gemm]"
 
 def summed_everywhere(world: int, m: int) -> set[str]:
     """Return the builders of an all-reduce of m rows. `tracked` needs equally many rows for each rank."""
-    overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if m % world == 0 else set())
+    overlapping = {"one_shot", "two_shot", "chunked", "collective"} | ({"tracked"} if m % world == 0 else set())
     return {"serial"} | (overlapping if world > 1 else set())
 
 

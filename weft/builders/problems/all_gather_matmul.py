@@ -160,6 +160,12 @@ class AllGatherMatmul(Problem):
     def has_work(self) -> bool:
         return self.m > 0 and self.k > 0 and sum(self.n) > 0
 
+    @property
+    def between_hosts(self) -> tuple[str, ...]:
+        if self.return_gathered or len(set(self.rows)) > 1:
+            return ()
+        return tuple(f"ficco_1d_collective[start=hetero,gemms=unfused,steps={steps}]" for steps in (2, 4))
+
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
             "serial", "gather[by=kernel]", "shard[chunks=1,send=in_turn,by=dma]", "shard[chunks=2,send=in_turn,by=dma]"

@@ -58,6 +58,14 @@ class MatmulAllReduce(GemmProblem):
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
         return f"{product} on each of {ranks}, reduced{more}, all of it to each, {self.dtype}"
 
+    def takes(self, candidate: Candidate) -> bool:
+        """Refuse `collective`, which is for ranks on several hosts."""
+        return candidate.builder != "collective"
+
+    @property
+    def between_hosts(self) -> tuple[str, ...]:
+        return "collective[chunks=2]", "collective[chunks=4]"
+
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
             "serial", "one_shot[by=load]", "two_shot[chunks=2,by=dma,add=gemm]", "chunked[chunks=4,by=dma]"

@@ -35,9 +35,14 @@ class MatmulReduceScatter(GemmProblem):
         return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, reduced, {self.rows} rows to each, {self.dtype}"
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse tracked GEMMs with a short K, and `pulled`: it accumulates into a peer's sums and was not timed on GPUs."""
+        """Refuse tracked GEMMs with a short K, and two builders. `pulled` accumulates into a peer's sums and was not timed on GPUs;
+        `collective` is for ranks on several hosts."""
         short = candidate.builder == "tracked" and self.k < TrackedMatmul.least_k
-        return candidate.builder != "pulled" and not short
+        return candidate.builder not in ("pulled", "collective") and not short
+
+    @property
+    def between_hosts(self) -> tuple[str, ...]:
+        return "collective[chunks=2]", "collective[chunks=4]"
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (

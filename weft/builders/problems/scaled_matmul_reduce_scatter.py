@@ -56,6 +56,10 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
         return f"{product}, fp8 scaled by {self.by}, reduced in {self.dtype}, {self.rows} rows to each"
 
+    @property
+    def between_hosts(self) -> tuple[str, ...]:
+        return ()
+
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
             "serial", "scatter", "direct[chunks=1,by=dma,add=reduce]", "direct[chunks=2,by=dma,add=reduce]"

@@ -50,7 +50,8 @@ the heap."""
 class Mapped:
     """One version of the group's memory, which growth replaces. Programs keep addresses in it; a run keeps it mapped.
 
-    version: from 1. owners: of the mappings. addresses: of each rank's first counter; buffers begin `buffers_at` bytes after it.
+    version: from 1. owners: of the mappings. addresses: of each rank's first counter, 0 for ranks on other hosts; buffers begin
+    `buffers_at` bytes after it.
     sets: for each counter of this rank, its number of sets when the current run ends. scratch: this rank's private memory.
     """
 
@@ -105,7 +106,9 @@ class Memory:
         nbytes, n_counters = _grown(known[0], layout.buffer_bytes), _grown(known[1], layout.n_counters)
         buffers_at = -(-_core.COUNTER_BYTES * n_counters // ALIGNMENT) * ALIGNMENT
         region, ranks = self.comm.allocate(buffers_at + nbytes, what=what), range(self.comm.world_size)
-        owners, addresses = tuple(map(region.owner, ranks)), tuple(map(region.address, ranks))
+        near = [rank for rank in ranks if self.comm.mapped[rank]]
+        owners = tuple(map(region.owner, near))
+        addresses = tuple(region.address(rank) if rank in near else 0 for rank in ranks)
         scratch = torch.empty(0, dtype=torch.uint8) if now is None else now.scratch
         return Mapped(known[2] + 1, owners, addresses, nbytes, buffers_at, [0] * n_counters, scratch)
 

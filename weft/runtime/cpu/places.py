@@ -85,7 +85,7 @@ class Places:
         """Place the schedule's own buffers and its counters in `mapped`."""
         self._counters = mapped.addresses
         for buffer, offset in self._own:
-            begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses)}
+            begins = {rank: address + mapped.buffers_at for rank, address in enumerate(mapped.addresses) if address}
             if buffer.role == "scratch":
                 begins = {self.rank: mapped.scratch.data_ptr()}
             rows, cols, dtype = value(buffer.rows), buffer.cols, TORCH_DTYPE[buffer.dtype]

@@ -1,0 +1,410 @@
+"""A group on several hosts, pretended on this machine: its set-up over TCP, who is let in, every operator, and faults.
+
+The functions with a `group` argument run on the ranks. `test_two_hosts.py` has real network namespaces.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import time
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import assert_deadline, traces
+from support.on_ranks import error_of, told
+from support.operators import suite
+from support.operators.cases import ROWS
+from support.operators.gemms import Following, Gathered, Gemm
+from support.pretended_hosts import claimed, on_two_hosts
+
+import weft
+from weft import symm
+from weft.launch import Pool
+from weft.nn import ShardedEmbeddingBagCollection
+from weft.operator import between_hosts
+from weft.schedule import Draft
+from weft.schedule.expr import RANK, lookup
+from weft.symm import hosts
+
+LONG_S = 50.0
+PROMPT_S = 10.0
+
+
+# -- set-up
+
+
+def set_up(group):
+    with on_two_hosts(group) as own:
+        comm = symm.communicator(own, "cpu")
+        gathered = comm.all_gather((comm.rank, b"x" * 200_000 * comm.rank), what="much")
+        assert [(rank, len(data)) for rank, data in gathered] == [(r, 200_000 * r) for r in range(comm.world_size)]
+        exchange = symm.Exchange(comm)
+        for epoch in range(20):
+            assert exchange.exchange(bytes([comm.rank, epoch])) == [bytes([r, epoch]) for r in range(comm.world_size)]
+        found = comm.hosts, comm.mapped
+    return found, traces()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_meet_over_tcp_and_know_whose_memory_is_mapped(pool: Pool, world: int) -> None:
+    at = {2: "ab", 3: "aab", 4: "aabb"}[world]
+    for rank, ((names, mapped), left) in enumerate(pool.run(set_up, ranks=world)):
+        assert names == tuple({"a": "alpha", "b": "beta"}[one] for one in at)
+        assert mapped == tuple(one == at[rank] for one in at)
+        assert not any(left.values()), left
+
+
+def hosts_of_one_name(group):
+    with claimed("pod", kernel=f"kernel {group.rank() % 2}"):
+        return symm.communicator(dist.new_group(range(group.size())), "cpu").hosts
+
+
+def test_hosts_of_one_name_are_numbered(pool: Pool) -> None:
+    assert pool.run(hosts_of_one_name, ranks=3) == [("pod #1", "pod #2", "pod #1")] * 3
+
+
+def other_versions(group):
+    versions = {} if group.rank() < 2 else {"versions": "weft 9.9, torch 2.13.0"}
+    with on_two_hosts(group, **versions) as own:
+        return told(lambda: symm.communicator(own, "cpu", deadline_s=LONG_S))
+
+
+def test_other_versions_on_a_host_are_refused_on_every_rank(pool: Pool) -> None:
+    found = pool.run(other_versions, ranks=3, timeout_s=40)
+    here = f"weft {weft.__version__}, torch {torch.__version__.partition('+')[0]}"
+    assert set(found) == {
+        f"RefusedError: ranks of this group have different versions: {here} on ranks [0, 1], host alpha; weft 9.9, torch 2.13.0 "
+        "on ranks [2], host beta. Install the same on every host"
+    }
+
+
+def no_way(group):
+    """The first rank publishes a port on which nobody listens."""
+    native = hosts.ControlPort.__init__
+
+    def closed(self, rank, token):
+        native(self, rank, token)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            self.port = hosts.Port(("127.0.0.1",), other.getsockname()[1])
+
+    hosts.ControlPort.__init__ = closed
+    try:
+        with on_two_hosts(group) as own:
+            return told(lambda: symm.communicator(own, "cpu", deadline_s=0.6 + group.rank()))
+    finally:
+        hosts.ControlPort.__init__ = native
+
+
+def test_it_is_said_who_cannot_reach_whom(pool: Pool) -> None:
+    waiting, dialing = pool.run(no_way, ranks=2, timeout_s=40)
+    assert re.search(
+        r"rank 1 on host beta cannot reach rank 0 on host alpha: 127.0.0.1:\d+: Connection refused. Open TCP", dialing
+    )
+    assert re.search(r"to arrive, rank 1 on host beta must reach rank 0 at 127.0.0.1:\d+", waiting)
+    assert waiting.startswith("DeadlineError: ")
+    assert dialing.startswith(("DeadlineError: ", "PeerLostError: rank 0 gave up "))
+
+
+# -- strangers
+
+
+def knock(group, knocks):
+    """Strangers connect to rank 0's control port before rank 1 does."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("weft").addHandler(handler)
+    strangers = []
+
+    def port_of(setup, entry):
+        port = native(setup, entry)
+        if port is not None and not strangers:
+            for what in knocks:
+                strangers.append(stranger := socket.create_connection((port.addresses[0], port.number)))
+                if what == "answers":
+                    stranger.settimeout(5)
+                    nonce = stranger.recv(hosts.NONCE_BYTES, socket.MSG_WAITALL)
+                    stranger.send(hosts._WHO.pack(1, b"a" * 16, b"n" * 32) + hosts._code("a guess", b"connects", nonce))
+                elif what:
+                    stranger.send(what)
+        return port
+
+    setup = symm.bootstrap._Setup
+    native, setup._port_of = setup._port_of, port_of
+    try:
+        with on_two_hosts(group) as own:
+            start = time.monotonic()
+            assert symm.communicator(own, "cpu", deadline_s=LONG_S).all_gather(group.rank()) == [0, 1]
+            seconds = time.monotonic() - start
+    finally:
+        setup._port_of = native
+        logging.getLogger("weft").removeHandler(handler)
+    return seconds, said, [stranger.recv(1000) for stranger in strangers if stranger.settimeout(5) is None]
+
+
+def test_strangers_are_refused_and_logged(pool: Pool) -> None:
+    knocks = [b"GET / HTTP/1.1\r\n\r\n" * 5, b"\x80\x04K\x01." * 30, "answers", b"too short", b"", *[b""] * 70]
+    (seconds, said, _), (*_, answers) = pool.run(knock, knocks, ranks=2, timeout_s=60)
+    assert seconds < PROMPT_S
+    refused = [line for line in said if "refused a connection from 127.0.0.1 port " in line]
+    assert len(refused) == len(knocks)
+    assert all("did not prove that it knows the secret of this process group" in line for line in refused)
+    assert {len(answer) for answer in answers} <= {0, hosts.NONCE_BYTES}  # the nonce is all that a stranger gets
+
+
+def impostor(group):
+    """Rank 0 does not know the secret that rank 1 reads in the store: to rank 1 it is another process on that address."""
+    native = hosts._code
+    if group.rank() == 0:
+        hosts._code = lambda token, *rest: native("another secret", *rest)
+    try:
+        with on_two_hosts(group) as own:
+            return told(lambda: symm.communicator(own, "cpu", deadline_s=0.6 + group.rank()))
+    finally:
+        hosts._code = native
+
+
+def test_a_listener_without_the_secret_is_left(pool: Pool) -> None:
+    listening, dialing = pool.run(impostor, ranks=2, timeout_s=40)
+    assert re.search(r"127.0.0.1:\d+: it (hung up|does not belong to this process group)", dialing)
+    assert listening.startswith("DeadlineError: ")
+
+
+# -- operators
+
+
+def every_way(group, operator):
+    row = ROWS[operator]
+    with on_two_hosts(group) as own:
+        for name, case in [*row.results.items()][:4]:
+            try:
+                suite.results(own, operator, replace(case, schedule=None), 2)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+        for case, wanted in row.gradients[:1]:
+            suite.gradients(own, operator, replace(case, schedule=None), wanted, False, None, row.seeds)
+        assert symm.communicator(own, "cpu").hosts == ("alpha", "alpha", "beta")
+
+
+@pytest.mark.parametrize("operator", ROWS)
+def test_every_operator_runs_forward_and_backward(pool: Pool, operator: str) -> None:
+    pool.run(every_way, operator, ranks=3, timeout_s=120)
+
+
+def differ(group, operator):
+    with on_two_hosts(group) as own:
+        suite.refused(own, operator, ROWS[operator].small)
+        suite.one_rank_differs(own, operator, ROWS[operator].small)
+
+
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "all_to_all_matmul"])
+def test_bad_input_is_refused_and_a_rank_that_calls_otherwise_named(pool: Pool, operator: str) -> None:
+    pool.run(differ, operator, ranks=2, timeout_s=60)
+
+
+def warned(group):
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    tables = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(group.size())]
+    sharding = weft.place_tables(tables, group.size(), placement=range(group.size()))
+    ids = torch.arange(4), torch.arange(5)
+    os.environ["WEFT_QUIET"] = "0"
+    said = {}
+    try:
+        with on_two_hosts(group) as own:
+            for schedule in (None, "autotune", "heuristic", "scatter"):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    for _ in range(3):
+                        y = weft.matmul_reduce_scatter(x, w, "sum", 0, own, schedule=schedule)
+                        assert torch.equal(y, torch.full((4 // group.size(), 8), 8.0 * group.size()))
+                        for transport in ("auto", "put", "direct"):
+                            weft.embedding_all_to_all(
+                                [torch.ones(10, 4)], ids, sharding, group=own, transport=transport
+                            )
+                said[str(schedule)] = [str(one.message) for one in caught if "torch" not in str(one.message)]
+        return said
+    finally:
+        os.environ["WEFT_QUIET"] = "1"
+
+
+def test_only_a_pinned_schedule_is_warned_of_once(pool: Pool) -> None:
+    for said in pool.run(warned, ranks=2):
+        assert [said.pop(name) for name in ("None", "autotune", "heuristic")] == [[], [], []]
+        (text,) = said.pop("scatter")
+        assert text.startswith(
+            "schedule='scatter', matmul_reduce_scatter: serial is taken, because the ranks of the group are on several hosts: lane "
+        )
+        assert text.endswith("memory of rank 1, on host beta, is not mapped on rank 0")
+
+
+COLLECTIVES = "ficco_1d_collective[start=hetero,gemms=unfused,steps=2]"
+
+
+def overlapped(group, operator, cases, pinned, times):
+    """The lanes of calls with fresh data. times: what measuring finds, by the end of a schedule's name."""
+    native, asked = between_hosts.measure.measured, []
+
+    def measured(p, schedules, *rest):
+        asked.append(list(schedules))
+        return {name: us for name in schedules for end, us in times.items() if name.endswith(end)}
+
+    between_hosts.measure.measured = measured
+    lanes = []
+    try:
+        with on_two_hosts(group) as own:
+            for seed, case in enumerate(cases):
+                call = suite.CALLS[operator](case, own, seed)
+                timeline = weft.Timeline()
+                call.check(own, call(own, schedule=pinned, timeline=timeline))
+                lanes.append(sorted(timeline.lanes(group.rank())))
+    finally:
+        between_hosts.measure.measured = native
+    return lanes, asked
+
+
+CASES = {
+    "all_gather_matmul": [Gathered((rows, 16), 6) for rows in (8, 8, 10, 64)],
+    "matmul_reduce_scatter": [Gemm((rows, 16), 6) for rows in (24, 24, 30, 192)],
+    "matmul_all_reduce": [
+        Following((rows, 16), 6, bias=bias, eps=eps)
+        for rows, bias, eps in ((24, True, 1e-6), (24, True, 1e-6), (31, True, 1e-6), (192, False, None))
+    ],
+}
+GATHERS = f"{COLLECTIVES[:-2]}2]", f"{COLLECTIVES[:-2]}4]"
+CHUNKED = "collective[chunks=2]", "collective[chunks=4]"
+
+
+@pytest.mark.parametrize("operator", CASES)
+@pytest.mark.parametrize(
+    ("pinned", "times", "wanted", "count"),
+    [
+        (True, {}, ["compute", "library"], 0),
+        (False, {"serial": 5000.0, "2]": 3000.0, "4]": 4000.0}, ["compute", "library"], 2),
+        (False, {"serial": 5000.0, "2]": 4800.0, "4]": 9000.0}, ["compute"], 2),
+    ],
+    ids=["pinned", "faster", "hardly faster"],
+)
+def test_collectives_of_chunks_overlap_where_they_are_clearly_faster(
+    pool: Pool, operator: str, pinned: bool, times: dict[str, float], wanted: list[str], count: int
+) -> None:
+    """The choice holds for sizes that are near; the last one is not."""
+    names = GATHERS if operator == "all_gather_matmul" else CHUNKED
+    given = operator, CASES[operator], names[0] if pinned else None, times
+    for lanes, asked in pool.run(overlapped, *given, ranks=3):
+        assert lanes == [wanted] * 4
+        assert asked == [["serial", *names]] * count
+
+
+def sent(name, to):
+    """y = x of the rank whose `to` is this rank."""
+    d = Draft(name, len(to))
+    x, y, box = (
+        d.buffer(one, 4, 4, "fp32", role) for one, role in zip("xyb", ("input", "output", "symmetric"), strict=True)
+    )
+    free, there = d.signals("free", 1), d.signals("there", 1)
+    target, source = lookup(to, RANK), lookup([to.index(rank) for rank in range(len(to))], RANK)
+    d.lane("out", "copy").wait(free, previous=True).copy(x.part(), box.part(at=target)).set(there, at=target)
+    d.lane("compute").wait(there).copy(box.part(), y.part()).set(free, at=source)
+    return d.schedule()
+
+
+def own_schedules(group):
+    """Of four ranks, two on each host."""
+    rank, found = group.rank(), []
+    with on_two_hosts(group) as own:
+        for schedule in (sent("near", [1, 0, 3, 2]), sent("far", [1, 2, 3, 0]), sent("near", [1, 0, 3, 2])):
+            given = {"x": torch.full((4, 4), float(rank)), "y": torch.empty(4, 4)}
+            said = told(lambda schedule=schedule, given=given: weft.run_schedule(schedule, given, own))
+            found.append(given["y"].unique().tolist() if said == "nothing" else said)
+        buffer = symm.SymmetricBuffer((2,), torch.float32, group=own)
+        found.append(told(lambda: buffer.peer((rank + 2) % 4)))
+        buffer.peer(rank ^ 1).fill_(rank)
+        symm.communicator(own, "cpu").all_gather(None, what="written")
+        return found, buffer.local.tolist()
+
+
+def test_memory_is_shared_within_a_host(pool: Pool) -> None:
+    for rank, (found, local) in enumerate(pool.run(own_schedules, ranks=4)):
+        near, far, again, peer = found
+        assert near == again == [float(rank ^ 1)]
+        assert far == (
+            "ScheduleError: schedule far, lane compute: set free@3[0]: memory of rank 3, on host beta, is not mapped on rank 0"
+        )
+        assert peer == f"ValueError: memory of rank {(rank + 2) % 4}, on another host, is not mapped here"
+        assert local == [float(rank ^ 1)] * 2
+
+
+def trains(group):
+    """The tables after three steps, on two hosts and on one: the same bits."""
+    found = []
+    for far in (True, False):
+        with on_two_hosts(group) if far else claimed("alpha"):
+            own = dist.new_group(range(group.size()))
+            with claimed("beta" if far and group.rank() else "alpha"):
+                torch.manual_seed(5)
+                tables = [weft.EmbeddingBagConfig(50, 8, f"t{i}", [f"f{i}"]) for i in range(3)]
+                module = ShardedEmbeddingBagCollection(tables, group=own, optimizer=weft.RowwiseAdagrad(lr=0.1))
+                generator = torch.Generator().manual_seed(group.rank())
+                for _ in range(3):
+                    lengths = torch.randint(0, 4, (3 * 6,), generator=generator)
+                    ids = torch.randint(50, (int(lengths.sum()),), generator=generator)
+                    features = weft.KeyedJaggedTensor(["f0", "f1", "f2"], ids, lengths=lengths)
+                    module(features).values().square().sum().backward()
+                found.append({name: t.detach().clone() for name, t in module.state_dict().items()})
+                assert symm.communicator(own, "cpu").all_mapped != far
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[1]), len(found[0])
+
+
+def test_embeddings_train_to_the_bits_of_one_host(pool: Pool) -> None:
+    for same, count in pool.run(trains, ranks=2):
+        assert same
+        assert count
+
+
+# -- faults
+
+
+def lose(group, fault, where):
+    with on_two_hosts(group) as own:
+        comm, last = symm.communicator(own, "cpu"), group.size() - 1
+        x, w = torch.ones(group.size(), 4), torch.ones(4, 4)
+        weft.matmul_reduce_scatter(x, w, "sum", 0, own)
+        lost = []
+        weft.on_failure(own, lost.append)
+        pids = comm.all_gather(os.getpid(), what="pids")
+        if group.rank() == last and fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank() == last and fault == "stop":
+            time.sleep(1.5)
+            return None
+        if where == "outside":
+            until = time.monotonic() + PROMPT_S
+            while not lost and time.monotonic() < until:
+                time.sleep(0.01)
+            return pids[last], type(lost[0]).__name__, str(lost[0]), lost[0].rank
+        deadline_s = LONG_S if fault == "kill" else 0.5
+        kind, text = error_of(lambda: weft.matmul_reduce_scatter(x, w, "sum", 0, own, deadline_s=deadline_s))
+        return pids[last], kind, text, None
+
+
+@pytest.mark.parametrize("where", ["in a call", "outside"])
+def test_a_rank_killed_on_another_host_is_named_with_its_host(where: str) -> None:
+    with Pool(3) as pool:
+        found = pool.run(lose, "kill", where, return_exceptions=True, timeout_s=40)
+    for pid, kind, text, _ in found[:2]:
+        assert kind == "PeerLostError"
+        assert f"rank 2 (pid {pid} on host beta) died: its connection ended without a goodbye" in text
+
+
+def test_a_rank_that_does_not_come_from_another_host_is_named_with_it(pool: Pool) -> None:
+    found = pool.run(lose, "stop", "in a call", ranks=3, timeout_s=40)
+    assert_deadline(
+        [one[1:3] for one in found[:2]], r"rank [01] waited 0.5 s for .* from .*rank 2 \(pid \d+ on host beta\)"
+    )

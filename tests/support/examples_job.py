@@ -1,0 +1,90 @@
+"""A job of four ranks, on one host or on two: the examples with few steps, and `weft doctor --group`.
+
+torchrun ... tests/support/examples_job.py FILE     rank 0 writes what it found
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ARGUMENTS = {
+    "tp_transformer": "--steps 4 --layers 1 --hidden 64 --head-dim 8 --length 32 --batch 2 --unfused",
+    "moe": "--device cpu --shrink 256 --tokens 16 --repetitions 1 --steps 3",
+    "dlrm": "--device cpu --steps 8 --every 4 --batch 256 --held-out 1 --rows 100",
+}
+LOSSES = {
+    "tp_transformer": r"^step +\d+  loss (\S+)",
+    "moe": r"training: loss (\S+) -> (\S+);",
+    "dlrm": r"loss (\S+)  AUC (\S+)",
+}
+
+
+def printed(name: str) -> str:
+    """Run an example on the ranks of the default group. Return its output."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    said = io.StringIO()
+    changes: dict[str, Any] = {"init_process_group": lambda *_: None, "destroy_process_group": lambda *_: None}
+    ranks = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0", "WORLD_SIZE": str(dist.get_world_size())}
+    with (
+        mock.patch.multiple(dist, **changes), mock.patch.dict(os.environ, ranks),
+        mock.patch.object(sys, "argv", [name, *ARGUMENTS[name].split()]),
+        mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+        contextlib.redirect_stdout(said),
+    ):  # fmt: skip
+        spec.loader.exec_module(module)
+        module.main()
+    return said.getvalue()
+
+
+def losses() -> dict[str, list[float]]:
+    """Return the losses that rank 0 prints, by example; other ranks print none."""
+    found = {name: re.findall(LOSSES[name], printed(name), re.MULTILINE) for name in ARGUMENTS}
+    return {
+        name: [float(x) for line in lines for x in ([line] if isinstance(line, str) else line)]
+        for name, lines in found.items()
+    }
+
+
+def main() -> None:
+    from weft import symm
+    from weft.cli.doctor_group import examine_group, print_group
+
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = losses()
+    report = examine_group(group)
+    said = [
+        f"{one.filename}: {one.message}"
+        for one in caught
+        if "weft" in str(one.filename) or "serial" in str(one.message)
+    ]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (os.uname().nodename, symm.communicator(group, "cpu").mapped, said))
+    if dist.get_rank() == 0:
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            print_group(report)
+        Path(sys.argv[1]).write_text(json.dumps({"losses": found, "ranks": everybody, "doctor": shown.getvalue()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A rank that does what its standard input says, and prints what came of it: for faults between hosts.
+
+    python tests/support/rank_on_host.py RANK WORLD_SIZE ADDRESS PORT
+
+A line "GROUP DEADLINE" is a call on one of the groups: "all", or "two", of the first and the last but one rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.errors import WeftError
+
+
+def main() -> None:
+    rank, world, address, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=100),
+    )
+    groups = {"all": dist.group.WORLD, "two": dist.new_group([0, 1])}
+    x = torch.full((4 * world, 4), rank + 1.0)
+    w = torch.eye(4)
+    print(f"pid {os.getpid()}", flush=True)
+    for line in sys.stdin:
+        name, deadline_s = line.split()
+        group = groups[name]
+        assert group is not None
+        try:
+            y = weft.matmul_all_reduce(x, w, group, deadline_s=float(deadline_s))
+            print(f"sum {y.unique().tolist()}", flush=True)
+        except WeftError as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(0)  # a link that was cut keeps the store's and gloo's connections
+
+
+if __name__ == "__main__":
+    main()

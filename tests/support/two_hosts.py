@@ -1,0 +1,115 @@
+"""Two hosts on this machine: network namespaces with a link between them, and a host name each.
+
+Boot id, memory and clock are the machine's. Namespaces differ, which is how weft tells hosts apart. It needs root, or user
+namespaces; `missing` says why it cannot be had here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HOSTS = ("alpha", "beta")
+INTERFACE = "weft0"
+ADDRESSES = ("10.29.0.1", "10.29.0.2")
+ROOT = Path(__file__).parents[2]
+
+
+class TwoHosts:
+    """The namespaces, each kept by a sleeping process. A context manager."""
+
+    def __init__(self) -> None:
+        self._keepers: list[subprocess.Popen[bytes]] = []
+        self._is_root = os.geteuid() == 0
+
+    def __enter__(self) -> TwoHosts:
+        try:
+            user = [] if self._is_root else ["--user", "--map-root-user"]
+            self._keep(["unshare", *user, "--net", "--uts"])
+            self._keep([*self._inside(0), "unshare", "--net", "--uts"])
+            pid = str(self._keepers[1].pid)
+            self._do(0, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", pid)
+            for host, (name, address) in enumerate(zip(HOSTS, ADDRESSES, strict=True)):
+                self._do(host, "hostname", name)
+                self._do(host, "ip", "link", "set", "lo", "up")
+                self._do(host, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+                self.link(host, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for keeper in self._keepers:
+            keeper.kill()
+            keeper.wait()
+
+    def link(self, host: int, state: str) -> None:
+        """Set a host's end of the link "up" or "down"."""
+        self._do(host, "ip", "link", "set", INTERFACE, state)
+
+    def start(self, host: int, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[str]:
+        """Start a command on a host. Its output, errors included, is text."""
+        known = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", **environment}
+        return subprocess.Popen(
+            [*self._inside(host), *command], cwd=ROOT, env=known, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def torchrun(self, ranks: int, command: Sequence[str | Path], **environment: str) -> list[subprocess.Popen[str]]:
+        """Start `torchrun` on both hosts with `ranks` ranks on each."""
+        port = str(free_port())
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)]
+        meet = ["--master-addr", ADDRESSES[0], "--master-port", port]
+        return [
+            self.start(host, [*launch, "--node-rank", str(host), *meet, *command], **environment)
+            for host in range(len(HOSTS))
+        ]
+
+    def _keep(self, command: list[str]) -> None:
+        self._keepers.append(subprocess.Popen([*command, "sleep", "600"], stderr=subprocess.PIPE))
+        keeper, known = self._keepers[-1], ["self", *(other.pid for other in self._keepers[:-1])]
+        others = [os.readlink(f"/proc/{pid}/ns/net") for pid in known]
+        until = time.monotonic() + 5
+        while keeper.poll() is None and time.monotonic() < until:
+            name = Path(f"/proc/{keeper.pid}/comm").read_text().strip()
+            if name == "sleep" and os.readlink(f"/proc/{keeper.pid}/ns/net") not in others:
+                return
+            time.sleep(0.005)
+        keeper.kill()
+        assert keeper.stderr is not None
+        raise OSError(keeper.stderr.read().decode().strip() or "no namespace was made")
+
+    def _inside(self, host: int) -> list[str]:
+        user = [] if self._is_root else ["--user", "--preserve-credentials"]
+        return ["nsenter", "--target", str(self._keepers[host].pid), *user, "--net", "--uts"]
+
+    def _do(self, host: int, *command: str) -> None:
+        found = subprocess.run([*self._inside(host), *command], capture_output=True, text=True)
+        if found.returncode:
+            raise OSError(f"{' '.join(command)}: {found.stderr.strip()}")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:  # of this process's namespace: those of a test have no others' ports
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@functools.cache
+def missing() -> str:
+    """Return the reason why this machine cannot play two hosts; "" if it can."""
+    if absent := [name for name in ("unshare", "nsenter", "ip", "hostname") if shutil.which(name) is None]:
+        return f"no {', '.join(absent)} on this machine"
+    try:
+        with TwoHosts():
+            return ""
+    except OSError as error:
+        return f"network namespaces are not allowed here: {error}"

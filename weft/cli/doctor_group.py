@@ -1,0 +1,129 @@
+"""The report of `weft doctor --group`, which a launcher starts on every rank: who sits where, and how each pair of ranks is joined.
+
+The ranks form a group of gloo, so no GPU is needed, and NCCL is not started.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft import env, symm
+from weft.errors import WeftError
+from weft.symm import Communicator
+from weft.words import counted
+
+_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of a rank. gpu: its kind, "" without one. cores: that it may use."""
+
+    host: str
+    pid: int
+    gpu: str
+    cores: int
+    device: str
+    peers: tuple[int, ...] = ()
+    """The indices of GPUs of its host that its own GPU reaches."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """seats: by rank. paths: of each pair of ranks (low, high). round_trip_us: of a small all-gather over the control links, the
+    median."""
+
+    seats: tuple[Seat, ...]
+    paths: dict[tuple[int, int], str]
+    round_trip_us: float
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(dict.fromkeys(seat.host for seat in self.seats))
+
+
+def examine_group(group: dist.ProcessGroup) -> GroupReport:
+    """Return the report, the same on every rank. Collective. Raises the errors of the group's set-up."""
+    comm = symm.communicator(group, "cpu")
+    seats = tuple(comm.all_gather(_seat(comm), what="weft doctor --group"))
+    pairs = [(low, high) for high in range(comm.world_size) for low in range(high)]
+    times_us = []
+    for _ in range(_ROUNDS if comm.world_size > 1 else 0):
+        start = time.perf_counter()
+        comm.meet(b"", name="weft doctor --group")
+        times_us.append(1e6 * (time.perf_counter() - start))
+    slowest = max(comm.all_gather(statistics.median(times_us or [0.0]), what="round trips"))
+    return GroupReport(seats, {pair: _path(seats[pair[0]], seats[pair[1]]) for pair in pairs}, slowest)
+
+
+def _seat(comm: Communicator) -> Seat:
+    host, pid, cores = comm.hosts[comm.rank], os.getpid(), len(os.sched_getaffinity(0))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return Seat(host, pid, "", cores, "cpu")
+    index = env.local_rank() % count
+    peers = tuple(i for i in range(count) if i != index and torch.cuda.can_device_access_peer(index, i))
+    return Seat(host, pid, torch.cuda.get_device_name(index), cores, f"cuda:{index}", peers)
+
+
+def _path(one: Seat, other: Seat) -> str:
+    if bool(one.gpu) != bool(other.gpu):
+        return "none: one rank has a GPU, the other has not"
+    if one.host != other.host:
+        return "NCCL" if one.gpu else "gloo"
+    if not one.gpu:
+        return "shared memory"
+    if one.device == other.device:
+        return "the same GPU"
+    index = int(other.device.partition(":")[2])
+    return "peer access" if index in one.peers else "no peer access"
+
+
+def print_group(report: GroupReport) -> None:
+    """Print the seats, and the pairs by path."""
+    world = len(report.seats)
+    print(f"{counted(world, 'rank')} on {counted(len(report.hosts), 'host')}\n")
+    for host in report.hosts:
+        print(f"{host}:")
+        for rank, seat in enumerate(report.seats):
+            if seat.host == host:
+                what = f"{seat.device}, {seat.gpu}" if seat.gpu else f"CPU, {counted(seat.cores, 'core')}"
+                print(f"  rank {rank}  pid {seat.pid}  {what}")
+    for path in dict.fromkeys(report.paths.values()):
+        pairs = [f"{low}-{high}" for (low, high), found in report.paths.items() if found == path]
+        print(f"\n{path}: pairs {', '.join(pairs)}")
+    if world > 1:
+        print(f"\na meeting of all ranks: {report.round_trip_us:.0f} us (median of {_ROUNDS}, over sockets)")
+    if len(report.hosts) > 1:
+        print(
+            "\nThe group is on several hosts: data travel by torch.distributed, mostly one step after the other (docs/hosts.md). "
+            "Overlap needs groups of the ranks of one host."
+        )
+
+
+def run() -> int:
+    """Run the command on this rank; return its exit status."""
+    if not env.under_torchrun():
+        print(
+            "weft doctor --group needs the ranks: start it with your launcher, on every host, such as\n"
+            "  torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr HOST -m weft.cli doctor --group"
+        )
+        return 2
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        report = examine_group(group)
+    except WeftError as error:
+        print(f"rank {dist.get_rank()}: {error}")
+        return 1
+    if dist.get_rank() == 0:
+        print_group(report)
+    dist.destroy_process_group()
+    return 0

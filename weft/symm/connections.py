@@ -1,0 +1,192 @@
+"""The connection of two ranks, over which watchdogs send packets: a Unix socket on one host, TCP between hosts.
+
+|           | `UnixConnection`                                    | `TcpConnection`                                              |
+|-----------|-----------------------------------------------|--------------------------------------------------------|
+| reach     | one kernel and network namespace              | hosts                                                  |
+| a packet  | one message of a sequential-packet socket     | a frame: its length, an authentication code, the bytes |
+| files     | descriptors travel with a packet              | none                                                   |
+| the end   | end-of-file: the peer's process has ended     | the same; or an error, if the other host is silent     |
+
+A frame's code is HMAC-SHA256 over its number and bytes, with a key that `weft.symm.hosts` derives when the peers prove to each
+other that they know the group's secret. So nobody else can insert, change, repeat or reorder frames. They are not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from typing import Protocol
+
+MAX_PACKET = 64 * 1024  # far below the default socket buffer (208 KiB), so that a send of one message never blocks
+_HEADER = struct.Struct("!I16s")  # bytes of the packet, its authentication code
+_NUMBER = struct.Struct("!Q")
+_MOST_PENDING = 4 * MAX_PACKET  # bytes that a full connection keeps: beyond this, senders wait
+_LINGER_S = 0.5  # how long closing waits for pending bytes to leave
+_LEAST_SILENCE_S = 10.0
+
+
+class BadFrameError(OSError):
+    """A peer's bytes are no frame of this connection: too large, or not from the peer."""
+
+
+class Connection(Protocol):
+    """A connection to one peer. `send` and `receive` do not block: they raise `BlockingIOError`."""
+
+    passes_files: bool
+
+    def fileno(self) -> int: ...
+
+    def send(self, packet: bytes, file: int | None = None) -> None:
+        """Send a packet, at most `MAX_PACKET` bytes, with a file descriptor or without."""
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        """Return the next packet and its file descriptors. An empty packet is the end."""
+
+    @property
+    def pending(self) -> bool:
+        """True if bytes wait for room in the socket: call `flush` when it can be written."""
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# A forked child inherits sockets. A socket that outlives us there would hide our death from the peers.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def ours(sock: socket.socket) -> socket.socket:
+    """Return `sock`, which forked children will close."""
+    _sockets.add(sock)
+    return sock
+
+
+def _close_in_child() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class UnixConnection:
+    """A connection within one host."""
+
+    passes_files = True
+    pending = False
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = ours(sock)
+        sock.setblocking(False)  # Python's recv_fds ignores its flags
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, packet: bytes, file: int | None = None) -> None:
+        socket.send_fds(self._socket, [packet], [] if file is None else [file], socket.MSG_DONTWAIT)
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        data, files, _, _ = socket.recv_fds(self._socket, MAX_PACKET, 1, flags)
+        return data, files
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TcpConnection:
+    """A connection between hosts.
+
+    sending, receiving: keys of the frames' codes. silence_s: it is lost if the other host's kernel answers nothing for so long.
+    """
+
+    passes_files = False
+
+    def __init__(self, sock: socket.socket, sending: bytes, receiving: bytes, silence_s: float) -> None:
+        self._socket = ours(sock)
+        sock.setblocking(False)
+        silence_s = max(_LEAST_SILENCE_S, silence_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        each_s = max(1, min(15, int(silence_s / 3)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, each_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, each_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(1000 * silence_s), 2**31 - 1))
+        self._keys = sending, receiving
+        self._sent = self._received = 0  # frames
+        self._leaving, self._arrived = bytearray(), bytearray()
+        self._ended = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, packet: bytes, file: int | None = None) -> None:
+        if file is not None:
+            raise ValueError("files do not travel between hosts")
+        self.flush()
+        if len(self._leaving) + len(packet) > _MOST_PENDING:
+            raise BlockingIOError
+        self._leaving += _HEADER.pack(len(packet), _code(self._keys[0], self._sent, packet)) + packet
+        self._sent += 1
+        self.flush()
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._leaving)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._leaving:
+                del self._leaving[: self._socket.send(self._leaving)]
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        while (packet := self._packet()) is None:
+            data = b"" if self._ended else self._socket.recv(2 * MAX_PACKET)
+            self._ended = not data
+            if not data:
+                return b"", []
+            self._arrived += data
+        return packet, []
+
+    def _packet(self) -> bytes | None:
+        if len(self._arrived) < _HEADER.size:
+            return None
+        length, code = _HEADER.unpack_from(self._arrived)
+        if not 0 < length <= MAX_PACKET:
+            raise BadFrameError(f"a frame of {length} bytes, where at most {MAX_PACKET} are allowed")
+        end = _HEADER.size + length
+        if len(self._arrived) < end:
+            return None
+        packet = bytes(self._arrived[_HEADER.size : end])
+        if not hmac.compare_digest(code, _code(self._keys[1], self._received, packet)):
+            raise BadFrameError(f"frame {self._received} does not have the peer's authentication code")
+        self._received += 1
+        del self._arrived[:end]
+        return packet
+
+    def close(self) -> None:
+        """Close it once pending bytes have left, or after a moment."""
+        until = time.monotonic() + _LINGER_S
+        with contextlib.suppress(OSError):
+            self.flush()
+            while self._leaving and (left := until - time.monotonic()) > 0:
+                poll = select.poll()
+                poll.register(self._socket, select.POLLOUT)
+                poll.poll(1000 * left)
+                self.flush()
+            # The kernel answers unread bytes with a reset, which could overtake our last frames.
+            while self._socket.recv(2 * MAX_PACKET):
+                pass
+        self._socket.close()
+
+
+def _code(key: bytes, number: int, packet: bytes) -> bytes:
+    return hmac.digest(key, _NUMBER.pack(number) + packet, "sha256")[:16]

@@ -1,0 +1,73 @@
+"""The entries that ranks publish about themselves in a process group's store, for the bootstrap (`weft.symm.bootstrap`)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft.errors import RefusedError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The entry that a rank publishes about itself."""
+
+    rank: int
+    name: str
+    token: str
+    host: str
+    kernel: str  # boot id and network namespace: abstract sockets reach no further
+    pid: int
+    pids: str  # the machine and the namespace of that pid
+    calls: int  # the number of calls that it has begun on this group
+    versions: str
+
+    @staticmethod
+    def of_this_process(rank: int, name: str, calls: int) -> Entry:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        kernel = f"{boot} {os.readlink('/proc/self/ns/net')}"
+        token, pids = secrets.token_hex(16), f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        versions = f"weft {weft.__version__}, torch {torch.__version__.partition('+')[0]}"
+        return Entry(rank, name, token, socket.gethostname(), kernel, os.getpid(), pids, calls, versions)
+
+    @staticmethod
+    def read(given: dict[str, Any]) -> Entry:
+        """Return a published entry. Other versions of weft may have published other fields."""
+        known: dict[str, Any] = {
+            "token": "",
+            "kernel": "",
+            "pid": 0,
+            "pids": "",
+            "calls": 0,
+            "versions": "an earlier weft",
+        }
+        known |= {field.name: given[field.name] for field in fields(Entry) if field.name in given}
+        return Entry(**known)
+
+
+def require_one_version(entries: Sequence[Entry]) -> None:
+    """Raise `RefusedError`, on every rank alike, if versions differ: ranks might compute and send differently."""
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for entry in entries:
+        ranks_of.setdefault((entry.versions, entry.host), []).append(entry.rank)
+    if len({versions for versions, _ in ranks_of}) > 1:
+        who = "; ".join(f"{versions} on ranks {ranks}, host {host}" for (versions, host), ranks in ranks_of.items())
+        raise RefusedError(f"ranks of this group have different versions: {who}. Install the same on every host")
+
+
+def hosts_of(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Return the name of each rank's host. Different hosts of one name, such as containers of a machine, are numbered."""
+    name_of = {entry.kernel: entry.host for entry in entries}
+    for name in dict.fromkeys(name_of.values()):
+        same = [kernel for kernel, host in name_of.items() if host == name]
+        if len(same) > 1:
+            name_of |= {kernel: f"{name} #{number}" for number, kernel in enumerate(same, 1)}
+    return tuple(name_of[entry.kernel] for entry in entries)

@@ -1,0 +1,306 @@
+"""The bootstrap between hosts: addresses of this host, a control port, and the proof that both ends belong to the group.
+
+A rank listens on a TCP port only while the ranks of a group on several hosts find each other. Its token, a random number of 128
+bits in its entry in the process group's store, is the secret. The handshake of a connection, with C that connects and L that
+listens, and code(x) = HMAC-SHA256 of x with L's token as the key:
+
+    L -> C    nonce of L                                       32 random bytes
+    C -> L    C's rank and attempt, nonce of C, code(all)      84 bytes: L reads no more, and interprets nothing before the code
+    L -> C    code(both nonces)                                C has reached a rank of the group too
+
+Both then derive a key for each direction from the nonces (`weft.symm.connections`). A connection without the right code is logged
+and closed. A port may be reached at several addresses, some of which belong to other machines as well (bridges of containers), so
+C tries all of them at once, and takes the first that proves itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from weft import env
+from weft.symm.connections import TcpConnection, ours
+
+_log = logging.getLogger("weft")
+NONCE_BYTES = CODE_BYTES = 32
+_WHO = struct.Struct("!I16s32s")  # rank, attempt, nonce
+ANSWER_BYTES = _WHO.size + CODE_BYTES
+_SIOCGIFADDR = 0x8915
+_CONNECT_S = 3.0  # for one try of all addresses
+_MOST_CALLERS = 64  # that have not proved themselves: beyond this the oldest is closed
+
+
+class Port(NamedTuple):
+    """A rank's control port, as other hosts reach it."""
+
+    addresses: tuple[str, ...]
+    number: int
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"[{a}]:{self.number}" if ":" in a else f"{a}:{self.number}" for a in self.addresses or ("no address",)
+        )
+
+
+def listen(backlog: int) -> tuple[socket.socket, Port]:
+    """Return a listening socket and how to reach it. With `WEFT_SOCKET_IFNAME` it listens on the first address only."""
+    interfaces = env.socket_interfaces()
+    addresses = addresses_of_host(interfaces)
+    if interfaces:
+        if not addresses:
+            raise OSError(
+                errno.EADDRNOTAVAIL,
+                f"no network interface of {socket.gethostname()} named {', '.join(interfaces)} has an address: correct "
+                "WEFT_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
+            )
+        addresses = addresses[:1]
+        family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+        sock = socket.create_server((addresses[0], 0), family=family, backlog=backlog)
+    elif any(":" in address for address in addresses) and socket.has_dualstack_ipv6():
+        sock = socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    else:
+        sock = socket.create_server(("", 0), backlog=backlog)
+    ours(sock).setblocking(False)
+    return sock, Port(addresses, sock.getsockname()[1])
+
+
+def addresses_of_host(interfaces: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return this host's addresses, the best first: on the way to the launcher's host (`MASTER_ADDR`), then IPv4, then IPv6.
+
+    interfaces: only their addresses, in this order. By default loopback and link-local addresses are left out.
+    """
+    names = interfaces or [name for _, name in socket.if_nameindex()]
+    found = [(name, address) for name in names for address in (*_ipv4(name), *_ipv6(name))]
+    if interfaces:
+        return tuple(address for _, address in found)
+    usable = [address for _, address in found if not _is_local(address)]
+    towards = _towards(env.launcher_host())
+    return tuple(sorted(dict.fromkeys(usable), key=lambda address: (address != towards, ":" in address)))
+
+
+def _is_local(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return parsed.is_loopback or parsed.is_link_local
+
+
+def _ipv4(interface: str) -> list[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return [socket.inet_ntoa(answer[20:24])]
+    return []
+
+
+def _ipv6(interface: str) -> list[str]:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().split("\n")
+    except OSError:
+        return []
+    fields = [line.split() for line in lines if line]
+    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(one[0])) for one in fields if one[5] == interface]
+
+
+def _towards(host: str) -> str:
+    """Return the address from which this host reaches `host`; "" if there is none. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
+            with socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.connect(address)
+                return str(sock.getsockname()[0])
+    return ""
+
+
+class Caller:
+    """A connection to the control port. Its other end has proved that it belongs to the group once `rank` is set."""
+
+    def __init__(self, sock: socket.socket, source: str, token: str) -> None:
+        self.socket, self.source, self._token = ours(sock), source, token
+        self.rank, self.attempt = -1, b""
+        self._nonce, self._answer, self._theirs = secrets.token_bytes(NONCE_BYTES), b"", b""
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.send(self._nonce)
+
+    def read(self) -> bool:
+        """Return True once the other end has proved itself, False as long as it has not. Raise `PermissionError` if it cannot."""
+        try:
+            data = self.socket.recv(ANSWER_BYTES - len(self._answer))
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self._answer += data
+        if data and len(self._answer) < ANSWER_BYTES:
+            return False
+        said, code = self._answer[: _WHO.size], self._answer[_WHO.size :]
+        if not hmac.compare_digest(code, _code(self._token, b"connects", self._nonce, said)):
+            raise PermissionError
+        self.rank, self.attempt, self._theirs = _WHO.unpack(said)
+        return True
+
+    def accept(self) -> TcpConnection:
+        """Prove that this end belongs to the group too, and return the connection. Raises `OSError`."""
+        both = self._nonce, self._theirs
+        self.socket.send(_code(self._token, b"listens", *both))
+        return TcpConnection(
+            self.socket, _code(self._token, b"to C", *both), _code(self._token, b"to L", *both), env.deadline_s()
+        )
+
+
+class ControlPort:
+    """The listening port of a rank, and connections to it that have not proved themselves yet. token: the rank's secret."""
+
+    def __init__(self, rank: int, token: str) -> None:
+        self._rank, self._token = rank, token
+        self._socket, self.port = listen(128)
+        self._callers: dict[socket.socket, Caller] = {}
+
+    def sockets(self) -> list[socket.socket]:
+        """Return the sockets to poll for reading. Pass one that can be read to `go_on`."""
+        return [self._socket, *self._callers]
+
+    def go_on(self, sock: socket.socket) -> Caller | None:
+        """Let a connection in, or read what it sends. Return the caller once it has proved itself."""
+        if sock is self._socket:
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
+                accepted, address = sock.accept()
+                self._callers[accepted] = Caller(accepted, f"{address[0]} port {address[1]}", self._token)
+            if len(self._callers) > _MOST_CALLERS:
+                self._refuse(next(iter(self._callers)))
+            return None
+        try:
+            return self._callers.pop(sock) if self._callers[sock].read() else None
+        except PermissionError:
+            self._refuse(sock)
+            return None
+
+    def _refuse(self, sock: socket.socket) -> None:
+        _log.warning(
+            "rank %d: refused a connection from %s to its control port: it did not prove that it knows the secret of this process "
+            "group. Nothing that it sent was interpreted",
+            self._rank, self._callers.pop(sock).source,
+        )  # fmt: skip
+        sock.close()
+
+    def close(self) -> None:
+        self._socket.close()
+        for sock in [*self._callers]:
+            self._refuse(sock)
+
+
+def attempt_of(name: str) -> bytes:
+    """Return the 16 bytes by which a handshake names an attempt at setting up a group."""
+    return hashlib.sha256(name.encode()).digest()[:16]
+
+
+class Dialing:
+    """Connections from `rank`, in its attempt `name`, to all addresses of `port`, whose rank knows `token`."""
+
+    def __init__(self, port: Port, token: str, rank: int, name: str) -> None:
+        self._token, self._port, self._who = token, port, (rank, attempt_of(name))
+        self._troubles = dict.fromkeys(port.addresses, "no answer")
+        self._until = time.monotonic() + _CONNECT_S
+        self._dials: dict[int, _Dial] = {}
+        self._poll = select.poll()
+        for address in port.addresses:
+            sock = ours(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            self._dials[sock.fileno()] = _Dial(sock, address)
+            self._poll.register(sock, select.POLLIN)
+            failed = sock.connect_ex((address, port.number))
+            if failed not in (0, errno.EINPROGRESS):
+                self._drop(sock.fileno(), os.strerror(failed))
+
+    @property
+    def failed(self) -> bool:
+        """True if no address can be reached. A rank that listens and is busy answers later."""
+        is_late = time.monotonic() >= self._until
+        return not self._dials or (is_late and not any(dial.connected for dial in self._dials.values()))
+
+    @property
+    def trouble(self) -> str:
+        """The state of each address."""
+        said = [f"{Port((one,), self._port.number)}: {text}" for one, text in self._troubles.items()]
+        return "; ".join(said) or "it has no address"
+
+    def go_on(self, patience_s: float) -> TcpConnection | None:
+        """Return the connection to the first address that has proved that it belongs to the group; None if none has within
+        `patience_s`."""
+        for descriptor, _ in self._poll.poll(1000 * patience_s):
+            dial = self._dials[descriptor]
+            try:
+                if (keys := dial.read(self._token, *self._who)) is not None:
+                    connection = TcpConnection(dial.socket, *keys, env.deadline_s())
+                    del self._dials[descriptor]
+                    return connection
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self._drop(descriptor, str(error) if error.errno is None else os.strerror(error.errno))
+        return None
+
+    def _drop(self, descriptor: int, trouble: str) -> None:
+        dial = self._dials.pop(descriptor)
+        self._troubles[dial.address] = trouble
+        self._poll.unregister(descriptor)
+        dial.socket.close()
+
+    def close(self) -> None:
+        for descriptor in [*self._dials]:
+            self._drop(descriptor, "closed")
+
+
+class _Dial:
+    """A connection that this rank has begun."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.socket, self.address = sock, address
+        self._nonce, self._theirs, self._proof = secrets.token_bytes(NONCE_BYTES), b"", b""
+
+    def read(self, token: str, rank: int, attempt: bytes) -> tuple[bytes, bytes] | None:
+        """Read what has arrived. Return the keys for sending and receiving, once the other end has proved itself.
+        Raises `OSError`."""
+        said = _WHO.pack(rank, attempt, self._nonce)
+        if len(self._theirs) < NONCE_BYTES:
+            self._theirs += self._recv(NONCE_BYTES - len(self._theirs))
+            if len(self._theirs) == NONCE_BYTES:
+                self.socket.send(said + _code(token, b"connects", self._theirs, said))
+            return None
+        self._proof += self._recv(CODE_BYTES - len(self._proof))
+        if len(self._proof) < CODE_BYTES:
+            return None
+        both = self._theirs, self._nonce
+        if not hmac.compare_digest(self._proof, _code(token, b"listens", *both)):
+            raise OSError("it does not belong to this process group")
+        return _code(token, b"to L", *both), _code(token, b"to C", *both)
+
+    @property
+    def connected(self) -> bool:
+        try:
+            self.socket.getpeername()
+        except OSError:
+            return False
+        return True
+
+    def _recv(self, count: int) -> bytes:
+        data = self.socket.recv(count)  # also raises the error of a connection that failed
+        if not data:
+            raise OSError("it hung up")
+        return data
+
+
+def _code(token: str, what: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(token.encode(), b"\0".join([what, *parts]), "sha256")
