@@ -31,12 +31,12 @@ from torchrec.streamable import Multistreamable
 import weft.nn
 from weft.embedding import JaggedInput
 from weft.embedding.check import no_tables_on
-from weft.embedding.tables import EmbeddingBagConfig
 from weft.nn.input_dist import BegunBatch, SentBatch
 from weft.operator.together import together
 from weft.torchrec.fused_optimizer import FusedOptimizer
 from weft.torchrec.plan import read_plan
 from weft.torchrec.sharded_tensors import Part, sharded_tensor
+from weft.words import kind
 
 
 class _Batch(Multistreamable):
@@ -219,24 +219,29 @@ def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, lo
 
 
 def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace each table by this rank's part: of a ShardedTensor, or of the whole table."""
-    own = module.weft_module.embedding_bags
-    for config in module._configs:
-        key = f"{prefix}embedding_bags.{config.name}.weight"
+    """Replace each table by this rank's part: of a ShardedTensor, or of the whole table.
+
+    Raise `ValueError` for another shape or plan before any table is copied."""
+    made = module.weft_module
+    local: dict[str, torch.Tensor] = {}
+    for table in made.sharding.tables:
+        key = f"{prefix}embedding_bags.{table.name}.weight"
         value = state_dict.get(key)
         if value is None:
             continue
-        if isinstance(value, ShardedTensor):
-            shards = value.local_shards()
-            state_dict[key] = shards[0].tensor if shards else torch.empty(0)
-        elif config.name not in own:
-            _check_whole(config.name, value, module.weft_module.sharding.tables[module._index[config.name]])
-            state_dict[key] = torch.empty(0)
-
-
-def _check_whole(name: str, value: torch.Tensor, table: EmbeddingBagConfig) -> None:
-    wanted = [table.num_embeddings, table.embedding_dim]
-    if value.numel() and list(value.shape) != wanted:
-        raise ValueError(
-            f"table {name!r} is {wanted} but the weight given is {list(value.shape)}: pass the whole table"
-        )
+        if not isinstance(value, ShardedTensor) and type(value) not in (torch.Tensor, nn.Parameter):
+            raise ValueError(f"{key} is {kind(value)}: pass a ShardedTensor, or the whole table")
+        wanted = [table.num_embeddings, table.embedding_dim]
+        if list(value.size()) != wanted:
+            raise ValueError(f"{key} has shape {list(value.size())} and must have {wanted}, the whole table's")
+        shards = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        if table.name not in made.embedding_bags:
+            local[key] = torch.empty(0)
+        elif len(shards) == 1 and list(shards[0].shape) == wanted:
+            local[key] = shards[0]
+        else:
+            raise ValueError(
+                f"{key} is sharded otherwise than this module's plan: load it by torch.distributed.checkpoint into this "
+                "module's state_dict()"
+            )
+    state_dict.update(local)
