@@ -112,7 +112,11 @@ def without_numbers(group: dist.ProcessGroup, folder: str) -> tuple[float, list[
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dcp.load(state_of(model), checkpoint_id=folder, process_group=group, planner=weft.nn.LoadPlanner())
-    return model.ebc.fused_optimizer.param_groups[0]["lr"], [str(one.message) for one in caught]
+    optimizer = model.ebc.fused_optimizer
+    optimizer.set_optimizer_step(7)
+    assert int(weft.nn.FusedOptimizers(model).state_dict()["param_groups"]["sparse.ebc"]["step"]) == 7
+    error_of(lambda: optimizer.set_optimizer_step(-1))
+    return optimizer.param_groups[0]["lr"], [str(one.message) for one in caught]
 
 
 def test_numbers_that_a_checkpoint_lacks_are_kept(pool: Pool, tmp_path: Path) -> None:

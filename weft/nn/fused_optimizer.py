@@ -43,6 +43,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the tables have no gradients."""
 
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the number of updates so far, by which Adam corrects its bias. For a checkpoint of TorchRec, which has none."""
+        if not 0 <= step < 2**63:
+            raise ValueError(f"step={step} must be a number of updates, 0 or more")
+        self._update.step.fill_(step)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: a module's optimizer has the module's tables."""
         if getattr(self, "param_groups", None):

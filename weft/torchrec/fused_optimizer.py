@@ -11,7 +11,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim import fused
 
 import weft.nn
-from weft.embedding.update import FusedUpdate
 
 
 class FusedOptimizer(fused.FusedOptimizer):
@@ -23,11 +22,11 @@ class FusedOptimizer(fused.FusedOptimizer):
     """
 
     def __init__(
-        self, by_weft: weft.nn.FusedOptimizer, update: FusedUpdate, params: Mapping[str, nn.Parameter],
+        self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
         states: Mapping[str, Mapping[str, ShardedTensor]],
     ) -> None:  # fmt: skip
         """params, states: by the parameter's name in the module."""
-        self._update = update
+        self._by_weft = by_weft
         of_params = {parameter: dict(states[name]) for name, parameter in params.items()}
         super().__init__(params, of_params, [by_weft.param_groups[0]])  # type: ignore[arg-type]
 
@@ -43,4 +42,4 @@ class FusedOptimizer(fused.FusedOptimizer):
 
     def set_optimizer_step(self, step: int) -> None:
         """Set the number of updates so far, by which Adam corrects its bias."""
-        self._update.step.fill_(step)
+        self._by_weft.set_optimizer_step(step)

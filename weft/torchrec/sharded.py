@@ -180,7 +180,7 @@ class ShardedEmbeddingBagCollection(
             }
             for name, parameter in own.items()
         }
-        self._optim = FusedOptimizer(made.fused_optimizer, cast(Any, made._update), params, states)
+        self._optim = FusedOptimizer(made.fused_optimizer, params, states)
         for name, place in self.embedding_bags.items():
             weight: Any = place.weight
             weight._in_backward_optimizers = [self._optim if name in own else EmptyFusedOptimizer()]
