@@ -72,9 +72,10 @@ def test_a_loop_learns_as_with_torchrecs_sharder(pool: Pool, options: dict[str, 
 # --- pipelines and planner ---
 
 
-def test_torchrecs_pipeline_learns_the_same(pool: Pool) -> None:
+@pytest.mark.parametrize("has_two", [False, True])
+def test_torchrecs_pipeline_learns_the_same(pool: Pool, has_two: bool) -> None:
     plain, pipelined, theirs = (
-        pool.run(pipelines, *how, ranks=2) for how in (("weft", False), ("weft", True), ("torchrec", True))
+        pool.run(pipelines, *how, has_two, ranks=2) for how in (("weft", False), ("weft", True), ("torchrec", True))
     )
     assert pipelined == plain
     assert [len(losses) for losses in pipelined] == [6, 6]
@@ -266,6 +267,17 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         "resharding": lambda: weft.torchrec.EmbeddingBagCollectionSharder().reshard(module, {}, env),
     }
     return {said: told(call) for said, call in calls.items()}
+
+
+def differs(group: dist.ProcessGroup) -> str:
+    own = {**ADAGRAD, "eps": 1e-6 * (1 + group.rank())}
+    return told(lambda: sharded(group, "weft", optimizer=own))
+
+
+def test_ranks_with_other_optimizers_are_told(pool: Pool) -> None:
+    for error in pool.run(differs, ranks=2):
+        assert error.startswith("DisagreementError")
+        assert "eps=1e-06" in error
 
 
 def test_what_weft_lacks_is_refused_by_name(pool: Pool) -> None:

@@ -17,6 +17,7 @@ TABLES = (
     (20, 4, "movies", ("i",), "MEAN"),
     (25, 4, "pairs", ("i", "u"), "SUM"),
 )
+KEYS = ["i", "unused", "u", "friend"]
 RANKS = {"users": 1, "movies": 0, "pairs": 1}
 WIDTH = 8 + 8 + 4 + 4 + 4
 ADAGRAD = {"optimizer": "RowWiseAdagrad", "lr": 0.1, "eps": 1e-6}
@@ -40,23 +41,31 @@ def collection(device: str = "meta", is_weighted: bool = False, data_type: str =
 class Model(nn.Module):
     """The sparse part is two levels down, as in TorchRec's DLRM."""
 
-    def __init__(self, ebc: Any) -> None:
+    def __init__(self, ebc: Any, weighted: Any = None) -> None:
         super().__init__()
         self.sparse = nn.Module()
         self.sparse.ebc = ebc
+        configs = ebc.embedding_bag_configs()
+        if weighted is not None:
+            self.sparse.weighted = weighted
+            configs = configs + weighted.embedding_bag_configs()
         generator = torch.Generator().manual_seed(3)
-        self.over = nn.Linear(sum(len(c.feature_names) * c.embedding_dim for c in ebc.embedding_bag_configs()), 1)
+        self.over = nn.Linear(sum(len(c.feature_names) * c.embedding_dim for c in configs), 1)
         with torch.no_grad():
             self.over.weight.copy_(torch.randn(self.over.weight.shape, generator=generator) / 4)
             self.over.bias.zero_()
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        prediction = self.over(self.sparse.ebc(batch.sparse_features).values()).squeeze(1)
+        pooled = self.sparse.ebc(batch.sparse_features).values()
+        if hasattr(self.sparse, "weighted"):
+            pooled = torch.cat([pooled, self.sparse.weighted(batch.dense_features).values()], dim=1)
+        prediction = self.over(pooled).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(prediction, batch.labels)
         return loss, loss.detach()
 
 
-def batches(rank: int, count: int = STEPS, is_weighted: bool = False) -> Iterator[Any]:
+def batches(rank: int, count: int = STEPS, is_weighted: bool = False, has_two: bool = False) -> Iterator[Any]:
+    """Yield batches of TorchRec. has_two: `dense_features` are a weighted collection's, for lack of another place."""
     from torchrec.datasets.utils import Batch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -65,9 +74,12 @@ def batches(rank: int, count: int = STEPS, is_weighted: bool = False) -> Iterato
         lengths = torch.randint(0, 5, (4 * BATCH,), generator=generator)
         ids = torch.randint(0, 20, (int(lengths.sum()),), generator=generator)
         weights = torch.rand(len(ids), generator=generator) if is_weighted else None
-        features = KeyedJaggedTensor(["i", "unused", "u", "friend"], ids, weights, lengths=lengths)
+        features = KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths)
         labels = torch.randint(0, 2, (BATCH,), generator=generator).float()
-        yield Batch(torch.zeros(BATCH, 1), features, labels).to(device_here())
+        others: Any = torch.zeros(BATCH, 1)
+        if has_two:
+            others = KeyedJaggedTensor(KEYS, ids.flip(0), torch.rand(len(ids), generator=generator), lengths=lengths)
+        yield Batch(others, features, labels).to(device_here())
 
 
 def full_weights(data_type: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -77,9 +89,10 @@ def full_weights(data_type: torch.dtype = torch.float32) -> dict[str, torch.Tens
 
 def sharded(
     group: dist.ProcessGroup, by: str, kernel: str = "fused", optimizer: dict[str, Any] | None = None,
-    ranks: dict[str, int] = RANKS, **options: Any,
+    ranks: dict[str, int] = RANKS, has_two: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return a DistributedModelParallel with fixed first values. by: whose sharder, "torchrec" or "weft"."""
+    """Return a DistributedModelParallel with fixed first values. by: whose sharder, "torchrec" or "weft". has_two: a weighted
+    collection beside the other."""
     import torchrec
     from torchrec.distributed import collective_utils
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -91,27 +104,29 @@ def sharded(
     import weft.torchrec
 
     collective_utils._INITIALIZED = False  # once for a process, by a broadcast: workers here change their group
-    ebc = collection(**options)
+    model = Model(collection(**options), collection(is_weighted=True, **options) if has_two else None)
     if optimizer is not None:
         given = dict(optimizer)
         rule = getattr(torchrec.optim, given.pop("optimizer"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            apply_optimizer_in_backward(rule, ebc.parameters(), given)
-    world = group.size()
-    stock = EmbeddingBagCollectionSharder()
-    of_tables = {
-        c.name: table_wise(rank=ranks[c.name] % world, compute_kernel=kernel) for c in ebc.embedding_bag_configs()
-    }
-    plan = construct_module_sharding_plan(
-        ebc, of_tables, sharder=stock, local_size=world, world_size=world, device_type=device_here().type
-    )
+            apply_optimizer_in_backward(rule, model.sparse.parameters(), given)
+    world, stock, plan = group.size(), EmbeddingBagCollectionSharder(), {}
+    for name, ebc in model.sparse.named_children():
+        of_tables = {
+            c.name: table_wise(rank=ranks[c.name] % world, compute_kernel=kernel) for c in ebc.embedding_bag_configs()
+        }
+        plan[f"sparse.{name}"] = construct_module_sharding_plan(
+            ebc, of_tables, sharder=stock, local_size=world, world_size=world, device_type=device_here().type
+        )
     sharder = stock if by == "torchrec" else weft.torchrec.EmbeddingBagCollectionSharder(deadline_s=30.0)
-    model = DistributedModelParallel(
-        Model(ebc), device=device_here(), plan=ShardingPlan({"sparse.ebc": plan}), sharders=[sharder]
-    )
+    model = DistributedModelParallel(model, device=device_here(), plan=ShardingPlan(plan), sharders=[sharder])
     dtype = torch.float16 if options.get("data_type") == "FP16" else torch.float32
-    whole = {f"sparse.ebc.embedding_bags.{name}.weight": weight for name, weight in full_weights(dtype).items()}
+    whole = {
+        f"sparse.{module}.embedding_bags.{name}.weight": weight
+        for name, weight in full_weights(dtype).items()
+        for module in ("ebc", "weighted")
+    }
     model.load_state_dict({name: whole.get(name, value) for name, value in model.state_dict().items()})
     return model
 
@@ -166,13 +181,14 @@ def trains(group: dist.ProcessGroup, by: str, options: dict[str, Any]) -> dict[s
     return {"losses": losses, "rates": rates, "names": names, "tables": tables_of(model)}
 
 
-def pipelines(group: dist.ProcessGroup, by: str, pipelined: bool) -> list[float]:
+def pipelines(group: dist.ProcessGroup, by: str, pipelined: bool, has_two: bool = False) -> list[float]:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    model = sharded(group, by, optimizer=ADAGRAD)
+    model = sharded(group, by, optimizer=ADAGRAD, has_two=has_two)
     optimizer, losses = optimizers_of(model), []
+    data = batches(group.rank(), 6, has_two=has_two)
     if not pipelined:
-        for batch in batches(group.rank(), 6):
+        for batch in data:
             optimizer.zero_grad()
             loss, _ = model(batch)
             loss.backward()
@@ -180,11 +196,13 @@ def pipelines(group: dist.ProcessGroup, by: str, pipelined: bool) -> list[float]
             losses.append(float(loss))
         return losses
     pipeline = TrainPipelineSparseDist(model, optimizer, device_here(), execute_all_batches=True)
-    data = batches(group.rank(), 6)
     while True:
         try:
             losses.append(float(pipeline.progress(data)))
         except StopIteration:
             break
-    assert model.module.sparse.ebc.is_pipelined
+        if by == "weft":
+            is_ahead = len(losses) < 6  # the next batch has been distributed
+            assert (model.module.sparse.ebc.weft_module.memory().in_flight > 0) == is_ahead
+    assert all(module.is_pipelined for module in model.module.sparse.children())
     return losses

@@ -25,7 +25,8 @@ class EmbeddingMemory:
     tables, states: of each table of this rank, and of its optimizer's states.
     gradients: `.grad` of tables without an optimizer.
     buffers: the symmetric memory of results, which modules with equal arguments share.
-    in_flight: ids, offsets and weights of calls whose backward has not run, and what `accumulate()` keeps.
+    in_flight: ids, offsets and weights of calls whose backward has not run, and what `accumulate()` keeps; also of batches that a
+        pipeline distributes ahead of their call.
     workspace: an estimate of what backward of the last differentiated call takes while it runs; not part of `total`.
     """
 
@@ -59,12 +60,16 @@ class BatchesInFlight:
 
     def note(self, jagged: JaggedInput, blocks: int) -> None:
         """Add the input of a call. blocks: features of a rank's tables."""
+        self.keep([jagged.values, jagged.offsets, jagged.weights])
+        self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
+
+    def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Add tensors, as long as anything refers to them."""
         self._kept = [one for one in self._kept if not one[0].expired()]
-        for tensor in (jagged.values, jagged.offsets, jagged.weights):
+        for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self._kept.append((StorageWeakRef(storage), storage.nbytes()))
-        self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
 
     @property
     def nbytes(self) -> int:

@@ -68,7 +68,9 @@ class _Begun(Awaitable[Awaitable[Any]]):
 
     def _wait_impl(self) -> Awaitable[Any]:
         with self._module._distribution() as distribution:
-            return _Sent(self._module, distribution.send(self._begun))
+            sent = distribution.send(self._begun)
+        self._module.weft_module._batches.keep(sent.features.received)
+        return _Sent(self._module, sent)
 
 
 class ShardedEmbeddingBagCollection(
