@@ -32,10 +32,10 @@ import weft.nn
 from weft.embedding import JaggedInput
 from weft.embedding.check import no_tables_on
 from weft.nn.input_dist import BegunBatch, SentBatch
+from weft.nn.sharded_tensors import Part, sharded_tensor
 from weft.operator.together import together
 from weft.torchrec.fused_optimizer import FusedOptimizer
 from weft.torchrec.plan import read_plan
-from weft.torchrec.sharded_tensors import Part, sharded_tensor
 from weft.words import kind
 
 
