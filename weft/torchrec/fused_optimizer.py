@@ -25,7 +25,7 @@ class FusedOptimizer(fused.FusedOptimizer):
         self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
         states: Mapping[str, Mapping[str, ShardedTensor]],
     ) -> None:  # fmt: skip
-        """params, states: by the parameter's name in the module."""
+        """Show `by_weft` by keys. params, states: by the parameter's name in the module."""
         self._by_weft = by_weft
         of_params = {parameter: dict(states[name]) for name, parameter in params.items()}
         super().__init__(params, of_params, [by_weft.param_groups[0]])  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ _BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNO
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What a table's `fused_params` ask for. output_dtype: of pooled vectors."""
+    """The options that a table's `fused_params` ask for. output_dtype: of pooled vectors."""
 
     optimizer: EmbeddingOptimizer
     output_dtype: torch.dtype

@@ -137,7 +137,7 @@ class ShardedEmbeddingBagCollection(
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
-        """One part of the distribution of ids, as one call for the ranks. Like TorchRec's, it has no gradients."""
+        """Enter one part of the distribution of ids: one call for the ranks. Like TorchRec's, it has no gradients."""
         made = self.weft_module
         with together(type(self).__name__, made.group, made._speaks_on, made.deadline_s), torch.no_grad():
             yield made._input_dist
