@@ -20,10 +20,10 @@ BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-slow test-models test-all lint bench-cpu gpu-check commit-note wheel docs release clean
+.PHONY: help setup build demo test test-slow test-models test-torchrec test-all lint bench-cpu gpu-check commit-note wheel docs release clean
 
 help:  ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## Make .venv with everything that development needs (again after a change of csrc/ or pyproject.toml)
 
@@ -60,7 +60,13 @@ test-models: setup  ## Other people's models, which it installs (transformers, t
 	@$(BYTECODE)
 	$(BIN)/python -m pytest tests/processes/test_parallel_styles.py -n 2 -k "hugging_face or debug_llama"
 
-test-all: test test-slow test-models  ## All three
+# TorchRec wants the CUDA build of FBGEMM, of half a gigabyte: these are its other needs.
+TORCHREC := torchrec fbgemm-gpu-cpu tensordict torchmetrics pyre-extensions typing-inspect mypy-extensions cloudpickle pyvers tqdm
+test-torchrec: setup  ## TorchRec's loops with weft's sharder beside TorchRec's; installs TorchRec and FBGEMM for CPUs, 10 MB
+	$(INSTALL) -q --no-deps -c constraints.txt $(TORCHREC)
+	$(BIN)/python -m pytest tests/processes/test_torchrec.py
+
+test-all: test test-slow test-models test-torchrec  ## All four
 
 .PHONY: chaos chaos-gpu
 N ?= 250

@@ -51,7 +51,7 @@ class EmbeddingOptimizer:
 
     rule: ClassVar[int]
     states: ClassVar[dict[str, StateShape]] = {}
-    """The states of a table, each with one number for a row or for an element; at most two."""
+    """The states of a table, each with one number for a row or for an element; at most two. Names are TorchRec's."""
 
     lr: float
     weight_decay: float = 0.0
@@ -133,7 +133,7 @@ class Adam(EmbeddingOptimizer):
     """
 
     rule = 4
-    states: ClassVar[dict[str, StateShape]] = {"momentum1": "element", "momentum2": "element"}
+    states: ClassVar[dict[str, StateShape]] = {"momentum1": "element", "exp_avg_sq": "element"}
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -151,7 +151,7 @@ class PartialRowwiseAdam(EmbeddingOptimizer):
     """
 
     rule = 5
-    states: ClassVar[dict[str, StateShape]] = {"momentum1": "element", "momentum2": "row"}
+    states: ClassVar[dict[str, StateShape]] = {"momentum1": "element", "exp_avg_sq": "row"}
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8

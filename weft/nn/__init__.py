@@ -1,6 +1,10 @@
 """Modules with parameters, built on the operators in `weft.ops`."""
 
+from typing import TYPE_CHECKING, Any
+
+from weft.nn.checkpoint import FusedOptimizers
 from weft.nn.embedding import ShardedEmbeddingBagCollection
+from weft.nn.embedding_memory import EmbeddingMemory
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.fused_optimizer import FusedOptimizer, ignore_tables
 from weft.nn.norm import RMSNorm
@@ -15,10 +19,16 @@ from weft.nn.tensor_parallel import (
 )
 from weft.operator.layers import replicated
 
+if TYPE_CHECKING:
+    from weft.nn.load_planner import LoadPlanner
+
 __all__ = [
     "ColumnParallelLinear",
+    "EmbeddingMemory",
     "ExpertParallelMLP",
     "FusedOptimizer",
+    "FusedOptimizers",
+    "LoadPlanner",
     "ParallelAttention",
     "ParallelMLP",
     "RMSNorm",
@@ -30,3 +40,12 @@ __all__ = [
     "replicated",
     "rotary_embedding",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch.distributed.checkpoint, which takes most of a second, only for those who use it."""
+    if name == "LoadPlanner":
+        from weft.nn.load_planner import LoadPlanner
+
+        return LoadPlanner
+    raise AttributeError(f"module 'weft.nn' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -30,12 +30,13 @@ from weft.embedding.training import NOT_TRAINED, Training, check_module_options,
 from weft.embedding.update import FusedUpdate
 from weft.errors import DisagreementError, RefusedError
 from weft.nn import local_batch
+from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
 from weft.nn.embedding_table import Table, first_values
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.input_dist import input_dist_of
 from weft.operator.calls import made
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
+from weft.ops.embedding_all_to_all import OPERATOR, Form, buffer_bytes, form_of, plan_in, release
 from weft.runtime.embedding_backward import accumulate
 from weft.runtime.opaque import opaque
 from weft.words import by_rank
@@ -123,6 +124,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._optimizer, self._sparse, self._factor = optimizer, sparse, 1.0
         self._update: FusedUpdate | None = None
         self._fused_optimizer: FusedOptimizer | None = None
+        self._batches = BatchesInFlight()
         self._is_frozen = False
         self._is_trained = optimizer is None  # tables require gradients, on ranks without tables too
         self.embedding_bags = nn.ModuleDict()
@@ -201,8 +203,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
         def form(group: dist.ProcessGroup | str | None) -> Any:
-            own = self._own_features(features)
-            return form_of(self._form, self._weights(), own, self.rank, batch_sizes, self._training())
+            own, training = self._own_features(features), self._training()
+            if not torch.compiler.is_compiling() and training is not NOT_TRAINED:
+                self._batches.note(own, len(own.keys or self._own))
+            return form_of(self._form, self._weights(), own, self.rank, batch_sizes, training)
 
         (values,) = made(OPERATOR, self.group, self._speaks_on, form, deadline_s=self.deadline_s)
         return KeyedTensor(self._keys, self._length_per_key, values)
@@ -251,6 +255,12 @@ class ShardedEmbeddingBagCollection(nn.Module):
             return NOT_TRAINED
         is_trained = self._is_trained and self._update is None
         return training_of(self._update, self._sparse, is_trained, self._speaks_on(), self._factor)
+
+    def memory(self) -> EmbeddingMemory:
+        """Return the bytes that this module holds on this rank. Print the result for a table. Not collective."""
+        weights = dict(zip(self.embedding_bags, self._weights(), strict=True))
+        buffers = buffer_bytes(plan_in(*self._form), self.group, self._speaks_on())
+        return memory_of(weights, self._update, self._batches, self.sharding, self.rank, buffers)
 
     def close(self) -> None:
         """Free the symmetric memory that calls of this module have set up; the tables stay. Collective.

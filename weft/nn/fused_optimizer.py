@@ -21,7 +21,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     graph. Ranks must write the same value; on CPU they compare it at each backward. The other numbers are fixed.
 
     `state_dict()` has torch's form, and names of TorchRec: state "<table>.momentum1" of parameter "embedding_bags.<table>.weight".
-    It is this rank's part. `load_state_dict()` copies into the states in place.
+    It is this rank's part. `load_state_dict()` copies into the states in place. For checkpoints that another number of ranks may
+    load, use `weft.nn.FusedOptimizers`.
     """
 
     def __init__(self, update: FusedUpdate, tables: Mapping[str, nn.Parameter]) -> None:
@@ -41,6 +42,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the tables have no gradients."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the number of updates so far, by which Adam corrects its bias. For a checkpoint of TorchRec, which has none."""
+        if not 0 <= step < 2**63:
+            raise ValueError(f"step={step} must be a number of updates, 0 or more")
+        self._update.step.fill_(step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: a module's optimizer has the module's tables."""
@@ -148,6 +155,8 @@ def _of_state(states: Mapping[str, Any], name: str, like: torch.Tensor) -> torch
     check_tensor(name, states[name])
     if states[name].shape != like.shape:
         raise ValueError(f"state {name!r} has shape {list(states[name].shape)} and must have {list(like.shape)}")
+    if states[name].dtype != like.dtype:
+        raise ValueError(f"state {name!r} is {states[name].dtype} and must be {like.dtype}")
     found: torch.Tensor = states[name]
     return found
 

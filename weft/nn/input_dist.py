@@ -71,8 +71,42 @@ class _Route(NamedTuple):
     order: list[int]
 
 
+class _Exchange(NamedTuple):
+    """All-to-alls that have begun, and their results."""
+
+    received: list[torch.Tensor]
+    works: list[Any]
+
+    def wait(self) -> list[torch.Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+@dataclass(frozen=True)
+class BegunBatch:
+    """A batch whose headers are on the way. own: this rank's header, with a count for every block, and the first offset."""
+
+    local: _LocalBatch | None
+    refusal: Exception | None
+    own: torch.Tensor
+    headers: _Exchange
+
+
+@dataclass(frozen=True)
+class SentBatch:
+    """A batch whose features are on the way. heads: the header of each rank."""
+
+    local: _LocalBatch
+    heads: list[list[int]]
+    route: _Route
+    features: _Exchange
+
+
 class InputDist:
     """The input distribution of one sharding over one group and device. Every call is collective.
+
+    `begin`, `send` and `arrive` are its three parts, so that other work may run meanwhile.
 
     deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs the process group's timeout
         applies, except for the exchange of refusals.
@@ -109,12 +143,22 @@ class InputDist:
         every rank raises `RefusedError` (a `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 on
         one rank and int64 on another. `refusal`: an error that the caller has already found; the other ranks are notified.
         """
+        return self.arrive(self.send(self.begin(features, refusal)))
+
+    def begin(self, features: Any, refusal: Exception | None = None) -> BegunBatch:
+        """Begin the exchange of headers. Arguments and errors, which `send` raises, are those of a call."""
         local = None
         try:
             local = self._read(features) if refusal is None else None
         except Exception as error:  # the other ranks are notified of any error
             refusal = error
-        heads, own = self._exchange_headers(local)
+        own, headers = self._begin_headers(local)
+        return BegunBatch(local, refusal, own, headers)
+
+    def send(self, begun: BegunBatch) -> SentBatch:
+        """Wait for the headers, and begin the exchange of features."""
+        local, refusal = begun.local, begun.refusal
+        heads, own = self._end_headers(begun)
         if any(head[0] for head in heads):
             if local is not None and own[0]:
                 refusal = ValueError(self._bad_lengths(local))
@@ -125,10 +169,14 @@ class InputDist:
                     f"ids are int{heads[0][1]} on rank 0 and int{bits} on rank {rank}: give all ranks one dtype"
                 )
         assert local is not None
-        jagged, route = self._exchange_features(local, heads, own)
-        if local.weights is not None and local.weights.requires_grad and torch.is_grad_enabled():
-            jagged = jagged._replace(weights=_Arrived.apply(local.weights, jagged.weights, self, route))
-        return jagged, tuple(head[2] for head in heads)
+        return self._begin_features(local, heads, own)
+
+    def arrive(self, sent: SentBatch) -> tuple[JaggedInput, tuple[int, ...]]:
+        """Wait for the features. Return the results of a call."""
+        jagged, weights = self._end_features(sent), sent.local.weights
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            jagged = jagged._replace(weights=_Arrived.apply(weights, jagged.weights, self, sent.route))
+        return jagged, tuple(head[2] for head in sent.heads)
 
     def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
         """Return the gradient of this rank's per-sample weights. Collective.
@@ -139,7 +187,7 @@ class InputDist:
         by_source = _reordered(grad, [route.ids[i] for i in route.order], backwards)
         (returned,) = self._all_to_all(
             "gradients of weights", [by_source.contiguous()], [route.ids_in], [route.ids_out]
-        )
+        ).wait()
         total = torch.zeros_like(like)
         starts = list(accumulate(route.counts, initial=route.begin))
         for block, piece in zip(route.blocks, returned.split([route.counts[b] for b in route.blocks]), strict=True):
@@ -197,8 +245,8 @@ class InputDist:
         flat = tuple(block for own in blocks for block in own)
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device))
 
-    def _exchange_headers(self, local: _LocalBatch | None) -> tuple[list[list[int]], list[int]]:
-        """Return the header that each rank sent here, and this rank's own, with a count for every block, and the first offset."""
+    def _begin_headers(self, local: _LocalBatch | None) -> tuple[torch.Tensor, _Exchange]:
+        """Return this rank's own header, and the exchange of all headers."""
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         if local is None:
@@ -218,13 +266,15 @@ class InputDist:
             refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
             own = torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin])
             send = own[local.layout.header_index]
-        received = self._all_to_all("numbers", [send], [words], [[mine] * self.world_size])[0]
-        host = torch.cat([received, own]).tolist()  # the one wait for the device
+        return own, self._all_to_all("numbers", [send], [words], [[mine] * self.world_size])
+
+    def _end_headers(self, begun: BegunBatch) -> tuple[list[list[int]], list[int]]:
+        """Return the header that each rank sent here, and this rank's own."""
+        mine = _HEAD + len(self.features_of_rank[self.rank])
+        host = torch.cat([*begun.headers.wait(), begun.own]).tolist()  # the one wait for the device
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
-    def _exchange_features(
-        self, local: _LocalBatch, heads: list[list[int]], own: list[int]
-    ) -> tuple[JaggedInput, _Route]:
+    def _begin_features(self, local: _LocalBatch, heads: list[list[int]], own: list[int]) -> SentBatch:
         blocks, batch_size = local.layout.blocks, local.batch_size
         counts, begin = own[_HEAD:-1], own[-1]
         bags = slice(begin, begin + sum(counts))
@@ -242,37 +292,38 @@ class InputDist:
         bags_out = [len(names) * batch_size for names in self.features_of_rank]
         bags_in = [len(features) * head[2] for head in heads]
         out, into = [bags_out, ids_out, ids_out], [bags_in, ids_in, ids_in]
-        received = self._all_to_all("features", send, out[: len(send)], into[: len(send)])
-
-        # Reorder [source][feature] into [feature][source].
+        exchange = self._all_to_all("features", send, out[: len(send)], into[: len(send)])
+        # From [source][feature] to [feature][source].
         order = [source * len(features) + f for f in range(len(features)) for source in range(self.world_size)]
-        by_source = zip(received[0].split(bags_in), heads, strict=True)
-        lengths = torch.cat([some.view(len(features), head[2]) for some, head in by_source], dim=1)
         ids = [count for head in heads for count in head[_HEAD:]]
-        jagged = JaggedInput(
+        return SentBatch(local, heads, _Route(blocks, counts, begin, ids_out, ids_in, ids, order), exchange)
+
+    def _end_features(self, sent: SentBatch) -> JaggedInput:
+        features, heads, (*_, ids, order) = self.features_of_rank[self.rank], sent.heads, sent.route
+        received = sent.features.wait()
+        by_source = zip(received[0].split([len(features) * head[2] for head in heads]), heads, strict=True)
+        lengths = torch.cat([some.view(len(features), head[2]) for some, head in by_source], dim=1)
+        return JaggedInput(
             features,
             _reordered(received[1], ids, order),
             offsets_of(lengths.flatten()),
-            None if local.weights is None else _reordered(received[2], ids, order),
+            None if sent.local.weights is None else _reordered(received[2], ids, order),
             stride=sum(head[2] for head in heads),
         )
-        return jagged, _Route(blocks, counts, begin, ids_out, ids_in, ids, order)
 
     def _all_to_all(
         self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]]
-    ) -> list[torch.Tensor]:
-        """Run several all-to-alls concurrently; `out[i]` and `into[i]` are elements per rank of `send[i]`."""
+    ) -> _Exchange:
+        """Begin several all-to-alls; `out[i]` and `into[i]` are elements per rank of `send[i]`."""
         if self.world_size == 1:
-            return list(send)
+            return _Exchange(list(send), [])
         received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
         turn = turn_on(self.group, self.device, self._what, self.deadline_s)
         works = [
             turn.begin(f"all-to-all {i} of {what}", all_to_all_single, *parts, group=self.group)
             for i, parts in enumerate(zip(received, send, into, out, strict=True))
         ]
-        for work in works:
-            work.wait()
-        return received
+        return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
         """Return the reason why the device refused: a negative length, or lengths or offsets that do not fit the values."""

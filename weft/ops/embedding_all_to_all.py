@@ -409,6 +409,14 @@ def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
     return [one for one in prepared_calls(OPERATOR, comm.group) if one.comm is comm and one.key[0][0] in plans]
 
 
+def buffer_bytes(p: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Return the bytes of result buffers on this rank, for each executor of this plan. Not collective."""
+    if (comm := symm.open_communicator(group, device.type)) is None:
+        return []
+    executors = {executor for one in calls_with(p, comm) for executor in _executors(one)}
+    return [outputs.nbytes for one in executors if (outputs := getattr(one, "outputs", None)) is not None]
+
+
 def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
     """Return the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` documents. Collective."""
     comm = symm.communicator(group, device, deadline_s=deadline_s)

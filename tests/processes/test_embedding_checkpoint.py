@@ -1,0 +1,155 @@
+"""Checkpoints of embedding tables by `torch.distributed.checkpoint`, and the memory of a module.
+
+A checkpoint of 2 ranks is loaded by 1, 2 and 3 ranks with other placements, which go on as the ranks that saved it. Then what does
+not fit is refused, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.embedding_checkpoint import (
+    ADAGRAD,
+    ADAM,
+    KEYS,
+    MOMENTUM,
+    Model,
+    joined,
+    loads,
+    saves,
+    state_of,
+    tables,
+    values,
+)
+from support.on_ranks import error_of
+from torch import nn
+
+import weft
+from weft.embedding import KeyedJaggedTensor
+from weft.launch import Pool
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [(ADAM, torch.float32), (ADAGRAD, torch.float16)], ids=str)
+def test_other_ranks_and_placements_go_on(pool: Pool, tmp_path: Path, optimizer: Any, dtype: torch.dtype) -> None:
+    wanted = joined(pool.run(saves, str(tmp_path), optimizer, dtype, ranks=2))
+    assert {value.dtype for name, value in wanted.items() if name.endswith("momentum1")} == {torch.float32}
+    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert MOMENTUM in names
+    assert "model.sparse.ebc.embedding_bags.users.weight" in names
+    for world, placement in ((1, [0, 0, 0]), (2, [1, 0, 1]), (3, [2, 0, 1])):
+        results = pool.run(loads, str(tmp_path), optimizer, dtype, placement, ranks=world)
+        found = joined([part for part, _ in results])
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), (world, placement)
+        assert {lr for _, lr in results} == {0.03}
+
+
+def loads_wrongly(group: dist.ProcessGroup, folder: str, changes: dict[str, Any]) -> tuple[str, str, bool]:
+    model = Model(group, tables(**changes), optimizer=ADAM if "dtype" not in changes else ADAGRAD)
+    before = values(model)
+    try:
+        dcp.load(state_of(model), checkpoint_id=folder, process_group=group, planner=weft.nn.LoadPlanner())
+    except BaseException as error:
+        same = all(torch.equal(one, two) for one, two in zip(before.values(), values(model).values(), strict=True))
+        return type(error).__name__, str(error), same
+    return "nothing", "", False
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rows": 31}, r"ebc.embedding_bags.users.weight has shape \[30, 8\] in the checkpoint and \[31, 8\] here"),
+        ({"dtype": torch.float16}, "users.weight is torch.float32 in the checkpoint and torch.float16 here"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_by_name(pool: Pool, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    pool.run(saves, str(tmp_path), ADAM, torch.float32, ranks=2)
+    for kind, text, same in pool.run(loads_wrongly, str(tmp_path), changes, ranks=3):
+        assert kind == "CheckpointException"
+        assert re.search(said, text), text
+        assert same
+
+
+def refuses(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    model = Model(group, tables(), optimizer=ADAGRAD)
+    optimizers = weft.nn.FusedOptimizers(model)
+    before, whole = values(model), copy.deepcopy(optimizers.state_dict())
+    path = next(iter(whole["state"]), None)
+    errors = [
+        error_of(lambda: weft.nn.FusedOptimizers(nn.Linear(2, 2))),
+        error_of(lambda: optimizers.load_state_dict({})),
+        error_of(lambda: optimizers.load_state_dict(whole | {"param_groups": {}})),
+    ]
+    if path is not None:
+        wrong = copy.deepcopy(whole)
+        name, state = next(iter(wrong["state"][path].items()))
+        wrong["state"][path][name] = state.double() + 1
+        errors.append(error_of(lambda: optimizers.load_state_dict(wrong)))
+    assert all(torch.equal(one, two) for one, two in zip(before.values(), values(model).values(), strict=True))
+    return errors
+
+
+def test_states_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
+    for errors in pool.run(refuses, ranks=2):
+        assert [kind for kind, _ in errors] == ["ValueError"] * len(errors)
+        for (_, text), said in zip(errors, ("no module", "no state and no", "param_groups", "float64"), strict=False):
+            assert said in text
+
+
+def without_numbers(group: dist.ProcessGroup, folder: str) -> tuple[float, list[str]]:
+    model = Model(group, tables(), optimizer=ADAGRAD)
+    state = {"model": model.state_dict(), "tables": {"state": weft.nn.FusedOptimizers(model).state_dict()["state"]}}
+    dcp.save(state, checkpoint_id=folder, process_group=group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dcp.load(state_of(model), checkpoint_id=folder, process_group=group, planner=weft.nn.LoadPlanner())
+    optimizer = model.ebc.fused_optimizer
+    optimizer.set_optimizer_step(7)
+    assert int(weft.nn.FusedOptimizers(model).state_dict()["param_groups"]["sparse.ebc"]["step"]) == 7
+    error_of(lambda: optimizer.set_optimizer_step(-1))
+    return optimizer.param_groups[0]["lr"], [str(one.message) for one in caught]
+
+
+def test_numbers_that_a_checkpoint_lacks_are_kept(pool: Pool, tmp_path: Path) -> None:
+    for lr, said in pool.run(without_numbers, str(tmp_path), ranks=2):
+        assert lr == pytest.approx(0.1)
+        assert any("tables.param_groups.sparse.ebc.lr" in text for text in said)
+
+
+def memory(group: dist.ProcessGroup) -> list[Any]:
+    model = Model(group, tables(), optimizer=ADAM, placement=[0, 1, 1])
+    ebc = model.ebc
+    first = ebc.memory()
+    features = KeyedJaggedTensor(KEYS, torch.arange(9), lengths=torch.ones(9, dtype=torch.int64))
+    pooled = ebc(features).values()
+    waiting = ebc.memory()
+    with ebc.accumulate():
+        pooled.sum().backward()
+        kept = ebc.memory().in_flight
+    del pooled
+    return [first, waiting, kept, ebc.memory()]
+
+
+def test_memory_is_counted(pool: Pool) -> None:
+    for rank, (first, waiting, kept, after) in enumerate(pool.run(memory, ranks=2)):
+        weights = {"users": 4 * 30 * 8} if rank == 0 else {"items": 4 * 20 * 3, "pairs": 4 * 25 * 4}
+        assert first.tables == weights
+        assert first.states == {name: 2 * nbytes for name, nbytes in weights.items()}
+        assert first.buffers == first.in_flight == first.workspace == 0
+        assert first.total == 3 * sum(weights.values())
+        features, columns, ids = (2, 16, 12) if rank == 0 else (1, 7, 6)
+        assert waiting.in_flight >= 8 * (ids + features * 6 + 1)  # ids and offsets of 6 samples
+        assert waiting.workspace == 4 * (6 * columns + 3 * 23) + 20 * ids
+        assert waiting.buffers > 0
+        assert kept >= waiting.in_flight + 4 * 6 * columns
+        assert after.in_flight == 0
+        assert "users" in str(first) or rank == 1

@@ -1,0 +1,298 @@
+"""`weft.torchrec` inside TorchRec's own loops, on CPU processes with fbgemm-gpu-cpu and gloo.
+
+A loop with the sharder swapped, step by step beside the same loop with TorchRec's; its pipeline; state dicts and checkpoints both
+ways; then what is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.on_ranks import told
+from support.torchrec_loops import (
+    ADAGRAD,
+    BATCH,
+    RANKS,
+    TABLES,
+    WIDTH,
+    Model,
+    batches,
+    collection,
+    pipelines,
+    sharded,
+    tables_of,
+    trains,
+)
+from torch import nn
+
+import weft
+from weft.launch import Pool
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None or importlib.util.find_spec("fbgemm_gpu") is None,
+    reason="needs torchrec and fbgemm-gpu-cpu, which make test-torchrec installs",
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": ADAGRAD},
+        {"optimizer": {"optimizer": "SGD", "lr": 0.3}, "is_weighted": True},
+        {"optimizer": {"optimizer": "Adagrad", "lr": 0.1, "eps": 1e-8}, "data_type": "FP16"},
+        {},
+        {"kernel": "dense"},
+    ],
+    ids=str,
+)
+def test_a_loop_learns_as_with_torchrecs_sharder(pool: Pool, options: dict[str, Any]) -> None:
+    for world in (2, 1):
+        theirs, ours = (pool.run(trains, by, options, ranks=world) for by in ("torchrec", "weft"))
+        tolerance = 2e-3 if options.get("data_type") == "FP16" else 1e-5
+        for stock, swapped in zip(theirs, ours, strict=True):
+            assert swapped["names"] == stock["names"]
+            assert swapped["losses"] == pytest.approx(stock["losses"], rel=tolerance)
+            # TorchRec has no rate on a rank without tables. In weft schedulers write one there, too: ranks compare rates.
+            assert all(one <= other for one, other in zip(stock["rates"], swapped["rates"], strict=True))
+            assert swapped["tables"].keys() == stock["tables"].keys()
+            for name, value in stock["tables"].items():
+                torch.testing.assert_close(swapped["tables"][name], value, rtol=tolerance, atol=tolerance)
+
+
+# --- pipelines and planner ---
+
+
+@pytest.mark.parametrize("has_two", [False, True])
+def test_torchrecs_pipeline_learns_the_same(pool: Pool, has_two: bool) -> None:
+    plain, pipelined, theirs = (
+        pool.run(pipelines, *how, has_two, ranks=2) for how in (("weft", False), ("weft", True), ("torchrec", True))
+    )
+    assert pipelined == plain
+    assert [len(losses) for losses in pipelined] == [6, 6]
+    for ours, stock in zip(pipelined, theirs, strict=True):
+        assert ours == pytest.approx(stock, rel=1e-5)
+
+
+def planned(group: dist.ProcessGroup) -> tuple[set[tuple[str, str]], float]:
+    """Let TorchRec's planner decide, and keep the values of a module on meta."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    import weft.torchrec
+
+    torch.manual_seed(7 + group.rank())
+    model = DistributedModelParallel(Model(collection()), sharders=[weft.torchrec.EmbeddingBagCollectionSharder()])
+    plan: Any = model.plan.get_plan_for_module("sparse.ebc")
+    loss, _ = model(next(batches(group.rank(), 1)))
+    loss.backward()
+    bounds = [float(value.abs().max()) for name, value in tables_of(model).items() if "users.weight" in name]
+    assert all(0 < bound <= (1 / 30) ** 0.5 + 0.02 for bound in bounds)
+    return {(one.sharding_type, one.compute_kernel) for one in plan.values()}, float(loss)
+
+
+def test_torchrecs_planner_proposes_what_weft_has(pool: Pool) -> None:
+    for kinds, loss in pool.run(planned, ranks=2):
+        assert kinds == {("table_wise", "fused")}
+        assert loss > 0
+
+
+def made_on_meta(group: dist.ProcessGroup) -> tuple[list[str], str, list[int], float]:
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.types import ShardingEnv
+
+    import weft.torchrec
+
+    ebc, world = collection(), group.size()
+    of_tables = {name: table_wise(rank=rank, compute_kernel="fused") for name, rank in RANKS.items()}
+    plan = construct_module_sharding_plan(ebc, of_tables, local_size=world, world_size=world, device_type="cpu")
+    sharder = weft.torchrec.EmbeddingBagCollectionSharder({"learning_rate": 0.3}, deadline_s=30.0)
+    module = sharder.shard(ebc, plan, ShardingEnv.from_process_group(group), torch.device("meta"))
+    own = [shard.tensor.device.type for value in module.state_dict().values() for shard in value.local_shards()]
+    (batch,) = batches(group.rank(), 1)
+    error = told(lambda: module(batch.sparse_features))
+    module.to_empty(device="cpu").reset_parameters()
+    pooled = module(batch.sparse_features).values()
+    pooled.sum().backward()
+    return own, error, list(pooled.shape), module.fused_optimizer.param_groups[0]["lr"]
+
+
+def test_a_module_on_meta_takes_no_memory(pool: Pool) -> None:
+    for own, error, shape, lr in pool.run(made_on_meta, ranks=2):
+        assert set(own) == {"meta"}
+        assert error.startswith("RefusedError")
+        assert "on meta" in error
+        assert shape == [BATCH, WIDTH]
+        assert lr == pytest.approx(0.3)
+
+
+# --- checkpoints ---
+
+
+def step_of(model: Any, rank: int) -> float:
+    (batch,) = batches(rank, 1)
+    loss, _ = model(batch)
+    loss.backward()
+    return float(loss.detach())
+
+
+def saves(group: dist.ProcessGroup, by: str, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded(group, by, optimizer=ADAGRAD)
+    step_of(model, group.rank())
+    dcp.save({"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}, checkpoint_id=folder)
+    return tables_of(model)
+
+
+def loads(group: dist.ProcessGroup, by: str, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded(group, by, optimizer=ADAGRAD, ranks={"users": 2, "movies": 0, "pairs": 1})
+    state = {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, planner=weft.nn.LoadPlanner())
+    model.load_state_dict(state["model"])
+    model.fused_optimizer.load_state_dict(state["optim"])
+    return tables_of(model)
+
+
+def loads_wrongly(group: dist.ProcessGroup) -> list[str]:
+    model = sharded(group, "weft", optimizer=ADAGRAD)
+    other = sharded(group, "weft", optimizer=ADAGRAD, ranks={"users": 0, "movies": 1, "pairs": 0})
+    before, key = tables_of(model), "sparse.ebc.embedding_bags.pairs.weight"
+    whole = {name: torch.zeros(value.size()) for name, value in model.state_dict().items()}
+    errors = [
+        told(lambda: model.load_state_dict(whole | {key: torch.zeros(26, 4)})),
+        told(lambda: model.load_state_dict(whole | {key: [1.0]})),
+        told(lambda: model.load_state_dict(other.state_dict())),
+    ]
+    after = tables_of(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return errors
+
+
+def test_tables_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
+    for shape, other, plan in pool.run(loads_wrongly, ranks=2):
+        assert "pairs.weight has shape [26, 4] and must have [25, 4]" in shape
+        assert "pairs.weight is a list" in other
+        assert "is sharded otherwise than this module's plan" in plan
+
+
+def loads_into_nn(group: dist.ProcessGroup, folder: str) -> dict[str, torch.Tensor]:
+    """Load into a module of weft alone."""
+    tables = [weft.EmbeddingBagConfig(rows, dim, name, f, p.lower()) for rows, dim, name, f, p in TABLES]  # type: ignore[arg-type]
+    ebc = weft.nn.ShardedEmbeddingBagCollection(tables, group=group, optimizer=weft.RowwiseAdagrad(lr=0.1))
+    model = nn.ModuleDict({"sparse": nn.ModuleDict({"ebc": ebc})})
+    state = {"model": model, "optim": weft.nn.FusedOptimizers(model)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder, planner=weft.nn.LoadPlanner())
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for states in weft.nn.FusedOptimizers(model).state_dict()["state"].values():
+        found |= {name: value.clone() for name, value in states.items()}
+    return found
+
+
+def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("torchrec", "weft"), ("weft", "torchrec"), ("weft", "weft")])
+def test_each_loads_the_others_checkpoints(pool: Pool, tmp_path: Path, writer: str, reader: str) -> None:
+    wanted = joined(pool.run(saves, writer, str(tmp_path), ranks=2))
+    assert {"users.momentum1", "sparse.ebc.embedding_bags.users.weight"} <= wanted.keys()
+    for world in (3, 1):
+        found = joined(pool.run(loads, reader, str(tmp_path), ranks=world))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), world
+    found = joined(pool.run(loads_into_nn, str(tmp_path), ranks=2))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+# --- refusals ---
+
+
+def refused(group: dist.ProcessGroup) -> dict[str, str]:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.types import BoundsCheckMode, ShardingEnv
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    import weft.torchrec
+
+    env, ebc = ShardingEnv.from_process_group(group), collection()
+
+    def plan_with(**changes: Any) -> Any:
+        of_tables = {name: table_wise(rank=0, compute_kernel="fused") for name in RANKS}
+        made = construct_module_sharding_plan(
+            ebc, of_tables, local_size=group.size(), world_size=group.size(), device_type="cpu"
+        )
+        for name, value in changes.items():
+            setattr(made["pairs"], name, value)
+        return made
+
+    def shard(plan: Any, **fused_params: Any) -> Any:
+        return weft.torchrec.EmbeddingBagCollectionSharder(fused_params).shard(ebc, plan, env, torch.device("cpu"))
+
+    by_rows = construct_module_sharding_plan(
+        ebc, {name: row_wise() for name in RANKS}, local_size=group.size(), world_size=group.size(), device_type="cuda"
+    )
+    lacking = plan_with()
+    del lacking["pairs"]
+    module = shard(plan_with())
+    few = KeyedJaggedTensor(["u"], torch.zeros(2, dtype=torch.int64), lengths=torch.ones(2, dtype=torch.int64))
+    strided = KeyedJaggedTensor(
+        ["i", "u", "friend"], torch.arange(6), lengths=torch.ones(6, dtype=torch.int64),
+        stride_per_key_per_rank=[[1], [2], [3]],
+    )  # fmt: skip
+    calls = {
+        "row_wise": lambda: shard(by_rows),
+        "fused_uvm_caching": lambda: shard(plan_with(compute_kernel="fused_uvm_caching")),
+        "ssd_virtual_table": lambda: shard(plan_with(compute_kernel="ssd_virtual_table")),
+        "one kernel": lambda: shard(plan_with(compute_kernel="dense")),
+        "pairs' is not in the plan": lambda: shard(lacking),
+        "one rank of 0 to": lambda: shard(plan_with(ranks=[5])),
+        "LAMB is not supported": lambda: shard(plan_with(), optimizer=EmbOptimType.LAMB),
+        "gradient_clipping=True": lambda: shard(plan_with(), gradient_clipping=True),
+        "uvm_host_mapped": lambda: shard(plan_with(), uvm_host_mapped=True),
+        "weight_decay": lambda: shard(plan_with(), weight_decay=0.1),
+        "differ": lambda: shard(plan_with(bounds_check_mode=BoundsCheckMode.FATAL)),
+        "friend": lambda: module(few),
+        "stride": lambda: module(strided),
+        "resharding": lambda: weft.torchrec.EmbeddingBagCollectionSharder().reshard(module, {}, env),
+    }
+    return {said: told(call) for said, call in calls.items()}
+
+
+def differs(group: dist.ProcessGroup) -> str:
+    own = {**ADAGRAD, "eps": 1e-6 * (1 + group.rank())}
+    return told(lambda: sharded(group, "weft", optimizer=own))
+
+
+def test_ranks_with_other_optimizers_are_told(pool: Pool) -> None:
+    for error in pool.run(differs, ranks=2):
+        assert error.startswith("DisagreementError")
+        assert "eps=1e-06" in error
+
+
+def test_what_weft_lacks_is_refused_by_name(pool: Pool) -> None:
+    for errors in pool.run(refused, ranks=2):
+        for said, error in errors.items():
+            assert error.split(":")[0] in ("ValueError", "RefusedError", "NotImplementedError"), (said, error)
+            assert said in error
+
+
+def test_the_page_runs_as_printed(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "torchrec.md").read_text()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (changed,) = re.findall(r"^```diff\n-.*\n\+(.*)\n```$", page, re.MULTILINE)
+    assert f"\n{changed}\n" in snippet
+    (tmp_path / "example.py").write_text(snippet)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = subprocess.run([*launcher, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,103 @@
+"""The optimizers of all tables in a model as one entry of a checkpoint of `torch.distributed.checkpoint`.
+
+    name in the checkpoint                                            value
+    <path>.embedding_bags.<table>.weight                              the table, from `model.state_dict()`
+    state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
+    param_groups.<path>.lr, .step                                     learning rate, number of updates
+
+<path> is the module's place in the model. The names of tables and states are TorchRec's, so that each loads the other's files. A
+value is stored as the whole table with the parts that ranks have written, so a reader's ranks and placement need not be the
+writer's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from weft.arguments import check_tensor
+from weft.embedding.update import FusedUpdate
+from weft.nn.fused_optimizer import FusedOptimizer
+
+OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
+"""Names that a checkpoint of TorchRec lacks. They keep their values then."""
+
+
+class FusedOptimizers:
+    """The fused optimizers of all tables in `model`, for `torch.distributed.checkpoint`.
+
+    Save and load it beside the model, on every rank. Another number of ranks may load it, with another placement of tables:
+
+        state = {"model": model, "tables": weft.nn.FusedOptimizers(model)}
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder, planner=weft.nn.LoadPlanner())
+
+    Raises `ValueError` if no module in `model` has an `optimizer` that updates in backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if isinstance(model, DistributedDataParallel):
+            model = cast(nn.Module, model.module)
+        self._modules = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module.__dict__.get("_update"), FusedUpdate)
+        }
+        if not self._modules:
+            raise ValueError(
+                "no module of this model updates tables in backward: make a ShardedEmbeddingBagCollection with optimizer=, or save "
+                "the state of torch's optimizer"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of this rank's tables (not copies), learning rates and numbers of updates. Waits for the device."""
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        numbers: dict[str, dict[str, torch.Tensor]] = {}
+        for path, module in self._modules.items():
+            optimizer, update = _of(module)
+            for name, parameter in module.named_parameters():
+                if states := optimizer.state.get(parameter):
+                    state[f"{path}.{name}" if path else name] = dict(states)
+            lr = torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+            numbers[path] = {"lr": lr, "step": update.step.cpu().clone()}
+        return {"state": state, "param_groups": numbers}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy states, learning rates and numbers of updates. Raise `ValueError`, with the name, before anything is copied."""
+        if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
+            raise ValueError(
+                f"the state dict has no {' and no '.join(missing)}: pass what FusedOptimizers.state_dict() returned"
+            )
+        own, copies = self.state_dict(), list[tuple[torch.Tensor, torch.Tensor]]()
+        for parameter, states in own["state"].items():
+            for name, state in states.items():
+                given = state_dict["state"].get(parameter, {}).get(name)
+                if given is None:
+                    raise ValueError(f"the state dict has no state {name!r} of {parameter!r}")
+                check_tensor(f"{parameter}.{name}", given)
+                if given.shape != state.shape or given.dtype != state.dtype:
+                    raise ValueError(
+                        f"state {name!r} of {parameter!r} is {given.dtype} {list(given.shape)} and must be {state.dtype} "
+                        f"{list(state.shape)}"
+                    )
+                copies.append((state, given))
+        for path, numbers in own["param_groups"].items():
+            if missing := [name for name in numbers if name not in state_dict["param_groups"].get(path, {})]:
+                raise ValueError(f"the state dict has no param_groups.{path}.{missing[0]}")
+        with torch.no_grad():
+            for state, given in copies:
+                if state.data_ptr() != given.data_ptr():  # torch.distributed.checkpoint has loaded in place
+                    state.copy_(given)
+        for path, module in self._modules.items():
+            optimizer, update = _of(module)
+            optimizer.param_groups[0]["lr"] = float(state_dict["param_groups"][path]["lr"])
+            update.step.fill_(int(state_dict["param_groups"][path]["step"]))
+
+
+def _of(module: Any) -> tuple[FusedOptimizer, FusedUpdate]:
+    return module.fused_optimizer, module._update

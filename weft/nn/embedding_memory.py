@@ -1,0 +1,106 @@
+"""The memory that a module of embedding tables holds on its rank, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weft.embedding.forward_call import COLLECTED
+from weft.embedding.jagged import JaggedInput
+from weft.embedding.tables import EmbeddingSharding, bytes_text
+from weft.embedding.update import FusedUpdate
+
+_SORT_BYTES = {"cpu": 20, "cuda": 150}
+"""Bytes that backward takes for each id to sort them: docs/training_embeddings.md."""
+
+
+@dataclass(frozen=True)
+class EmbeddingMemory:
+    """Bytes that a module holds on one rank.
+
+    tables, states: of each table of this rank, and of its optimizer's states.
+    gradients: `.grad` of tables without an optimizer.
+    buffers: the symmetric memory of results, which modules with equal arguments share.
+    in_flight: ids, offsets and weights of calls whose backward has not run, and what `accumulate()` keeps; also of batches that a
+        pipeline distributes ahead of their call.
+    workspace: an estimate of what backward of the last differentiated call takes while it runs; not part of `total`.
+    """
+
+    tables: dict[str, int]
+    states: dict[str, int]
+    gradients: int
+    buffers: int
+    in_flight: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that are held now, without `workspace`."""
+        return sum(self.tables.values()) + sum(self.states.values()) + self.gradients + self.buffers + self.in_flight
+
+    def __str__(self) -> str:
+        lines = [f"{'table':<24} {'weight':>10} {'states':>10}"]
+        lines += [f"{n:<24} {bytes_text(b):>10} {bytes_text(self.states[n]):>10}" for n, b in self.tables.items()]
+        for name in ("gradients", "buffers", "in_flight", "total", "workspace"):
+            lines.append(f"{name:<24} {bytes_text(getattr(self, name)):>10}")
+        return "\n".join(lines)
+
+
+class BatchesInFlight:
+    """The input of a module's differentiated calls, as long as autograd keeps it."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[StorageWeakRef, int]] = []
+        self.last: tuple[int, int] = 0, 0
+        """Ids and samples of the last call that was noted."""
+
+    def note(self, jagged: JaggedInput, blocks: int) -> None:
+        """Add the input of a call. blocks: features of a rank's tables."""
+        self.keep([jagged.values, jagged.offsets, jagged.weights])
+        self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
+
+    def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Add tensors, as long as anything refers to them."""
+        self._kept = [one for one in self._kept if not one[0].expired()]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._kept.append((StorageWeakRef(storage), storage.nbytes()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of inputs that are still referenced, each storage once."""
+        return sum({ref.cdata: nbytes for ref, nbytes in self._kept if not ref.expired()}.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchesInFlight:
+        return BatchesInFlight()
+
+
+def memory_of(
+    weights: dict[str, torch.Tensor], update: FusedUpdate | None, batches: BatchesInFlight, sharding: EmbeddingSharding,
+    rank: int, buffers: Sequence[int],
+) -> EmbeddingMemory:  # fmt: skip
+    """Return the memory of a module. buffers: bytes of each executor's results."""
+    grads = [weight.grad for weight in weights.values() if weight.grad is not None]
+    states = [sum(state.nbytes for state in one.values()) for one in update.states] if update else [0] * len(weights)
+    ids, samples = batches.last
+    columns = sum(slot.dim for slot in sharding.local_slots(rank))
+    both = samples * columns + samples * sharding.total_dim // sharding.world_size
+    device = next((weight.device.type for weight in weights.values()), "cpu")
+    collected = COLLECTED.get(id(update.step), []) if update else []
+    return EmbeddingMemory(
+        tables={name: weight.nbytes for name, weight in weights.items()},
+        states=dict(zip(weights, states, strict=True)),
+        gradients=sum(_nbytes(grad) for grad in grads),
+        buffers=sum(buffers),
+        in_flight=batches.nbytes + sum(one.received.nbytes for one in collected),
+        workspace=both * sharding.dtype.itemsize + ids * _SORT_BYTES.get(device, 0),
+    )
+
+
+def _nbytes(grad: torch.Tensor) -> int:
+    return grad._values().nbytes + grad._indices().nbytes if grad.is_sparse else grad.nbytes

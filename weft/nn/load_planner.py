@@ -1,0 +1,59 @@
+"""A planner for `torch.distributed.checkpoint.load` that refuses a checkpoint which does not fit before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from weft.caller import warn
+from weft.nn.checkpoint import OPTIONAL
+from weft.words import counted
+
+_SHOWN = 8
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """The `planner` for `torch.distributed.checkpoint.load` of a model with tables.
+
+    It compares names, shapes and dtypes of all tensors with the checkpoint's before anything is written. A difference on any rank
+    makes every rank raise torch's `CheckpointException`, with a `ValueError` that names each tensor. torch's own planner converts
+    dtypes silently. A checkpoint of TorchRec has neither learning rates nor numbers of updates: they keep their values, with a
+    warning.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored, bad, kept = self.metadata.state_dict_metadata, list[str](), list[str]()
+        for name, value in self.state_dict.items():
+            if name in stored:
+                bad += _differences(name, value, stored[name])
+            elif OPTIONAL.search(name):
+                kept.append(name)
+            else:
+                bad.append(f"{name} is not in the checkpoint")
+        if bad:
+            more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+            raise ValueError(
+                f"the checkpoint does not fit, nothing is loaded: {'; '.join(bad[:_SHOWN])}{more}. Load into modules of the tables "
+                "that were saved"
+            )
+        if kept:
+            warn(f"the checkpoint has no {', '.join(kept)}: {counted(len(kept), 'value')} kept")
+            self.state_dict = {name: value for name, value in self.state_dict.items() if name not in kept}
+        return super().create_local_plan()
+
+
+def _differences(name: str, value: Any, stored: Any) -> list[str]:
+    size, dtype = getattr(value, "size", None), getattr(value, "dtype", None)
+    if not callable(size) or not isinstance(dtype, torch.dtype):
+        return []
+    if not isinstance(stored, TensorStorageMetadata):
+        return [f"{name} is a tensor, and none in the checkpoint"]
+    if tuple(stored.size) != tuple(size()):
+        return [f"{name} has shape {list(stored.size)} in the checkpoint and {list(size())} here"]
+    if stored.properties.dtype != dtype:
+        return [f"{name} is {stored.properties.dtype} in the checkpoint and {dtype} here"]
+    return []

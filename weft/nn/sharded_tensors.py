@@ -1,0 +1,49 @@
+"""The parts of tables and optimizer states as ShardedTensors, the form of TorchRec's state dicts.
+
+A tensor is described by its parts: rank, offsets and sizes of each. Table-wise there is one part. The memory is shared, so that
+`torch.distributed.checkpoint` loads in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+
+
+class Part(NamedTuple):
+    """A part of a tensor on `rank` of a group: `sizes` elements in each dimension from `offsets` on."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def sharded_tensor(
+    size: Sequence[int], parts: Sequence[Part], own: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device,
+    group: dist.ProcessGroup,
+) -> ShardedTensor:  # fmt: skip
+    """Return a tensor whose parts are on the ranks of `group`. own: this rank's parts, in their order. Not collective.
+
+    device: of this rank. Others are taken to use the device of the same type with their rank's number in the group.
+    """
+    rank = group.rank()
+    metadata = [
+        ShardMetadata(list(part.offsets), list(part.sizes), _placement(group, part.rank, rank, device))
+        for part in parts
+    ]
+    mine = [one for one, part in zip(metadata, parts, strict=True) if part.rank == rank]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(tensor.detach(), one) for tensor, one in zip(own, mine, strict=True)],
+        ShardedTensorMetadata(metadata, torch.Size(size), TensorProperties(dtype=dtype)),
+        process_group=group,
+    )
+
+
+def _placement(group: dist.ProcessGroup, rank: int, own: int, device: torch.device) -> str:
+    where = str(device) if rank == own or device.type == "cpu" else f"{device.type}:{rank}"
+    return f"rank:{dist.get_global_rank(group, rank)}/{where}"

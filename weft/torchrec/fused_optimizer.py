@@ -1,0 +1,45 @@
+"""The optimizer of tables that backward updates, as TorchRec's `KeyedOptimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.optim import fused
+
+import weft.nn
+
+
+class FusedOptimizer(fused.FusedOptimizer):
+    """A `KeyedOptimizer` of TorchRec over this rank's tables, whose updates happen in backward.
+
+    `step()` and `zero_grad()` do nothing. A learning rate written to `param_groups[0]["lr"]` counts for the next update. States
+    have TorchRec's names, such as "<table>.momentum1", and are ShardedTensors that share the states' memory. As in TorchRec,
+    `state_dict()` has neither the learning rate nor the number of updates: `set_optimizer_step` sets the latter, for Adam.
+    """
+
+    def __init__(
+        self, by_weft: weft.nn.FusedOptimizer, params: Mapping[str, nn.Parameter],
+        states: Mapping[str, Mapping[str, ShardedTensor]],
+    ) -> None:  # fmt: skip
+        """Show `by_weft` by keys. params, states: by the parameter's name in the module."""
+        self._by_weft = by_weft
+        of_params = {parameter: dict(states[name]) for name, parameter in params.items()}
+        super().__init__(params, of_params, [by_weft.param_groups[0]])  # type: ignore[arg-type]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do nothing: backward has updated the tables. Return the value of `closure`, which is called if it is given."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Do nothing: the tables have no gradients."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the number of updates so far, by which Adam corrects its bias."""
+        self._by_weft.set_optimizer_step(step)

@@ -1,0 +1,110 @@
+"""The optimizer and options of tables from TorchRec's `fused_params`: what the sharder was given, with what
+`apply_optimizer_in_backward` noted at a parameter and its plan in front.
+
+The names and their defaults are those of FBGEMM's table-batched embeddings. An option that weft lacks is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from weft.embedding import SGD, Adagrad, Adam, EmbeddingOptimizer, PartialRowwiseAdam, RowwiseAdagrad
+from weft.embedding.options import BoundsCheck
+from weft.embedding.tables import DTYPES
+
+_RULES: dict[EmbOptimType, type[EmbeddingOptimizer]] = {
+    EmbOptimType.SGD: SGD,
+    EmbOptimType.EXACT_SGD: SGD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: RowwiseAdagrad,
+    EmbOptimType.ROWWISE_ADAGRAD: RowwiseAdagrad,
+    EmbOptimType.EXACT_ADAGRAD: Adagrad,
+    EmbOptimType.ADAM: Adam,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: PartialRowwiseAdam,
+}
+_LEARNING_RATE = 0.01  # FBGEMM's default
+_READ = {
+    "optimizer", "learning_rate", "lr", "eps", "beta1", "beta2", "betas", "weight_decay", "weight_decay_mode", "output_dtype",
+    "weights_precision", "bounds_check_mode",
+}  # fmt: skip
+_OFF = {"stochastic_rounding": False, "gradient_clipping": False, "max_norm": 0.0, "momentum": 0.0, "amsgrad": False}
+"""Options that weft lacks, with the values that turn them off."""
+_OF_CACHES = {
+    "cache_algorithm", "cache_load_factor", "cache_reserved_memory", "cache_precision", "cache_sets", "enforce_hbm",
+    "prefetch_pipeline", "multipass_prefetch_config", "record_cache_metrics", "gather_uvm_cache_stats", "stats_reporter_config",
+    "use_one_tbe_per_table", "_batch_key", "max_gradient",
+}  # fmt: skip
+"""Options without effect on tables in device memory, or without another option."""
+_BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore", "NONE": "ignore"}
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """The options that a table's `fused_params` ask for. output_dtype: of pooled vectors."""
+
+    optimizer: EmbeddingOptimizer
+    output_dtype: torch.dtype
+    bounds_check: BoundsCheck
+
+
+def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) -> TableOptions:
+    """Return the options of a table. Raise `ValueError` for an option that weft lacks. dtype: of the table."""
+    at = f"table {table!r}"
+    for name, value in fused_params.items():
+        if name in _OFF:
+            if value != _OFF[name] and not (name == "stochastic_rounding" and dtype == torch.float32):
+                raise ValueError(f"{at}: {name}={value!r} is not supported: pass {_OFF[name]!r} or leave it out")
+        elif name not in _READ | _OF_CACHES:
+            raise ValueError(f"{at}: option {name}={value!r} of FBGEMM is not supported: leave it out")
+    precision = _dtype(at, fused_params.get("weights_precision"), dtype)
+    if precision != dtype:
+        raise ValueError(f"{at}: weights_precision={precision} and the table is {dtype}: set the table's data_type")
+    mode = fused_params.get("bounds_check_mode")
+    bounds = "WARNING" if mode is None else str(getattr(mode, "name", mode)).upper()
+    if bounds not in _BOUNDS:
+        raise ValueError(f"{at}: bounds_check_mode={mode!r} must be one of {', '.join(_BOUNDS)}")
+    output = _dtype(at, fused_params.get("output_dtype"), torch.float32)
+    return TableOptions(_optimizer(at, fused_params), output, _BOUNDS[bounds])
+
+
+def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
+    kind = given.get("optimizer", EmbOptimType.EXACT_SGD)
+    rule = _RULES.get(kind)
+    if rule is None:
+        known = ", ".join(one.name for one in _RULES)
+        raise ValueError(f"{at}: optimizer {getattr(kind, 'name', kind)} is not supported: use one of {known}")
+    numbers: dict[str, Any] = {"lr": given.get("learning_rate", given.get("lr", _LEARNING_RATE))}
+    fields = rule.__dataclass_fields__
+    betas = dict(zip(("beta1", "beta2"), given.get("betas", ()), strict=False))
+    for name in ("eps", "beta1", "beta2"):
+        value = given.get(name, betas.get(name))
+        if value is not None and name in fields:
+            numbers[name] = float(value)
+    decay = float(given.get("weight_decay", 0.0) or 0.0)
+    if decay:
+        mode = given.get("weight_decay_mode")
+        if rule is not RowwiseAdagrad or getattr(mode, "name", mode) != "L2":
+            raise ValueError(
+                f"{at}: weight_decay={decay} of {rule.__name__} with weight_decay_mode={getattr(mode, 'name', mode)}: weft has "
+                "FBGEMM's decay for rowwise Adagrad with WeightDecayMode.L2 alone; pass 0"
+            )
+        numbers["weight_decay"] = decay
+    numbers["lr"] = float(numbers["lr"])
+    return rule(**numbers)
+
+
+def _dtype(at: str, given: Any, default: torch.dtype) -> torch.dtype:
+    """Return the dtype that FBGEMM's or TorchRec's enumeration, or torch itself, calls `given`."""
+    if given is None:
+        return default
+    if isinstance(given, torch.dtype):
+        found: Any = given
+    else:
+        found = given.as_dtype() if hasattr(given, "as_dtype") else None
+    if found not in DTYPES:
+        raise ValueError(f"{at}: dtype {given} is not supported: use one of {', '.join(map(str, DTYPES))}")
+    return found  # type: ignore[no-any-return]
