@@ -60,6 +60,12 @@ CASES: dict[str, Case] = {
     "fp16 updated": Case(problem(2, (8, 12), 7, dtype=torch.float16), weft.Adam(lr=0.1)),
     "lr 0": Case(FEW, weft.Adagrad(lr=0.0)),
     "skipped": Case(FEW, weft.RowwiseAdagrad(lr=0.1, nonfinite="skip")),
+    "clipped": Case(FEW, weft.SGD(lr=0.1, clip_value=0.5)),
+    "clipped by norm": Case(FEW, weft.Adagrad(lr=0.1, clip_norm=2.0)),
+    "fp16 at random": Case(
+        problem(1, (8, 12), 7, dtype=torch.float16), weft.SGD(lr=1e-4, rounding="stochastic", seed=3)
+    ),
+    "bf16 at random": Case(problem(1, (8, 12), 7, dtype=torch.bfloat16), weft.SGD(lr=1e-3, rounding="stochastic")),
 }
 
 
@@ -149,7 +155,12 @@ def _update(
         received[0] = float("nan")  # the first bags are empty
         received[-1] = float("inf")
     update.step.add_(1)
-    skipped = device.update(of, tables, device.sorted_rows(of, jagged), received)
+    rows, scale = device.sorted_rows(of, jagged), None
+    if optimizer.clip_norm is not None:
+        scale = optimizer.clip_norm / device.sum_of_squares(of, tables, rows, received).sqrt()
+    skipped = device.update(of, tables, rows, received, scale)
+    if optimizer.rounding == "stochastic":
+        _check_random_bits(of, tables, jagged, received, weights)
     if optimizer.nonfinite == "skip" and received.numel():
         assert int(skipped) > 0
         assert all(weight.isfinite().all() for weight in fresh)
@@ -159,10 +170,27 @@ def _update(
     assert all(torch.equal(one, two) for one, two in zip(updated[rank], fresh, strict=True))
 
 
+def _check_random_bits(
+    of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, before: list[torch.Tensor]
+) -> None:
+    """CPU processes round the same numbers with the same bits. Their sums may differ in the last one."""
+    from weft.runtime.cpu import embedding_backward as cpu
+
+    weights = [weight.clone() for weight in before]
+    on_cpu = tables._replace(weights=weights)
+    cpu.update(of, on_cpu, cpu.sorted_rows(of, jagged), received)
+    pairs = list(zip(tables.weights, weights, strict=True))
+    nearest = [weight.clone() for weight in before]
+    plain = replace(tables.optimizer, rounding="nearest")
+    cpu.update(of, tables._replace(optimizer=plain, weights=nearest), cpu.sorted_rows(of, jagged), received)
+    assert sum(int((one != two).sum()) for one, two in pairs) <= 2
+    assert sum(int((one != two).sum()) for one, two in zip(weights, nearest, strict=True)) > 5
+
+
 def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list[list[torch.Tensor]]) -> None:
     optimizer = case.optimizer
     assert optimizer is not None
-    if optimizer.nonfinite == "skip":
+    if optimizer.nonfinite == "skip" or optimizer.rounding == "stochastic":
         return
     found = training.of_tables(p, updated)
     if optimizer.lr == 0:
@@ -172,6 +200,10 @@ def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list
     for dtype in (torch.float64, torch.float32):
         weights = [weight.to(dtype) for weight in p.weights]
         grads = gradients_by_torch(p, upstream, weights)
+        for rank in range(len(p.batch_sizes)):  # ranks do not meet here: each has a norm of its own
+            own = p.sharding.local_tables(rank)
+            for table, grad in zip(own, training.clipped(optimizer, [grads[table] for table in own]), strict=True):
+                grads[table] = grad
         for weight, grad, rows in zip(weights, grads, training.rows_read(p), strict=True):
             training.Rule(optimizer, weight).apply(weight, grad + optimizer.weight_decay * weight, rows)
         by_dtype.append(weights)

@@ -36,7 +36,7 @@ from weft.nn.input_dist import input_dist_of
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
-from weft.runtime.embedding_backward import accumulate
+from weft.runtime.embedding_backward import collecting, update_collected
 from weft.runtime.opaque import opaque
 from weft.words import by_rank
 
@@ -226,13 +226,19 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def accumulate(self) -> Iterator[None]:
         """Keep ids and gradients of every backward inside, and update the tables once, at the end. Every rank does the same.
 
-        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end waits
-        for the device. After an error nothing is updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
+        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end is
+        collective and waits for the device. The learning rate is read there, and compared on CPU. After an error nothing is
+        updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
 
         Memory: the ids and the gradients of pooled vectors of all calls inside, twice at the end.
         """
-        with contextlib.nullcontext() if self._update is None else accumulate(self._update):
+        if self._update is None:
             yield
+            return
+        with collecting(self._update) as collected:
+            yield
+        with together(f"accumulate() of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
+            update_collected(self._update, collected, self.group, self._speaks_on(), self.deadline_s)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set whether backward trains the tables. Every rank must do the same, ranks without tables too.

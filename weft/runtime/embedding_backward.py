@@ -31,7 +31,7 @@ from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, joine
 from weft.embedding.tables import column_runs
 from weft.embedding.update import FusedUpdate
 from weft.errors import RefusedError
-from weft.runtime.collectives import all_to_all_single
+from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.cpu import embedding_backward as cpu
 from weft.runtime.meeting import Topic, meeting_of
 from weft.runtime.unfused.turn import Turn
@@ -67,16 +67,13 @@ def gradients(
             collected.append(Collected(of, jagged, received))
         else:
             of.is_updated = True
-            _update(Collected(of, jagged, received))
+            _update(Collected(of, jagged, received), group, turn.deadline_s)
     return of_tables, of_weights
 
 
 @contextlib.contextmanager
-def accumulate(update: FusedUpdate) -> Iterator[None]:
-    """Keep the gradients of all backwards inside, and update the tables once at the end. After an error nothing is updated.
-
-    Not collective itself, but ranks do it alike: backward compares it on CPU.
-    """
+def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
+    """Keep the gradients of all backwards inside, in the list that it yields, instead of updating the tables."""
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
         raise ValueError(
@@ -84,14 +81,31 @@ def accumulate(update: FusedUpdate) -> Iterator[None]:
         )
     COLLECTED[key] = collected
     try:
-        yield
+        yield collected
     finally:
         del COLLECTED[key]
+
+
+def update_collected(
+    update: FusedUpdate, collected: list[Collected], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> None:  # fmt: skip
+    """Update the tables once, by the gradients of several backwards. Collective.
+
+    On CPU ranks compare the learning rate of the update, which may have changed since the last backward, and the calls.
+    """
+    for one in collected[:1]:  # before ranks meet, so that a refusal leaves the group usable
+        assert one.of.tables is not None
+        _require_intact(one.of, one.of.tables.weights, False)
+    if device.type == "cpu" and group.size() > 1:
+        numbers = [one.of.number for one in collected]
+        said = f"learning rate {update.lr!r}, update {int(update.step) + 1} of calls {numbers}"
+        topic = Topic("the end of accumulate() of embedding_all_to_all", update.optimizer.written)
+        _meet_on(symm.communicator(group, device), topic, said, 0, deadline_s)
     if collected:
         for one in collected:
             one.of.is_updated = True
         with torch.no_grad():
-            _update(joined_calls(collected))
+            _update(joined_calls(collected), group, deadline_s)
 
 
 def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
@@ -107,13 +121,36 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
         of.require_values_of_forward()
 
 
-def _update(call: Collected) -> None:
-    of = call.of
-    assert of.tables is not None
-    _require_intact(of, of.tables.weights, False)
-    of.tables.step.add_(1)
+def _update(call: Collected, group: dist.ProcessGroup, deadline_s: float | None) -> None:
+    of, tables = call.of, call.of.tables
+    assert tables is not None
+    _require_intact(of, tables.weights, False)
     device = _on(call.received.device)
-    device.update(of, of.tables, device.sorted_rows(of, call.jagged), call.received)
+    rows, scale = device.sorted_rows(of, call.jagged), None
+    if tables.optimizer.clip_norm is not None:
+        squares = device.sum_of_squares(of, tables, rows, call.received)
+        scale = scale_of_norm(squares, tables.optimizer.clip_norm, group, deadline_s)
+    tables.step.add_(1)
+    device.update(of, tables, rows, call.received, scale)
+
+
+def scale_of_norm(
+    squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
+) -> torch.Tensor:
+    """Return the factor that leaves gradients with a norm of at most `clip_norm`, float64 []. Collective.
+
+    squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is that of
+    `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
+    """
+    if group.size() > 1 and squares.device.type == "cpu":
+        comm = symm.communicator(group, squares.device)
+        of_ranks = comm.all_gather(float(squares), what="the norm of gradients", deadline_s=deadline_s)
+        squares = torch.tensor(sum(of_ranks), dtype=torch.float64)
+    elif group.size() > 1:
+        gathered = squares.new_empty(group.size())
+        all_gather_single(gathered, squares.view(1), group=group)
+        squares = gathered.sum()
+    return (clip_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def _require_finite(
@@ -165,18 +202,24 @@ def _on(device: torch.device) -> ModuleType:
 
 def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None:
     """Meet the ranks' backward of the same call. Raise on every rank if they differ."""
-    said = of.said
-    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
-    meeting = meeting_of(comm)
     tables = counted(len(of.plan.sharding.tables), "table")
     # Not the whole plan: backward depends neither on the transport nor on whether it was chosen.
     details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
     topic = Topic(f"backward of embedding_all_to_all of {tables}", details)
+    _meet_on(comm, topic, of.said, of.number, deadline_s)
+
+
+def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
+    """Meet the ranks. Raise on every rank if they say different things. number: of the forward call, or 0."""
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
+    meeting = meeting_of(comm)
     extras = [
-        _EXTRA.unpack(one) for one in meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(of.number, digest))
+        _EXTRA.unpack(one) for one in meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(number, digest))
     ]
     numbers, digests = ({extra[i] for extra in extras} for i in range(2))
     if len(digests) == 1 and (len(numbers) == 1 or 0 in numbers):
         return
-    texts = comm.all_gather(f"call {of.number}, {said}", what="options of backward", deadline_s=deadline_s)
+    texts = comm.all_gather(
+        f"call {number}, {said}" if number else said, what="options of backward", deadline_s=deadline_s
+    )
     meeting.disagree(f"ranks go back through embedding_all_to_all differently: {by_rank(enumerate(texts))}")
