@@ -4,6 +4,7 @@ optimizers. No groups; no memory but optimizers' states."""
 from weft.embedding.hashing import hash_ids
 from weft.embedding.jagged import JaggedInput, JaggedTensor, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.embedding.optimizers import SGD, Adagrad, Adam, EmbeddingOptimizer, PartialRowwiseAdam, RowwiseAdagrad
+from weft.embedding.partition import ColumnWise, DataParallel, RowWise, TableSharding, TableWise
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, Slot
 from weft.embedding.update import FusedUpdate
@@ -12,6 +13,8 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "ColumnWise",
+    "DataParallel",
     "EmbeddingBagConfig",
     "EmbeddingOptimizer",
     "EmbeddingSharding",
@@ -21,8 +24,11 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "PartialRowwiseAdam",
+    "RowWise",
     "RowwiseAdagrad",
     "Slot",
+    "TableSharding",
+    "TableWise",
     "as_jagged",
     "hash_ids",
     "place_tables",

@@ -12,36 +12,35 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft import env, symm
 from weft.arguments import check_tensor, checked_deadline
 from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
+from weft.embedding.partition import TableSharding, is_cut
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import NOT_TRAINED, Training, check_module_options, training_of
 from weft.embedding.update import FusedUpdate
-from weft.errors import DisagreementError, RefusedError
 from weft.nn import local_batch
 from weft.nn.embedding_table import Table, first_values
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.input_dist import input_dist_of
+from weft.nn.making import agree_on_module, device_for, fill_together, rank_in
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
 from weft.runtime.embedding_backward import collecting, update_collected
 from weft.runtime.opaque import opaque
-from weft.words import by_rank
 
 
-def _mark_again(module: Any, incompatible_keys: Any) -> None:
+def mark_again(module: Any, incompatible_keys: Any) -> None:
     """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked ones."""
     module._mark_tables()
 
@@ -77,7 +76,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
     device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU. On "meta" the
         tables take no memory and cannot be called before `to_empty(device=...)`, after which the values must be loaded, or filled
         with `reset_parameters()`.
-    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
+    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`). Instead of a
+        rank a `weft.embedding.ColumnWise`, `RowWise` or `DataParallel` cuts the table into parts, or copies it to every rank.
+        Parameters are parts then, "table[rows, columns]" by name. Row-wise and data-parallel tables need input="local_batch".
     rows_read: mean rows per sample and table, by name or in table order, for the balance; default 1 per feature. Give it if
         pooling factors differ.
     input: "local_batch" (TorchRec's): a rank passes all features of its own samples, and they are distributed over `group`.
@@ -93,13 +94,19 @@ class ShardedEmbeddingBagCollection(nn.Module):
         a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
     """
 
+    _of_parts: ClassVar[type[Any] | None] = None
+    """The subclass with tables that are cut into parts (`weft.nn.partitioned_embedding`, which imports this file)."""
+
+    def __new__(cls, *arguments: Any, placement: Any = None, **options: Any) -> Any:
+        return super().__new__(cls._of_parts if cls._of_parts and is_cut(placement) else cls)
+
     def __init__(
         self,
         tables: Sequence[Any],
         *,
         group: dist.ProcessGroup,
         device: torch.device | str | None = None,
-        placement: Mapping[str, int] | Sequence[int] | None = None,
+        placement: Mapping[str, int | TableSharding] | Sequence[int | TableSharding] | None = None,
         rows_read: Sequence[float] | Mapping[str, float] | None = None,
         input: Literal["local_batch", "global_batch"] = "local_batch",
         is_weighted: bool = False,
@@ -115,7 +122,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         deadline_s: float | None = None,
     ) -> None:
         super().__init__()
-        self.rank = _rank_in(group)
+        self.rank = rank_in(group)
         self.group = group
         self.input = input
         self.deadline_s: float | None = None
@@ -134,8 +141,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
             if not isinstance(is_weighted, bool):
                 raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
             check_module_options(optimizer, sparse, gradients)
-            device = _device_for(group, device)
-            sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
+            device = device_for(group, device)
+            ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
+            sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
             # Refuse bad options now, on every rank, instead of at the first call.
@@ -146,7 +154,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         said |= {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
-        sharding, seed = _agree(group, device, sharding, said, refusal, self.deadline_s)
+        sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s)
         self._options = cast(EmbeddingOptions, options)
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
@@ -154,7 +162,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         for parameter in self.parameters():
             parameter.requires_grad_(self._is_trained)
         self._mark_tables()
-        self.register_load_state_dict_post_hook(_mark_again)
+        self.register_load_state_dict_post_hook(mark_again)
         self._features = {slot.feature for slot in self.sharding.slots}
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
@@ -329,24 +337,15 @@ class ShardedEmbeddingBagCollection(nn.Module):
             cast(Table, table).reset_parameters()
 
     def _make_tables(self, seed: int) -> None:
-        """Make and fill this rank's tables. Collective.
+        """Make and fill this rank's tables. Collective."""
 
-        All ranks fail together if a rank has no memory for its tables, or an `init_fn` that raises."""
-        failed = None
-        try:
+        def make() -> None:
             for index in self.sharding.local_tables(self.rank):
                 table = self.sharding.tables[index]
                 # Not by add_module, which refuses names of the container's own attributes: a table may be called "items".
                 self.embedding_bags._modules[table.name] = Table(table, self.device, seed + index)
-        except Exception as error:
-            failed = error
-        comm = _comm_of(self.group, self.device, self.deadline_s)
-        said = None if failed is None else str(failed) or repr(failed)
-        everyone = comm.all_gather(said, what="filling embedding tables", deadline_s=_patient(self.deadline_s))
-        if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it and retry
-            raise failed
-        if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
-            raise RefusedError(f"tables could not be filled: {reasons}") from failed
+
+        fill_together(make, self.group, self.device, self.deadline_s)
 
     def _mark_tables(self) -> None:
         """Mark the parameters for DDP and `ignore_tables`, and make or move the optimizer's states."""
@@ -367,14 +366,25 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks with tables on meta still take part, to report their refusal.
-        speaks_on = _device_for(self.group, None) if device.type == "meta" else device
+        speaks_on = device_for(self.group, None) if device.type == "meta" else device
         self._input_dist = input_dist_of(sharding, self.group, speaks_on, self._is_weighted, self.deadline_s)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert and move parameters: `half()`, `to(...)`, `cuda()` and others of `nn.Module` end here."""
         if not recurse:  # this module's own parameters: none
             return super()._apply(fn, recurse)
-        # An empty table shows the resulting dtype and device, also on a rank that owns no table.
+        dtype, device = self._after(fn)
+        super()._apply(fn)
+        sharding = self.sharding
+        if dtype != sharding.dtype:
+            sharding = replace(sharding, tables=tuple(replace(t, dtype=dtype) for t in sharding.tables))
+        self._settle(sharding, device)
+        self._mark_tables()
+        return self
+
+    def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
+        """Return the dtype and device of tables after a conversion. Raise `ValueError` if tables cannot have them."""
+        # An empty table shows them also on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))
         if after.dtype not in DTYPES:
             raise ValueError(
@@ -383,13 +393,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
             )
         if after.device.type not in (*DEVICE_TYPES, "meta"):
             raise ValueError(no_tables_on(after.device))
-        super()._apply(fn)
-        sharding = self.sharding
-        if after.dtype != sharding.dtype:
-            sharding = replace(sharding, tables=tuple(replace(t, dtype=after.dtype) for t in sharding.tables))
-        self._settle(sharding, after.device)
-        self._mark_tables()
-        return self
+        return after.dtype, after.device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self.__new__(type(self))
@@ -425,78 +429,3 @@ class ShardedEmbeddingBagCollection(nn.Module):
             f"rank {self.rank} of {self.sharding.world_size} on {self.device}, input={self.input!r}, "
             f"is_weighted={self._is_weighted}, {settings}\n{self.sharding.describe()}"
         )
-
-
-def _rank_in(group: Any) -> int:
-    if group is None:
-        raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
-    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this rank is not in the group: make the collection on the group's own ranks only")
-    return rank
-
-
-def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is not a device: {error}") from None
-    if device.type not in (*DEVICE_TYPES, "meta"):
-        raise ValueError(f"device={str(device)!r}: tables are pooled on {' or '.join(DEVICE_TYPES)}, pass one of them")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r}, but torch sees no GPU here: `weft doctor` says why")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _agree(
-    group: dist.ProcessGroup,
-    device: Any,
-    sharding: EmbeddingSharding | None,
-    said: dict[str, Any],
-    refusal: Exception | None,
-    deadline_s: float | None,
-) -> tuple[EmbeddingSharding, int]:
-    """Return (the sharding, the first rank's seed) if all ranks have the same sharding and other arguments. Collective.
-
-    Otherwise every rank raises `RefusedError`, with the reason of the rank that refused its arguments, or
-    `DisagreementError`.
-    """
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    # Refused arguments may be of any type, and need not pickle. Nor need an `init_fn`.
-    mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
-    if refusal is None and sharding is not None:
-        mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
-    comm = _comm_of(group, device, deadline_s)
-    what = "making a ShardedEmbeddingBagCollection"
-    everyone = comm.all_gather(mine, what=what, deadline_s=_patient(deadline_s))
-    if reasons := by_rank((rank, text) for rank, (_, _, text, _) in enumerate(everyone) if text is not None):
-        raise RefusedError(f"arguments refused by {reasons}") from refusal
-    first_sharding, first_said, _, seed = everyone[0]
-    for rank, (other_sharding, other_said, _, _) in enumerate(everyone):
-        difference = first_sharding.difference(other_sharding)
-        for name, value in first_said.items():
-            if other_said[name] != value:
-                difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
-        if difference:
-            raise DisagreementError(
-                f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"
-            )
-    assert sharding is not None
-    return sharding, seed
-
-
-def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator in which ranks make a module: that of the group's usual calls, even if a rank passed another
-    device type."""
-    usual = _device_for(group, None)
-    meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
-    return symm.communicator(group, meets_on, deadline_s=_patient(deadline_s))
-
-
-def _patient(deadline_s: float | None) -> float:
-    """Return the deadline for calls instead of the shorter set-up deadline: a rank may be filling tables meanwhile."""
-    return env.deadline_s() if deadline_s is None else deadline_s

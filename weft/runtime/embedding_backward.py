@@ -54,7 +54,7 @@ def gradients(
     _require_intact(of, weights, wanted[1])
     if grad.device.type == "cpu":
         _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
-    device = _on(grad.device)
+    device = device_code(grad.device)
     received = to_owners(grad, sharding, of.rank, sizes, group, turn)
     if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
         _require_finite(of, received, group, turn.deadline_s)
@@ -125,7 +125,7 @@ def _update(call: Collected, group: dist.ProcessGroup, deadline_s: float | None)
     of, tables = call.of, call.of.tables
     assert tables is not None
     _require_intact(of, tables.weights, False)
-    device = _on(call.received.device)
+    device = device_code(call.received.device)
     rows, scale = device.sorted_rows(of, call.jagged), None
     if tables.optimizer.clip_norm is not None:
         squares = device.sum_of_squares(of, tables, rows, call.received)
@@ -157,14 +157,24 @@ def _require_finite(
     of: ForwardCall, received: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
     """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. Waits for the device. Collective."""
-    sharding, column, bad = of.plan.sharding, 0, list[str]()
+    refuse_nonfinite(nonfinite_tables(of.plan.sharding, of.rank, received), group, received.device, deadline_s)
+
+
+def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
+    """Return the tables and features of `rank` whose gradients are infinite or NaN. Waits for the device."""
+    column, bad = 0, list[str]()
     finite = received.isfinite().all(0).tolist()
-    for slot in sharding.local_slots(of.rank):
+    for slot in sharding.local_slots(rank):
         if not all(finite[column : column + slot.dim]):
             bad.append(f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}")
         column += slot.dim
+    return bad
+
+
+def refuse_nonfinite(bad: list[str], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
+    """Raise `RefusedError` on every rank if any rank has found bad gradients. Collective."""
     said = f"gradients are infinite or NaN: {'; '.join(bad)}" if bad else None
-    comm = symm.communicator(group, received.device)
+    comm = symm.communicator(group, device)
     everyone = comm.all_gather(said, what="non-finite gradients", deadline_s=deadline_s)
     if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
         raise RefusedError(f"backward of embedding_all_to_all, nothing is updated: {reasons}")
@@ -192,7 +202,8 @@ def to_owners(
     return received.view(sum(batch_sizes), columns[rank])
 
 
-def _on(device: torch.device) -> ModuleType:
+def device_code(device: torch.device) -> ModuleType:
+    """Return the module that computes backward on `device`."""
     if device.type == "cpu":
         return cpu
     from weft.runtime.cuda import embedding_backward  # needs Triton, which a CPU machine may lack
@@ -205,7 +216,11 @@ def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None
     tables = counted(len(of.plan.sharding.tables), "table")
     # Not the whole plan: backward depends neither on the transport nor on whether it was chosen.
     details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
-    topic = Topic(f"backward of embedding_all_to_all of {tables}", details)
+    compare_ranks(comm, Topic(f"backward of embedding_all_to_all of {tables}", details), of, deadline_s)
+
+
+def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s: float | None) -> None:
+    """Meet the ranks that go back through `of`. Raise on every rank if calls, optimizers or learning rates differ."""
     _meet_on(comm, topic, of.said, of.number, deadline_s)
 
 
