@@ -1,6 +1,7 @@
 """Modules with parameters, built on the operators in `weft.ops`."""
 
 from weft.nn.embedding import ShardedEmbeddingBagCollection
+from weft.nn.embedding_collection import ShardedEmbeddingCollection
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.fused_optimizer import FusedOptimizer, ignore_tables
 from weft.nn.norm import RMSNorm
@@ -25,6 +26,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
     "distributed_state_dict",
     "ignore_tables",
     "local_state_dict",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
@@ -46,7 +47,7 @@ def mark_again(module: Any, incompatible_keys: Any) -> None:
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
-    """Embedding tables placed whole on the ranks of `group`; pooled vectors for each rank's own samples.
+    """Embedding tables on the ranks of `group`, whole or in parts; pooled vectors for each rank's own samples.
 
     The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
     `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A missing or dead rank is a
@@ -96,9 +97,6 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     _of_parts: ClassVar[type[Any] | None] = None
     """The subclass with tables that are cut into parts (`weft.nn.partitioned_embedding`, which imports this file)."""
-
-    def __new__(cls, *arguments: Any, placement: Any = None, **options: Any) -> Any:
-        return super().__new__(cls._of_parts if cls._of_parts and is_cut(placement) else cls)
 
     def __init__(
         self,
@@ -167,6 +165,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
         self._length_per_key = [slot.dim for slot in self.sharding.slots]
+
+    def __new__(cls, *arguments: Any, placement: Any = None, **options: Any) -> Any:
+        return super().__new__(cls._of_parts if cls._of_parts and is_cut(placement) else cls)
+
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for documentation
 
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
         """Pool the features of all tables, and return the vectors of this rank's samples. Collective.

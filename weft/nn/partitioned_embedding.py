@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.arguments import check_tensor, checked_deadline
+from weft.arguments import checked_deadline
 from weft.embedding.check import no_tables_on
 from weft.embedding.jagged import KeyedTensor
 from weft.embedding.optimizers import EmbeddingOptimizer
@@ -34,6 +34,7 @@ from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.making import agree_on_module, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import PartitionedInput
 from weft.nn.replicated_tables import ReplicatedTables
+from weft.nn.table_parts import load_full, parts_of_rank
 from weft.operator.together import together
 from weft.runtime.opaque import opaque
 
@@ -273,36 +274,12 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return device_for(self.group, None) if self.device.type == "meta" else self.device
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        names = [table.name for table in self.partition.tables]
-        if unknown := [name for name in weights if name not in set(names)]:
-            raise ValueError(f"weights has {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
-        local = self.parts()
-        for part, _ in local:
-            table = self.partition.tables[part.table]
-            if table.name not in weights:
-                raise ValueError(
-                    f"weights lack table {table.name!r} of rank {self.rank}: they have {', '.join(weights)}"
-                )
-            check_tensor(f"weights[{table.name!r}]", weights[table.name])
-            given, wanted = list(weights[table.name].shape), [table.num_embeddings, table.embedding_dim]
-            if given != wanted:
-                raise ValueError(
-                    f"table {table.name!r} is {wanted} but the weight given is {given}: pass the whole table"
-                )
-        with torch.no_grad():
-            for part, weight in local:
-                whole = weights[self.partition.tables[part.table].name]
-                weight.copy_(whole[part.row : part.row + part.rows, part.column : part.column + part.columns])
+        load_full(self.partition, self.rank, self.parts(), weights)
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
         """Return this rank's parts with their weights, in the order of `embedding_bags`. Data-parallel tables are whole."""
-        numbers = [] if self.partition.sharding is None else self.partition.sharding.local_tables(self.rank)
-        found = [self.partition.parts[number] for number in numbers]
-        for number in self.partition.replicated_tables:
-            table = self.partition.tables[number]
-            found.append(TablePart(number, self.rank, 0, table.num_embeddings, 0, table.embedding_dim))
         weights = [cast(nn.EmbeddingBag, bag).weight for bag in self.embedding_bags.children()]
-        return list(zip(found, weights, strict=True))
+        return list(zip(parts_of_rank(self.partition, self.rank), weights, strict=True))
 
     def _mark_tables(self) -> None:
         for bag in self.embedding_bags.children():

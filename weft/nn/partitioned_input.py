@@ -10,6 +10,7 @@ An id out of range goes to the nearest part, where it is out of range too. A bag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -85,32 +86,11 @@ class _Arranging:
         self.of, self.jagged, self.block = of, jagged, block
         self.batch = jagged.stride or 0
         self.lengths = jagged.offsets.diff().to(torch.int64).view(len(block), self.batch)
-        self.ends = self._ends()
+        self.ends = ends_of_keys(jagged, list(block))
         sizes = [end - begin for begin, end in pairwise(self.ends)]
         inside = slice(self.ends[0], self.ends[-1])
         self.ids = jagged.values[inside].split(sizes)
         self.weights = None if jagged.weights is None else jagged.weights[inside].split(sizes)
-
-    def _ends(self) -> list[int]:
-        offsets, count = self.jagged.offsets, self.jagged.values.numel()
-        if not self.batch or not self.block:
-            return [0] * (len(self.block) + 1)
-        least = self.lengths.min().view(1)
-        *ends, least_length = torch.cat([offsets[:: self.batch].to(torch.int64), least]).tolist()
-        if least_length < 0:
-            key, sample = divmod(int((self.lengths.flatten() < 0).nonzero()[0]), self.batch)
-            raise ValueError(
-                f"feature {list(self.block)[key]!r}, sample {sample}: length {int(self.lengths[key, sample])} is negative: a bag "
-                "holds 0 or more ids, offsets must ascend"
-            )
-        if ends[0] < 0 or ends[-1] > count:
-            raise ValueError(
-                f"offsets go from {ends[0]} to {ends[-1]} but there are {counted(count, 'value')}: offsets are positions "
-                "in values, 0 or more"
-            )
-        if self.jagged.whole and ends[-1] != count:
-            raise ValueError(wrong_sum(ends[-1], count))
-        return ends
 
     def done(self) -> Arranged:
         of, partition = self.of, self.of.partition
@@ -189,3 +169,28 @@ class _Arranging:
         if not partition.hashes_input:  # hashes may need 64 bits
             ids = ids.to(self.jagged.values.dtype)
         return names, ids, counts, torch.cat(sources).index_select(0, order) if sources else None
+
+
+def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
+    """Return where the ids of each key begin, and the end of the last key's. Raise `ValueError` for bags that cannot be.
+
+    It waits for the device."""
+    offsets, count, batch = jagged.offsets, jagged.values.numel(), jagged.stride or 0
+    if not batch or not keys:
+        return [0] * (len(keys) + 1)
+    lengths = offsets.diff()
+    *ends, least = torch.cat([offsets[::batch], lengths.min().view(1)]).tolist()
+    if least < 0:
+        key, sample = divmod(int((lengths < 0).nonzero()[0]), batch)
+        raise ValueError(
+            f"feature {keys[key]!r}, sample {sample}: length {int(lengths[key * batch + sample])} is negative: a bag holds 0 or "
+            "more ids, offsets must ascend"
+        )
+    if ends[0] < 0 or ends[-1] > count:
+        raise ValueError(
+            f"offsets go from {ends[0]} to {ends[-1]} but there are {counted(count, 'value')}: offsets are positions in values, "
+            "0 or more"
+        )
+    if jagged.whole and ends[-1] != count:
+        raise ValueError(wrong_sum(ends[-1], count))
+    return ends

@@ -95,7 +95,7 @@ class ReplicatedTables:
         of.is_updated = True
         of.tables.step.copy_(of.tables.step if step is None else step)
         of.tables.step.add_(1)
-        runtime.update(of, flat)
+        runtime.update(of, flat, self.group, self.deadline_s)
 
     def end_accumulation(self, step: torch.Tensor | None) -> None:
         """Update the tables once, by the sum of the gradients that were kept."""

@@ -7,12 +7,11 @@
 So the sum is the same on every rank, to the bit, and does not depend on how torch's backends reduce. It depends on the number of
 ranks: each rank sums its own samples first. Rows that some rank has read are updated, as those of other tables are.
 
-A table is updated by a call to the code of sharded tables. Its bags have one row each, whose gradient is the sum.
+Tables are updated as unpooled ones are (`weft.runtime.embedding_rows`): each row's gradient is the sum.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,14 +19,12 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
-from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput
-from weft.embedding.check import CheckedInput
-from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding import EmbeddingSharding, JaggedInput
+from weft.embedding.forward_call import ForwardCall
 from weft.embedding.hashing import hash_ids
-from weft.embedding.options import EmbeddingOptions
-from weft.embedding.plan import EmbeddingPlan
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.embedding_backward import compare_ranks, device_code
+from weft.runtime.embedding_rows import RowGradients, update_rows
 from weft.runtime.meeting import Topic
 from weft.runtime.unfused.turn import turn_on
 from weft.words import counted
@@ -95,26 +92,19 @@ def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[tor
     return [(both[:, :-1].contiguous(), both[:, -1] > 0) for both in found]
 
 
-def update(of: ForwardCall, flat: torch.Tensor) -> None:
+def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
     """Update each row that a rank has read. `flat`: the sum of all ranks' gradients. The number of updates is counted before."""
     tables = of.tables
     assert tables is not None
     tables.require_intact(of.plan.sharding, of.rank)
-    device = device_code(flat.device)
+    given = []
     for number, (config, (grad, is_read)) in enumerate(
         zip(of.plan.sharding.tables, of_tables(flat, of.plan.sharding), strict=True)
     ):
         rows = config.num_embeddings
-        ids = torch.arange(rows, device=flat.device)
-        jagged = JaggedInput(None, torch.where(is_read, ids, rows), torch.arange(rows + 1, device=flat.device), None)
-        # Tables of one plan have other numbers, hence other random bits. Here each has a plan of its own.
-        seed = (tables.optimizer.seed + number * 0x9E3779B97F4A7C15) % 2**63
-        own = Tables(
-            replace(tables.optimizer, seed=seed), [tables.weights[number]], [tables.states[number]], tables.learning_rate,
-            tables.step,
-        )  # fmt: skip
-        alone = ForwardCall(_plan_of(config), 0, CheckedInput((0,), (rows,), rows), 0, own, of.factor, False)
-        device.update(alone, own, device.sorted_rows(alone, jagged), grad)
+        ids = torch.where(is_read, torch.arange(rows, device=flat.device), rows)
+        given.append(RowGradients(config, number, ids, grad))
+    update_rows(given, tables, of.factor, group, deadline_s)
 
 
 def gradients(of: ForwardCall, flat: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -127,10 +117,3 @@ def gradients(of: ForwardCall, flat: torch.Tensor) -> Sequence[torch.Tensor]:
             grad = torch.sparse_coo_tensor(at, grad[at[0]], grad.shape, is_coalesced=True, check_invariants=False)
         found.append(grad)
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def _plan_of(table: EmbeddingBagConfig) -> EmbeddingPlan:
-    """Return a plan of one table that one feature reads, by sums."""
-    alone = replace(table, feature_names=("row",), pooling="sum")
-    return EmbeddingPlan(EmbeddingSharding((alone,), (0,), 1), EmbeddingOptions("direct"))
