@@ -308,6 +308,21 @@ def test_placements_that_cannot_be(pool: Pool, placement: Any, options: dict[str
         assert text in said
 
 
+def too_large(group: dist.ProcessGroup) -> str:
+    tables = [EmbeddingBagConfig(2**50, 8, "huge", ("f",)), EmbeddingBagConfig(10, 8, "small", ("g",))]
+    error = told(lambda: ShardedEmbeddingBagCollection(tables, group=group, placement=[0, 1], deadline_s=30.0))
+    ShardedEmbeddingBagCollection(tables[1:], group=group, deadline_s=30.0)  # the group stays usable
+    return error
+
+
+def test_a_table_too_large_for_its_rank_is_named(pool: Pool) -> None:
+    on_owner, elsewhere = pool.run(too_large, ranks=2)
+    assert on_owner.startswith(
+        "MemoryError: table 'huge' has 32768.0 TiB, which cpu cannot hold: cut it by rows or columns"
+    )
+    assert elsewhere.startswith("RefusedError: tables could not be filled: rank 0: table 'huge' has 32768.0 TiB")
+
+
 def bad_input(group: dist.ProcessGroup, how: str) -> tuple[str, str, bool]:
     module = ShardedEmbeddingBagCollection(
         TABLES[torch.float32], group=group, placement=placements(2)["mixed"], optimizer=weft.SGD(lr=0.1), deadline_s=30.0,

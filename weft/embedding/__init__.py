@@ -6,6 +6,7 @@ from weft.embedding.jagged import JaggedInput, JaggedTensor, KeyedJaggedTensor, 
 from weft.embedding.optimizers import SGD, Adagrad, Adam, EmbeddingOptimizer, PartialRowwiseAdam, RowwiseAdagrad
 from weft.embedding.partition import ColumnWise, DataParallel, RowWise, TableSharding, TableWise
 from weft.embedding.placement import place_tables
+from weft.embedding.planner import TablePlan, plan_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, Slot
 from weft.embedding.update import FusedUpdate
 
@@ -27,9 +28,11 @@ __all__ = [
     "RowWise",
     "RowwiseAdagrad",
     "Slot",
+    "TablePlan",
     "TableSharding",
     "TableWise",
     "as_jagged",
     "hash_ids",
     "place_tables",
+    "plan_tables",
 ]

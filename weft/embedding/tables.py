@@ -336,7 +336,7 @@ class EmbeddingSharding:
             memory = sum(self.tables[i].nbytes for i in mine)
             share = sum(costs[i] for i in mine) / sum(costs)
             owned = self._runs_text(mine)
-            lines.append(f"{rank:>4} {len(mine):>6} {columns:>7} {_bytes_text(memory):>10} {share:>7.1%}  {owned}")
+            lines.append(f"{rank:>4} {len(mine):>6} {columns:>7} {bytes_text(memory):>10} {share:>7.1%}  {owned}")
         return "\n".join(lines)
 
     def _runs_text(self, indices: Sequence[int]) -> str:
@@ -391,7 +391,8 @@ def check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
             )
 
 
-def _bytes_text(nbytes: float) -> str:
+def bytes_text(nbytes: float) -> str:
+    """Return a number of bytes with its unit, such as "1.5 MiB"."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024:

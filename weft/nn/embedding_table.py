@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.embedding.tables import EmbeddingBagConfig
+from weft.embedding.tables import EmbeddingBagConfig, bytes_text
 
 BLOCK_ELEMENTS = 1 << 26  # that one seed fills: memory for a part's values, and the least to draw for it
 _STEP = 1_000_003  # between the seeds of blocks; tables have adjacent ones
@@ -22,7 +22,14 @@ class Table(nn.EmbeddingBag):
 
     def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
-        weight = torch.empty(rows, dim, dtype=table.dtype, device=device)
+        try:
+            weight = torch.empty(rows, dim, dtype=table.dtype, device=device)
+        except (MemoryError, RuntimeError) as error:
+            text = (
+                f"table {table.name!r} has {bytes_text(table.nbytes)}, which {device} cannot hold: cut it by rows or columns "
+                "(placement=, weft.embedding.RowWise, ColumnWise; weft.embedding.plan_tables chooses)"
+            )
+            raise (torch.OutOfMemoryError if device.type == "cuda" else MemoryError)(text) from error
         super().__init__(rows, dim, mode=table.pooling, include_last_offset=True, _weight=weight)
         self._table, self._seed = table, seed
         self.reset_parameters()
