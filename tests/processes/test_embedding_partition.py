@@ -6,6 +6,8 @@ The same tables in one process in float64 say what is right. Then bits, initial 
 from __future__ import annotations
 
 import copy
+import random
+import time
 from typing import Any
 
 import pytest
@@ -93,13 +95,31 @@ def test_any_shardings_and_bags(pool: Pool, data: Any) -> None:
 
 @pytest.mark.parametrize("name", ["rows", "mixed"])
 def test_equal_inputs_give_equal_bits(pool: Pool, name: str) -> None:
-    runs = [
-        pool.run(train, placements(3)[name], torch.float32, 2, 13, {"optimizer": weft.RowwiseAdagrad(lr=0.1)}, ranks=3)
-        for _ in range(3)
+    options = {"optimizer": weft.RowwiseAdagrad(lr=0.1)}
+    call = placements(3)[name], torch.float32, 2, 13, options
+    first, *others = [
+        whole([parts for parts, _ in pool.run(_delayed, delay_s, *call, ranks=3)]) for delay_s in (0, 0.02, 0.02)
     ]
-    first = [whole([parts for parts, _ in run]) for run in runs]
-    for other in first[1:]:
-        assert all(torch.equal(other[table], weight) for table, weight in first[0].items())
+    for other in others:
+        assert all(torch.equal(other[table], weight) for table, weight in first.items())
+
+
+def _delayed(group: dist.ProcessGroup, delay_s: float, *call: Any) -> list[Any]:
+    """Train with ranks that stop at random before collectives."""
+    from weft.nn import partitioned_embedding as module
+
+    before = module.together
+    rng = random.Random(group.rank())
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(rng.random() * delay_s)
+        return before(*arguments)
+
+    module.together = late  # type: ignore[assignment]
+    try:
+        return train(group, *call)
+    finally:
+        module.together = before
 
 
 def test_parts_of_columns_have_the_bits_of_whole_tables(pool: Pool) -> None:
@@ -299,6 +319,9 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ({"users": RowWise()}, {}, "placement leaves out table 'items'"),
         ([0, 0, 0, RowWise()], {"input": "global_batch"}, "pass input='local_batch'"),
         ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value or another sharding"),
+        ([0, 0, 0, DataParallel()], {"input": "batch"}, "input='batch' must be 'local_batch' or 'global_batch'"),
+        ([0, 0, 0, RowWise()], {"max_ids": 0}, "max_ids=0 must be at least 1"),
+        ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 goes with input='local_batch'"),
         ([0, 0, 0, DataParallel()], {"outputs": 0}, "outputs=0 must be between 1 and 255"),
     ],
 )  # fmt: skip
@@ -345,12 +368,36 @@ def bad_input(group: dist.ProcessGroup, how: str) -> tuple[str, str, bool]:
 
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("id", "is not in [0,"), ("length", "length -1 is negative"), ("key", "needs feature 'i', which the input lacks")],
+    [
+        ("id", "position 0: index 33 is not in [0, 30)"),
+        ("length", "length -1 is negative"),
+        ("key", "needs feature 'i', which the input lacks"),
+    ],
 )
 def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str) -> None:
     for _, said, trains in pool.run(bad_input, how, ranks=2, timeout_s=60):
         assert text in said
         assert trains
+
+
+def skewed(group: dist.ProcessGroup, placement: Any, max_ids: int) -> str:
+    tables = [EmbeddingBagConfig(20, 4, "t", ("f",)), EmbeddingBagConfig(20, 4, "other", ("g",))]
+    module = ShardedEmbeddingBagCollection(tables, group=group, placement=placement, max_ids=max_ids, deadline_s=30.0)
+    ids = torch.cat([torch.full((30,), 13), torch.zeros(3, dtype=torch.int64)])
+    features = KeyedJaggedTensor(["f", "g"], ids, lengths=torch.tensor([10] * 3 + [1] * 3))
+    error = told(lambda: module(features))
+    few = KeyedJaggedTensor(["f", "g"], torch.arange(2), lengths=torch.tensor([1, 1]))
+    assert module(few).values().shape == (1, 8)  # the group stays usable
+    return error
+
+
+def test_a_rank_that_would_receive_too_many_ids_is_named(pool: Pool) -> None:
+    for placement, totals in (([RowWise(), 0], [6, 60]), ([1, 0], [6, 60])):
+        for error in pool.run(skewed, placement, 40, ranks=2):
+            assert error.startswith(
+                f"RefusedError: rank 1 would receive 60 ids, and max_ids=40: ranks would receive {totals}"
+            )
+        assert pool.run(skewed, placement, 60, ranks=2) == ["nothing"] * 2
 
 
 def other_rates(group: dist.ProcessGroup) -> tuple[str, str]:

@@ -102,6 +102,8 @@ def play(case: Case) -> None:
         for found, is_sparse in ((dense, False), (sparse, True)):
             of = ForwardCall(plan, rank, checked, 1, None, 1.0, is_sparse)
             found.append(device.gradients_of_tables(of, device.sorted_rows(of, jagged), received))
+            if received.dtype != torch.float32:
+                _check_other_dtypes(device, of, jagged, received)
         if p.weighted and not case.keyed:
             _check_weights(p, rank, device.gradients_of_weights(of, jagged, weights, received), upstream)
     if case.optimizer is not None:
@@ -209,6 +211,33 @@ def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list
         by_dtype.append(weights)
     for one, exact, in_fp32 in zip(found, *by_dtype, strict=True):
         assert_as_exact_as_torch(one, in_fp32, exact)
+
+
+def _check_other_dtypes(device: Any, of: ForwardCall, jagged: JaggedInput, received: torch.Tensor) -> None:
+    """Gradients of 16 bits give float32 gradients of tables, and update 16-bit tables in float32, as on CPU processes."""
+    from weft.runtime.cpu import embedding_backward as cpu
+
+    wide = [one.gradients_of_tables(of, one.sorted_rows(of, jagged), received, torch.float32) for one in (device, cpu)]
+    for mine, other in zip(*wide, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    if of.sparse:
+        return
+    updated = []
+    for one in (device, cpu):
+        shapes = [of.plan.sharding.tables[index] for index in of.plan.sharding.local_tables(of.rank)]
+        weights = [torch.ones(t.num_embeddings, t.embedding_dim, dtype=t.dtype) for t in shapes]
+        update = FusedUpdate(weft.RowwiseAdagrad(lr=0.5), weights)
+        states = [list(of_table.values()) for of_table in update.states]
+        tables = Tables(update.optimizer, weights, states, update.learning_rate, update.step)
+        own = replace(of, tables=tables)
+        update.step.add_(1)
+        one.update(own, tables, one.sorted_rows(own, jagged), received.float())
+        squares = one.sum_of_squares(own, tables, one.sorted_rows(own, jagged), received.float())
+        updated.append(([weight.float() for weight in weights], squares))
+    for mine, other in zip(updated[0][0], updated[1][0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=torch.finfo(of.plan.sharding.dtype).eps, atol=0)
+    torch.testing.assert_close(updated[0][1], updated[1][1], rtol=1e-5, atol=1e-9)
 
 
 def _check_weights(p: Problem, rank: int, found: torch.Tensor, upstream: torch.Tensor) -> None:

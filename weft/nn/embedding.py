@@ -32,8 +32,9 @@ from weft.embedding.update import FusedUpdate
 from weft.nn import local_batch
 from weft.nn.embedding_table import Table, first_values
 from weft.nn.fused_optimizer import FusedOptimizer
+from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
-from weft.nn.making import agree_on_module, device_for, fill_together, rank_in
+from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, form_of, plan_in, release
@@ -91,6 +92,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
     sparse: without an optimizer, gradients are sparse COO tensors, as `nn.EmbeddingBag(sparse=True)` makes them.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel does for the other
         parameters and TorchRec for tables; "sum" does not.
+    max_ids: the most ids that a rank may receive in a call, with input="local_batch". If any would receive more, every rank raises
+        `RefusedError` with the numbers of all, before ids leave. Ranks exchange the numbers for it. Default: no bound.
     transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as for `weft.embedding_all_to_all`. The distribution of
         a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
     """
@@ -117,6 +120,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         bounds_check: BoundsCheck = "warning",
         hash: bool = False,
         outputs: int = 2,
+        max_ids: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
         super().__init__()
@@ -134,10 +138,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         sharding, options, refusal = None, None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
-            if input not in ("local_batch", "global_batch"):
-                raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
-            if not isinstance(is_weighted, bool):
-                raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
+            check_input_options(input, is_weighted, max_ids)
             check_module_options(optimizer, sparse, gradients)
             device = device_for(group, device)
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
@@ -149,11 +150,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         except (ValueError, TypeError) as error:
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
-        said |= {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
+        said |= {"max_ids": max_ids, "optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
         sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s)
-        self._options = cast(EmbeddingOptions, options)
+        self._options, self._max_ids = cast(EmbeddingOptions, options), max_ids
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
         self._make_tables(seed)
@@ -185,7 +186,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
         Raises `ValueError` for a bad input: on every rank a `RefusedError`, such as for a table whose feature is missing.
         """
-        if torch.compiler.is_compiling() and torch.is_grad_enabled() and (self._is_trained or self._optimizer):
+        is_trained = torch.is_grad_enabled() and (self._is_trained or self._optimizer)
+        if torch.compiler.is_compiling() and (is_trained or self._max_ids is not None):
             return self._called(features, batch_sizes)  # opaque: the graph breaks here
         if self.input == "global_batch":
             return self._pooled(features, batch_sizes)
@@ -203,7 +205,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
             call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
         with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
-            # Two collectives, one call for the ranks.
+            # Several collectives, one call for the ranks.
+            if (bound := self._max_ids) is not None:
+                of_ranks = self._input_dist.features_of_rank
+                totals = totals_of_ranks(features, of_ranks, self.group, self._speaks_on(), self.deadline_s)
+                require_bound(totals, bound, "")
             return self._pooled(*self._input_dist(features, refusal))
 
     @opaque

@@ -36,6 +36,7 @@ from weft.embedding.update import FusedUpdate
 from weft.errors import WeftError
 from weft.nn.embedding_table import Table, filler_of, first_values
 from weft.nn.fused_optimizer import FusedOptimizer
+from weft.nn.id_bound import check_max_ids
 from weft.nn.making import agree_on_module, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import ends_of_keys
 from weft.nn.row_dist import RowDist, RowRoute, starts
@@ -112,8 +113,7 @@ class ShardedEmbeddingCollection(nn.Module):
             for name, value in (("dedup", dedup),):
                 if not isinstance(value, bool):
                     raise ValueError(f"{name}={value!r} must be True or False")
-            if max_ids is not None and (isinstance(max_ids, bool) or not isinstance(max_ids, int) or max_ids < 1):
-                raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no bound")
+            check_max_ids(max_ids)
             device = device_for(group, device)
             configs = [_config_of(table) for table in tables]
             if placement is None:

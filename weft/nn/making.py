@@ -13,6 +13,7 @@ from weft import env, symm
 from weft.embedding.check import DEVICE_TYPES
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
+from weft.nn.id_bound import check_max_ids
 from weft.words import by_rank
 
 
@@ -41,6 +42,17 @@ def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> t
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
+    """Raise `ValueError` for options of a module's input that are invalid or exclude each other."""
+    if input not in ("local_batch", "global_batch"):
+        raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
+    if not isinstance(is_weighted, bool):
+        raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
+    check_max_ids(max_ids)
+    if max_ids is not None and input == "global_batch":
+        raise ValueError(f"max_ids={max_ids} goes with input='local_batch': no ids travel for a global batch")
 
 
 def agree_on_module(

@@ -31,7 +31,7 @@ from weft.embedding.update import FusedUpdate
 from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
 from weft.nn.embedding_table import Table, filler_of, first_values
 from weft.nn.fused_optimizer import FusedOptimizer
-from weft.nn.making import agree_on_module, device_for, fill_together, rank_in
+from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import PartitionedInput
 from weft.nn.replicated_tables import ReplicatedTables
 from weft.nn.table_parts import load_full, parts_of_rank
@@ -49,7 +49,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         rows_read: Sequence[float] | Mapping[str, float] | None = None,
         input: Literal["local_batch", "global_batch"] = "local_batch", is_weighted: bool = False,
         optimizer: EmbeddingOptimizer | None = None, sparse: bool = False, gradients: Literal["mean", "sum"] = "mean",
-        hash: bool = False, deadline_s: float | None = None, **options: Any,
+        hash: bool = False, max_ids: int | None = None, deadline_s: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         self.rank, self.group, self.input = rank_in(group), group, input
@@ -60,6 +60,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         partition, refusal = None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
+            check_input_options(input, is_weighted, max_ids)
             check_module_options(optimizer, sparse, gradients)
             device = device_for(group, device)
             partition = partition_tables(
@@ -75,7 +76,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             "optimizer": repr(optimizer),
             "sparse": sparse,
         }
-        said |= {"gradients": gradients, "hash": hash, **options}
+        said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, **options}
         whole = None
         if partition is not None:
             said["placement"] = repr(partition.shardings)
@@ -85,7 +86,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self.partition, self._seed = cast(Partition, partition), seed
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self.device = cast(torch.device, device)
-        self._make(gradients, options)
+        self._make(gradients, {**options, "max_ids": max_ids})
         for parameter in self.parameters():
             parameter.requires_grad_(self._is_trained)
         self._mark_tables()
@@ -113,7 +114,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _make(self, gradients: Any, options: dict[str, Any]) -> None:
         """Make the tables, and the collection of parts. Collective."""
         partition, options = self.partition, {"hash": self._options.hash, **options}
-        self._arrange = PartitionedInput(partition, self._is_weighted)
+        self._arrange = PartitionedInput(partition, self._is_weighted, self._options.refuses_bad_ids)
         self.sharding = cast(EmbeddingSharding, partition.sharding or partition.replicated)
         parts: ShardedEmbeddingBagCollection | None = None
         if (sharding := partition.sharding) is not None:

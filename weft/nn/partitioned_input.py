@@ -44,8 +44,9 @@ class Arranged:
 class PartitionedInput:
     """Arranges the samples of one rank for `partition`. Not collective."""
 
-    def __init__(self, partition: Partition, is_weighted: bool) -> None:
-        self.partition, self._is_weighted = partition, is_weighted
+    def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
+        """refuses_bad_ids: raise for ids of row-wise tables that are out of range, with the table's own rows."""
+        self.partition, self._is_weighted, self.refuses_bad_ids = partition, is_weighted, refuses_bad_ids
         row_wise = [n for n, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)]
         self.row_wise = [(n, feature) for n in row_wise for feature in partition.tables[n].feature_names]
         whole = [n for n, s in enumerate(partition.shardings) if not isinstance(s, RowWise | DataParallel)]
@@ -152,6 +153,8 @@ class _Arranging:
         names: list[str] = []
         owners, local, samples, sources = [], [], [], []
         for (table, feature), rows in zip(self.of.row_wise, self._rows, strict=True):
+            if self.of.refuses_bad_ids:
+                self._check(table, feature, rows)
             size, parts = partition.rows_of_part(table), partition.parts_of(table)
             owner = (rows // size).clamp(0, len(parts) - 1)
             owners.append(owner + len(names))
@@ -169,6 +172,20 @@ class _Arranging:
         if not partition.hashes_input:  # hashes may need 64 bits
             ids = ids.to(self.jagged.values.dtype)
         return names, ids, counts, torch.cat(sources).index_select(0, order) if sources else None
+
+    def _check(self, table: int, feature: str, rows: torch.Tensor) -> None:
+        """Raise `ValueError` for a row that the table does not have. It waits for the device."""
+        config, lengths = self._table(table), self.lengths[self.block[feature]]
+        bad = ((rows < 0) | (rows >= config.num_embeddings)).nonzero()
+        if bad.numel():
+            at, ends = int(bad[0]), lengths.cumsum(0)
+            sample = int((ends <= at).sum())
+            position = at - (int(ends[sample - 1]) if sample else 0)
+            raise ValueError(
+                f"table {config.name!r}, feature {feature!r}, sample {sample} of this rank, position {position}: index "
+                f"{int(rows[at])} is not in [0, {config.num_embeddings}): correct the ids, enlarge the table, or pass "
+                "hash=True to map any id to a row"
+            )
 
 
 def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:

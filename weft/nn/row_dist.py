@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.embedding.partition import Partition
-from weft.errors import RefusedError
+from weft.nn.id_bound import require_bound
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.embedding_rows import sums_of_equal
 from weft.runtime.unfused.turn import turn_on
@@ -90,12 +90,8 @@ class RowDist:
         host = torch.cat([received, of_rank, *(one.view(1) for one in bad)]).tolist()
         lines = [host[source * mine : (source + 1) * mine] for source in range(self.world)]
         totals = [sum(line[sizes[self.rank] + rank] for line in lines) for rank in range(self.world)]
-        if self.max_ids is not None and max(totals) > self.max_ids:
-            worst = totals.index(max(totals))
-            raise RefusedError(
-                f"rank {worst} would receive {counted(totals[worst], 'id')}, and max_ids={self.max_ids}: ranks would receive "
-                f"{totals}. Use a smaller batch, dedup=True, or other ranks for the tables of rank {worst}"
-            )
+        if self.max_ids is not None:
+            require_bound(totals, self.max_ids, "" if self.dedup else "dedup=True, ")
         end = self.world * mine
         of_parts = [count for line in lines for count in line[: sizes[self.rank]]]
         return host[end : end + self.world], of_parts, host[end + self.world :]
