@@ -50,6 +50,11 @@ class PartitionedInput:
         row_wise = [n for n, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)]
         self.row_wise = [(n, feature) for n in row_wise for feature in partition.tables[n].feature_names]
         whole = [n for n, s in enumerate(partition.shardings) if not isinstance(s, RowWise | DataParallel)]
+        self.features_of_parts = {
+            (n, feature): [partition.feature_of_part(partition.parts[p], feature) for p in partition.parts_of(n)]
+            for n, feature in self.row_wise
+        }
+        """For each (row-wise table, feature), the features that its parts read."""
         self.passed: dict[str, tuple[str, int | None]] = {}
         """For each feature of whole tables and of parts of columns: the given feature, and rows to hash it to."""
         for number in whole:
@@ -155,8 +160,8 @@ class _Arranging:
         for (table, feature), rows in zip(self.of.row_wise, self._rows, strict=True):
             if self.of.refuses_bad_ids:
                 self._check(table, feature, rows)
-            size, parts = partition.rows_of_part(table), partition.parts_of(table)
-            owner = (rows // size).clamp(0, len(parts) - 1)
+            size, of_parts = partition.rows_of_part(table), self.of.features_of_parts[table, feature]
+            owner = (rows // size).clamp(0, len(of_parts) - 1)
             owners.append(owner + len(names))
             local.append(rows - owner * size)
             block = self.block[feature]
@@ -164,7 +169,7 @@ class _Arranging:
             samples.append(each.repeat_interleave(self.lengths[block], output_size=rows.numel()))
             if self.weights is not None:
                 sources.append(self.weights[block])
-            names += [partition.feature_of_part(partition.parts[number], feature) for number in parts]
+            names += of_parts
         owner, at = torch.cat(owners), torch.cat(samples)
         order = owner.argsort(stable=True)  # ids of a part stay in the order of samples and of places in the bag
         counts = torch.bincount(owner * batch + at, minlength=len(names) * batch)

@@ -1,6 +1,6 @@
 """Backward of data-parallel tables: every rank has the tables, pools its own samples, and gets the sum of all ranks' gradients.
 
-    dense      [rows, columns + 1] float32 of each table: this rank's gradient, and 1 in rows that it has read
+    dense      [rows, columns] float32 of each table: this rank's gradient; then 1 for each row that it has read
     parts      all ranks' values of a range of elements, all_to_all_single; summed in the order of ranks
     reduced    the sums of all ranges, all_gather
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from weft import symm
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
-from weft.embedding.hashing import hash_ids
+from weft.embedding.hashing import rows_of_hashes
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.embedding_backward import compare_ranks, device_code
 from weft.runtime.embedding_rows import RowGradients, update_rows
@@ -38,24 +39,29 @@ class Spans:
 
 
 def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: torch.Tensor) -> torch.Tensor:
-    """Return gradients of all tables, flat: [rows, columns + 1] float32 of each. The last column is 1 in rows that it read.
+    """Return the float32 gradients of all tables, flat, and behind them 1 for each row that this rank has read.
 
     grad: [samples, columns of all tables].
     """
-    device, sharding = device_code(grad.device), of.plan.sharding
+    device = device_code(grad.device)
     plain = replace(of, sparse=False, factor=1.0)
     found = device.gradients_of_tables(plain, device.sorted_rows(plain, jagged), grad.contiguous(), torch.float32)
-    flat = []
-    for number, (table, dense) in enumerate(zip(sharding.tables, found, strict=True)):
-        rows = table.num_embeddings
-        is_read = torch.zeros(rows + 1, dtype=torch.float32, device=grad.device)
-        for slot, (begin, end) in zip(sharding.slots, spans.of_slot, strict=True):
-            if slot.table == number:
-                ids = jagged.values[begin:end]
-                row = hash_ids(ids, rows) if of.plan.options.hash else ids.to(torch.int64)
-                is_read[torch.where((row >= 0) & (row < rows), row, rows)] = 1.0
-        flat.append(torch.cat([dense, is_read[:rows, None]], dim=1).flatten())
-    return torch.cat(flat)
+    return torch.cat([*(dense.flatten() for dense in found), _rows_read(of, jagged, spans)])
+
+
+def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tensor:
+    sharding, device = of.plan.sharding, jagged.values.device
+    sizes = [table.num_embeddings for table in sharding.tables]
+    bases = [0, *accumulate(sizes)]
+    of_slots = [(sizes[slot.table], bases[slot.table]) for slot in sharding.slots]
+    counts = torch.tensor([end - begin for begin, end in spans.of_slot], device=device)
+    total = sum(end - begin for begin, end in spans.of_slot)
+    of_ids = torch.tensor(of_slots, device=device).repeat_interleave(counts, 0, output_size=total)
+    ids, (rows, base) = torch.cat([jagged.values[begin:end] for begin, end in spans.of_slot]), of_ids.unbind(1)
+    row = rows_of_hashes(ids, rows) if of.plan.options.hash else ids.to(torch.int64)
+    read = torch.zeros(bases[-1] + 1, dtype=torch.float32, device=device)
+    read[torch.where((row >= 0) & (row < rows), base + row, bases[-1])] = 1.0  # the last one is of ids without a row
+    return read[:-1]
 
 
 def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
@@ -87,9 +93,11 @@ def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadl
 
 def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each table's gradient, [rows, columns], and a flag for each row: True if a rank has read it."""
-    shapes = [(table.num_embeddings, table.embedding_dim + 1) for table in sharding.tables]
-    found = [part.view(shape) for part, shape in zip(flat.split([a * b for a, b in shapes]), shapes, strict=True)]
-    return [(both[:, :-1].contiguous(), both[:, -1] > 0) for both in found]
+    shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
+    dense, read = flat.split([sum(rows * columns for rows, columns in shapes), sum(rows for rows, _ in shapes)])
+    grads = dense.split([rows * columns for rows, columns in shapes])
+    flags = (read > 0).split([rows for rows, _ in shapes])
+    return [(grad.view(shape), flag) for grad, shape, flag in zip(grads, shapes, flags, strict=True)]
 
 
 def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:

@@ -1,7 +1,7 @@
 """Updates of tables by gradients of rows: each id has a gradient of its own, as in backward of unpooled embeddings.
 
-A table is a call of its own to the code that updates pooled tables: every bag has one id. Equal ids are summed in the order in
-which they are given, in float32.
+Tables are a call to the code that updates pooled tables, in which every bag has one id. Equal ids are summed in the order in which
+they are given, in float32.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,10 @@ def update_rows(
 ) -> None:
     """Update the rows of all ids. tables: those of `given`, in order. Collective if the optimizer clips by norm."""
     prepared = []
-    for place, one in enumerate(given):
-        of, jagged = _call(one, factor, _alone(tables, place, one.number), False)
-        device = device_code(one.grads.device)
-        prepared.append((device, of, device.sorted_rows(of, jagged), one.grads))
+    for places in _similar(given, tables):
+        of, jagged, grads = _call([given[place] for place in places], factor, _some(tables, places, given), False)
+        device = device_code(grads.device)
+        prepared.append((device, of, device.sorted_rows(of, jagged), grads))
     scale = None
     if (clip_norm := tables.optimizer.clip_norm) is not None:
         squares = torch.zeros((), dtype=torch.float64, device=tables.step.device)
@@ -50,13 +51,24 @@ def update_rows(
         device.update(of, of.tables, rows, grads, scale)
 
 
+def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
+    """Return groups of tables with similar numbers of ids: a group is one call, whose arrays have room for the most.
+
+    With random rounding each table is alone: its random bits must not depend on the others."""
+    groups: dict[int, list[int]] = {}
+    is_stochastic = tables.optimizer.rounding == "stochastic"
+    for place, one in enumerate(given):
+        groups.setdefault(-place if is_stochastic else one.ids.numel().bit_length(), []).append(place)
+    return list(groups.values())
+
+
 def gradient_of_table(
     given: RowGradients, factor: float, sparse: bool, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the gradient of the table: dense, or a coalesced sparse COO tensor, for which it waits for the device."""
-    of, jagged = _call(given, factor, None, sparse)
-    device: Any = device_code(given.grads.device)
-    (found,) = device.gradients_of_tables(of, device.sorted_rows(of, jagged), given.grads, dtype)
+    of, jagged, grads = _call([given], factor, None, sparse)
+    device: Any = device_code(grads.device)
+    (found,) = device.gradients_of_tables(of, device.sorted_rows(of, jagged), grads, dtype)
     return found  # type: ignore[no-any-return]
 
 
@@ -73,21 +85,41 @@ def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> tor
     return gradient_of_table(RowGradients(table, 0, inverse, grads), 1.0, True).values()
 
 
-def _call(given: RowGradients, factor: float, tables: Tables | None, sparse: bool) -> tuple[ForwardCall, JaggedInput]:
-    count = given.ids.numel()
-    jagged = JaggedInput(None, given.ids, torch.arange(count + 1, device=given.ids.device), None)
-    return ForwardCall(_plan_of(given.table), 0, CheckedInput((0,), (count,), count), 0, tables, factor, sparse), jagged
+def _call(
+    given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
+) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
+    """Return a call whose slot t has a bag for each id of `given[t]`, its input, and its gradients [most ids, all columns]."""
+    counts, device = [one.ids.numel() for one in given], given[0].ids.device
+    most, grads = max(counts), given[0].grads
+    if len(given) == 1:
+        ids, offsets = given[0].ids, torch.arange(most + 1, device=device)
+    else:
+        ids = torch.cat([one.ids for one in given])
+        of_slot = torch.tensor(
+            [(end - count, count) for end, count in zip(accumulate(counts), counts, strict=True)], device=device
+        )
+        begins = of_slot[:, :1] + torch.minimum(torch.arange(most, device=device), of_slot[:, 1:])
+        offsets = torch.cat([begins.flatten(), torch.tensor([sum(counts)], device=device)])
+        grads = grads.new_empty(most, sum(one.grads.shape[1] for one in given))
+        for one, columns in zip(given, grads.split([one.grads.shape[1] for one in given], dim=1), strict=True):
+            columns[: len(one.grads)] = one.grads
+    plan = _plan_of(tuple(one.table for one in given))
+    checked = CheckedInput(tuple(range(len(given))), (most,), most)
+    return ForwardCall(plan, 0, checked, 0, tables, factor, sparse), JaggedInput(None, ids, offsets, None), grads
 
 
-def _alone(tables: Tables, place: int, number: int) -> Tables:
-    """Return one of the tables, with a seed of its own: as the only table of a plan it has no number."""
-    seed = (tables.optimizer.seed + number * 0x9E3779B97F4A7C15) % 2**63
-    optimizer = replace(tables.optimizer, seed=seed)
-    return Tables(optimizer, [tables.weights[place]], [tables.states[place]], tables.learning_rate, tables.step)
+def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
+    """Return some of the tables. A table alone has a seed of its own, since its number in the call is that of every other."""
+    optimizer = tables.optimizer
+    if len(places) == 1:
+        seed = (optimizer.seed + given[places[0]].number * 0x9E3779B97F4A7C15) % 2**63
+        optimizer = replace(optimizer, seed=seed)
+    weights, states = ([of[place] for place in places] for of in (tables.weights, tables.states))
+    return Tables(optimizer, weights, states, tables.learning_rate, tables.step)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_of(table: EmbeddingBagConfig) -> EmbeddingPlan:
-    """Return a plan of one table that one feature reads, by sums."""
-    alone = replace(table, feature_names=("row",), pooling="sum")
-    return EmbeddingPlan(EmbeddingSharding((alone,), (0,), 1), EmbeddingOptions("direct"))
+def _plan_of(tables: tuple[EmbeddingBagConfig, ...]) -> EmbeddingPlan:
+    """Return a plan of tables that one feature each reads, by sums."""
+    alone = tuple(replace(one, feature_names=(f"row of {number}",), pooling="sum") for number, one in enumerate(tables))
+    return EmbeddingPlan(EmbeddingSharding(alone, (0,) * len(alone), 1), EmbeddingOptions("direct"))
