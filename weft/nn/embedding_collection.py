@@ -203,7 +203,8 @@ class ShardedEmbeddingCollection(nn.Module):
         rows = []
         for asked, weight in zip(arrived, self._weights(), strict=True):
             inside = (asked >= 0) & (asked < len(weight))
-            rows.append(weight.detach()[asked.clamp(0, len(weight) - 1)] * inside[:, None])
+            found = weight.detach()[asked.clamp(0, len(weight) - 1)]
+            rows.append(torch.where(inside[:, None], found, 0))  # not a product: a row may be infinite
         if not rows:
             rows = [torch.empty(0, self.partition.tables[0].embedding_dim, dtype=self._dtype, device=self.device)]
             route = route if self._own else replace(route, counts=[0] * self.group.size())
