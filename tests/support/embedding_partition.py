@@ -170,7 +170,7 @@ def check(
     samples: int = 13, accumulates: bool = False, tolerance: float = 1e-5, **options: Any,
 ) -> list[Any]:  # fmt: skip
     given = {"optimizer": optimizer, **options}
-    per_rank = pool.run(train, placement, dtype, steps, samples, given, accumulates, ranks=world, timeout_s=60)
+    per_rank = pool.run(train, placement, dtype, steps, samples, given, accumulates, ranks=world, timeout_s=120)
     found = whole([parts for parts, _ in per_rank])
     scale = 1.0 if options.get("gradients") == "sum" else 1 / world
     rule = optimizer or weft.SGD(lr=0.1)

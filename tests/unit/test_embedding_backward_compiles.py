@@ -57,8 +57,23 @@ def test_kernels_compile(name: str, target: str) -> None:
         sums = device_code.segment_sums_kernel.warmup(*data, I64, I64, I64, I64, I64, I64, F32, **of_sums, **options)
         rules = {"RULE": case["rule"], "SPARSE": case["sparse"], "SKIP": case["skip"]}
         rules |= {"STOCHASTIC": case.get("random", False)}
+        extra = F32 if case["rule"] == 6 else I64
         update = device_code.update_rows_kernel.warmup(
-            case["keys"], *data, I64, I64, I64, F32, I64, I64, F32, I64, I64, **of_sums, **of_rows, **rules, **options
+            case["keys"],
+            *data,
+            I64,
+            I64,
+            I64,
+            F32,
+            I64,
+            I64,
+            F32,
+            extra,
+            I64,
+            **of_sums,
+            **of_rows,
+            **rules,
+            **options,
         )
         weights = device_code.gradients_of_weights_kernel.warmup(
             case["keys"], I64, grads, I64, I64, F32, 1000, **tile, **of_rows, NO_ROW=10**6, **options

@@ -133,16 +133,16 @@ def _at_random(x, random, DTYPE: tl.constexpr):
 
 @triton.jit
 def update_rows_kernel(
-    keys, order, places, scales, grads, starts, runs, first_segment, partials, tables_of, tables, numbers, seed, skipped,
+    keys, order, places, scales, grads, starts, runs, first_segment, partials, tables_of, tables, numbers, extra, skipped,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr,
     DTYPE: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Reduce the gradient of every run, and apply the rule to its row.
 
     keys: sorted, (linear row) * SPLIT + a number below SPLIT. RULE: of `EmbeddingOptimizer`; 0 writes the gradient to the output,
-    SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares, fp32, to the element of the run in the output.
-    DTYPE: of the tables, and of the output of rule 0. skipped: int64, counts rows that SKIP left alone. seed: int64 [1], for
-    STOCHASTIC.
+    SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares to the element of the run in `extra`, fp32.
+    DTYPE: of the tables, and of the output of rule 0. skipped: int64, counts rows that SKIP left alone. extra: for STOCHASTIC
+    the seed, int64 [1].
     """
     columns = tl.arange(0, BLOCK_D)
     factor, rate = tl.load(numbers + _FACTOR), tl.load(numbers + _RATE)
@@ -179,7 +179,7 @@ def update_rows_kernel(
         g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays NaN
         if RULE == 6:
             squares = tl.sum(tl.where(stored, g * g, 0), axis=0)
-            tl.store(tl.load(entry + 3).to(tl.pointer_type(tl.float32)) + run, squares)
+            tl.store(extra + run, squares)
         elif RULE == 0:
             at = row
             if SPARSE:
@@ -219,7 +219,7 @@ def update_rows_kernel(
                     g = tl.div_rn(m, tl.sqrt_rn(u * tl.load(numbers + _CORRECTION2)) + eps)
             if rate != 0:  # otherwise the row keeps its bits, the sign of a zero too
                 if STOCHASTIC:
-                    base = _mixed(tl.load(seed) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
+                    base = _mixed(tl.load(extra) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
                     random = _mixed(base + (row * dim + columns) * _GOLDEN)
                     tl.store(weight, _at_random(w - rate * g, random, DTYPE), mask=stored)
                 else:

@@ -5,7 +5,7 @@ from weft.nn.embedding_collection import ShardedEmbeddingCollection
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.fused_optimizer import FusedOptimizer, ignore_tables
 from weft.nn.norm import RMSNorm
-from weft.nn.partitioned_embedding import PartitionedEmbeddingBagCollection as _  # noqa: F401
+from weft.nn.partitioned_embedding import PartitionedEmbeddingBagCollection as _  # noqa: F401  # which placements choose
 from weft.nn.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,

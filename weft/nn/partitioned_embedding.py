@@ -176,8 +176,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         with together(NAME, self.group, self._speaks_on, self.deadline_s):
             if self.device.type == "meta":
                 raise ValueError(no_tables_on(self.device))
-            if self.input == "global_batch":  # columns alone: parts read the features as they are
-                assert parts is not None
+            if parts is not None and not self._arrange.is_needed:
                 return self._output(parts(features, batch_sizes=batch_sizes).values(), None, {})
             if batch_sizes is not None:
                 raise ValueError(

@@ -65,6 +65,11 @@ class PartitionedInput:
         of_tables = [partition.tables[number].feature_names for number in partition.replicated_tables]
         self.replicated = list(dict.fromkeys(feature for features in of_tables for feature in features))
 
+    @property
+    def is_needed(self) -> bool:
+        """False if all tables are whole or cut by columns, so that parts read the features as they are."""
+        return bool(self.row_wise or self.replicated)
+
     def __call__(self, features: Any, device: torch.device) -> Arranged:
         """Return the arranged input. It waits for the device, for the numbers of ids. Raises `ValueError` for bad input."""
         jagged = as_jagged(features)

@@ -142,21 +142,14 @@ def update(
     """Update each row that occurs. Return how many were skipped, on the device.
 
     scale: a number on the device, times every gradient."""
-    optimizer = tables.optimizer
-    lines = []
-    number_of = of.plan.sharding.local_tables(of.rank)
-    for base, weight, states, number in zip(rows.shape.bases, tables.weights, tables.states, number_of, strict=True):
-        addresses = [state.data_ptr() for state in states] + [0] * (2 - len(states))
-        lines.append([weight.data_ptr(), *addresses, 0, base, weight.shape[1], 0, number])
-    numbers, is_stochastic = _numbers(of, tables), optimizer.rounding == "stochastic"
+    optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
+    numbers, table = _numbers(of, tables), _table_of_update(of, tables, rows, received.device)
     if scale is not None:
         numbers[device_code.FACTOR] *= scale
-    # Wraps around as `seed_of_update` does.
-    seed = (tables.step * _GOLDEN + optimizer.seed).view(1) if is_stochastic else tables.step.view(1)
-    skipped = _launched(
-        rows, received, _device_table(lines, received.device), numbers, optimizer.rule, False, optimizer.nonfinite == "skip",
-        of.plan.sharding.dtype, seed if is_stochastic and of.plan.sharding.dtype != torch.float32 else None,
-    )  # fmt: skip
+    if optimizer.rounding == "stochastic" and dtype != torch.float32:
+        seed = (tables.step * _GOLDEN + optimizer.seed).view(1)  # wraps around as `seed_of_update` does
+    skip = optimizer.nonfinite == "skip"
+    skipped = _launched(rows, received, table, numbers, optimizer.rule, False, skip, dtype, seed)
     for changed in (*tables.weights, *(state for states in tables.states for state in states)):
         torch.autograd.graph.increment_version(changed)
     return skipped
@@ -164,14 +157,22 @@ def update(
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of all gradients that an update would use, float64 [], on the device."""
-    device, shape = received.device, rows.shape
+    device = received.device
     squares = torch.zeros(rows.keys.numel(), dtype=torch.float32, device=device)
-    dims = [weight.shape[1] for weight in tables.weights]
-    lines = [[0, 0, 0, squares.data_ptr(), base, dim, 0, 0] for base, dim in zip(shape.bases, dims, strict=True)]
-    table = torch.tensor(lines or [[0] * device_code.TABLE_FIELDS], dtype=torch.int64, device=device)
-    skip = tables.optimizer.nonfinite == "skip"
-    _launched(rows, received, table, _numbers_of_gradients(of, device), _SQUARES, False, skip, of.plan.sharding.dtype)
+    # The update's own table of tables: a graph's capture cannot copy another one from the host.
+    table, skip = _table_of_update(of, tables, rows, device), tables.optimizer.nonfinite == "skip"
+    numbers, dtype = _numbers_of_gradients(of, device), of.plan.sharding.dtype
+    _launched(rows, received, table, numbers, _SQUARES, False, skip, dtype, squares=squares)
     return squares.sum(dtype=torch.float64)
+
+
+def _table_of_update(of: ForwardCall, tables: Tables, rows: Rows, device: torch.device) -> torch.Tensor:
+    lines = []
+    number_of = of.plan.sharding.local_tables(of.rank)
+    for base, weight, states, number in zip(rows.shape.bases, tables.weights, tables.states, number_of, strict=True):
+        addresses = [state.data_ptr() for state in states] + [0] * (2 - len(states))
+        lines.append([weight.data_ptr(), *addresses, 0, base, weight.shape[1], 0, number])
+    return _device_table(lines, device)
 
 
 def gradients_of_tables(
@@ -238,11 +239,12 @@ def gradients_of_weights(
 
 def _launched(
     rows: Rows, received: torch.Tensor, tables: torch.Tensor, numbers: torch.Tensor, rule: int, sparse: bool, skip: bool,
-    dtype: torch.dtype, seed: torch.Tensor | None = None,
+    dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernels. Return how many rows were skipped, on the device.
 
-    dtype: of tables, and of gradients that are written. seed: of random bits, or None to round to nearest."""
+    dtype: of tables, and of gradients that are written. seed: of random bits, or None to round to nearest.
+    squares: the output of rule 6."""
     shape, ids, device, count = rows.shape, rows.ids, received.device, rows.keys.numel()
     skipped = torch.zeros(1, dtype=torch.int64, device=device)
     if not count:
@@ -250,6 +252,7 @@ def _launched(
     most = len(rows.run_of_segment)
     partials = torch.empty(most, shape.block_d, dtype=torch.float32, device=device)
     scales = partials if ids.scales is None else ids.scales
+    extra = seed if seed is not None else squares if squares is not None else skipped
     of_tile: dict[str, Any] = {
         "ROWS": shape.lanes, "BLOCK_D": shape.block_d, "SCALED": ids.scales is not None, "SEGMENT": SEGMENT,
         "num_warps": shape.warps,
@@ -261,7 +264,7 @@ def _launched(
         )  # fmt: skip
     device_code.update_rows_kernel[shape.programs(device, count), 1, 1](
         rows.keys, rows.order, ids.places, scales, received, rows.starts, rows.runs, rows.first_segment, partials, ids.tables,
-        tables, numbers, skipped if seed is None else seed, skipped, SPLIT=shape.split, DTYPE=TRITON_TYPE[dtype], RULE=rule,
+        tables, numbers, extra, skipped, SPLIT=shape.split, DTYPE=TRITON_TYPE[dtype], RULE=rule,
         SPARSE=sparse, SKIP=skip, STOCHASTIC=seed is not None, **of_tile,
     )  # fmt: skip
     return skipped
