@@ -416,6 +416,33 @@ def other_rates(group: dist.ProcessGroup) -> tuple[str, str]:
     return error_of(lambda: y.backward(upstream))
 
 
+def other_rates_at_the_end(group: dist.ProcessGroup, name: str) -> tuple[str, bool]:
+    group = dist.new_group(list(range(group.size())))
+    tables, optimizer = TABLES[torch.float32], weft.SGD(lr=0.1)
+    module = ShardedEmbeddingBagCollection(
+        tables, group=group, placement=placements(2)[name], optimizer=optimizer, deadline_s=30.0
+    )
+    before = copy.deepcopy(module.state_dict())
+    features, upstream = batch(0, 8, group.rank(), 2)
+
+    def step() -> None:
+        with module.accumulate():
+            module(features).values().backward(upstream)
+            if group.rank() == 1:
+                module.fused_optimizer.param_groups[0]["lr"] = 0.2
+
+    error = told(step)
+    return error, all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["mixed", "replicated", "rows"])
+def test_a_learning_rate_that_differs_at_the_end_of_accumulate_is_found(pool: Pool, name: str) -> None:
+    for error, same in pool.run(other_rates_at_the_end, name, ranks=2, timeout_s=60):
+        assert error.startswith("DisagreementError")
+        assert "learning rate 0.2" in error
+        assert same
+
+
 def test_learning_rates_of_data_parallel_tables_are_compared(pool: Pool) -> None:
     for kind, text in pool.run(other_rates, ranks=2, timeout_s=60):
         assert kind == "DisagreementError", text

@@ -104,6 +104,9 @@ class ReplicatedTables:
             of, total = collected[0]
             for other, flat in collected[1:]:
                 other.is_updated, total = True, total + flat
+            # Before anything is updated: the learning rate may have changed since the last backward.
+            what = "the end of accumulate() of data-parallel tables"
+            runtime.compare(of, what, self.group, total.device, self.deadline_s)
             with torch.no_grad():
                 self.apply(of, total, step)
 

@@ -70,14 +70,7 @@ def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadl
     if world == 1:
         return flat
     what = f"gradients of {counted(len(of.plan.sharding.tables), 'data-parallel table')}"
-    if flat.device.type == "cpu":
-        of = replace(of, checked=of.checked._replace(batch_sizes=()))  # which differ
-        compare_ranks(
-            symm.communicator(group, flat.device),
-            Topic(f"backward of {what}", of.plan.sharding.written),
-            of,
-            deadline_s,
-        )
+    compare(of, f"backward of {what}", group, flat.device, deadline_s)
     each = -(-flat.numel() // world)
     padded = torch.nn.functional.pad(flat, (0, world * each - flat.numel()))
     turn = turn_on(group, flat.device, what, deadline_s)
@@ -89,6 +82,15 @@ def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadl
         total += other
     turn.run("all_gather of sums", all_gather_single, padded, total, group=group)
     return padded[: flat.numel()]
+
+
+def compare(
+    of: ForwardCall, what: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> None:
+    """Compare optimizers and learning rates of ranks on CPU. Collective."""
+    if device.type == "cpu" and group.size() > 1:
+        of = replace(of, checked=of.checked._replace(batch_sizes=()))  # which differ
+        compare_ranks(symm.communicator(group, device), Topic(what, of.plan.sharding.written), of, deadline_s)
 
 
 def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[torch.Tensor, torch.Tensor]]:
