@@ -177,7 +177,7 @@ class _Arranging:
             names += of_parts
         owner, at = torch.cat(owners), torch.cat(samples)
         order = owner.argsort(stable=True)  # ids of a part stay in the order of samples and of places in the bag
-        counts = torch.bincount(owner * batch + at, minlength=len(names) * batch)
+        counts = occurrences(owner * batch + at, len(names) * batch)
         ids = torch.cat(local)[order]
         if not partition.hashes_input:  # hashes may need 64 bits
             ids = ids.to(self.jagged.values.dtype)
@@ -196,6 +196,13 @@ class _Arranging:
                 f"{int(rows[at])} is not in [0, {config.num_embeddings}): correct the ids, enlarge the table, or pass "
                 "hash=True to map any id to a row"
             )
+
+
+def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return how often each number below `count` occurs. Unlike `torch.bincount` it does not wait for a GPU."""
+    return torch.zeros(count, dtype=torch.int64, device=numbers.device).scatter_add_(
+        0, numbers, torch.ones_like(numbers)
+    )
 
 
 def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from weft.embedding.partition import Partition
 from weft.nn.id_bound import require_bound
+from weft.nn.partitioned_input import occurrences
 from weft.runtime.collectives import all_to_all_single
 from weft.runtime.embedding_rows import sums_of_equal
 from weft.runtime.unfused.turn import turn_on
@@ -72,7 +73,7 @@ class RowDist:
             order = places.argsort(stable=True)
             to_sent = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
             sent_places, sent = places[order], rows[order]
-        counts = torch.bincount(sent_places, minlength=len(self.place_of_part))
+        counts = occurrences(sent_places, len(self.place_of_part))
         out, received, numbers = self._numbers(counts, bad)
         own = self.parts_of_rank[self.rank]
         into = [sum(received[r * len(own) : (r + 1) * len(own)]) for r in range(self.world)]
