@@ -20,6 +20,8 @@ from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJa
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingCollection
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
+
 
 @pytest.mark.parametrize("dedup", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -36,6 +36,8 @@ from weft.embedding.partition import TablePart
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
+
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", placements(1))

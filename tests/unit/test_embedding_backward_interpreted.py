@@ -6,7 +6,9 @@ The exchange of gradients is left out: each rank gets its columns of the whole g
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,12 +71,15 @@ CASES: dict[str, Case] = {
 }
 
 
+OTHERS = ("rows of several tables", "data-parallel tables")
+
+
 @pytest.fixture(scope="module")
 def wrong() -> dict[str, str]:
-    return wrong_in(__file__, CASES)
+    return wrong_in(__file__, [*CASES, *OTHERS])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OTHERS])
 def test_backward(wrong: dict[str, str], name: str) -> None:
     assert not wrong.get(name), wrong[name]
 
@@ -213,6 +218,80 @@ def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list
         assert_as_exact_as_torch(one, in_fp32, exact)
 
 
+def play_rows() -> None:
+    """Updates of unpooled tables, several in one call, as on CPU processes."""
+    from weft.runtime import embedding_rows as rows
+
+    generator = torch.Generator().manual_seed(3)
+    counts = {"a": (30, 4), "b": (25, 9), "c": (3, 4), "d": (0, 5)}
+    given = []
+    for number, (name, (count, dim)) in enumerate(counts.items()):
+        table = EmbeddingBagConfig(11, dim, name, ("f",), dtype=torch.bfloat16)
+        ids = torch.randint(-1, 12, (count,), generator=generator)
+        given.append(rows.RowGradients(table, number, ids, torch.randn(count, dim, generator=generator)))
+    rules = weft.Adam(lr=0.5), weft.SGD(lr=0.5, clip_norm=1.0), weft.SGD(lr=0.01, rounding="stochastic")
+    for optimizer in rules:
+        found = []
+        for device in _devices(rows):
+            weights = [torch.ones(one.table.num_embeddings, one.grads.shape[1], dtype=torch.bfloat16) for one in given]
+            update = FusedUpdate(optimizer, weights)
+            update.step.add_(1)
+            states = [list(of_table.values()) for of_table in update.states]
+            tables = Tables(optimizer, weights, states, update.learning_rate, update.step)
+            with device:
+                rows.update_rows(given, tables, 0.5, None, None) if optimizer.clip_norm is None else _clipped(
+                    rows, given, tables
+                )
+            found.append([weight.float() for weight in weights] + [one for of_table in states for one in of_table])
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine, other, rtol=2**-7, atol=1e-5)
+    sums = []
+    for device in _devices(rows):
+        with device:
+            sums.append(rows.sums_of_equal(torch.tensor([2, 0, 2, 1, 2]), 3, torch.arange(10.0).view(5, 2)))
+    assert torch.equal(sums[0], sums[1])
+    assert sums[0].tolist() == [[2, 3], [6, 7], [12, 15]]
+
+
+def _clipped(rows: Any, given: list[Any], tables: Tables) -> None:
+    class Alone:
+        def size(self) -> int:
+            return 1
+
+    rows.update_rows(given, tables, 0.5, Alone(), None)
+
+
+def play_replicated() -> None:
+    """The local gradients of data-parallel tables, with the rows that were read."""
+    from weft.runtime import embedding_replicated as replicated
+
+    p = replace(problem(1, (8, 3, 16), 7), hash=False)
+    jagged = _input_of(Case(p), p, 0)
+    checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights)
+    of = ForwardCall(EmbeddingPlan(p.sharding, EmbeddingOptions()), 0, checked, 0, None, 1.0, False)
+    upstream = torch.randn(7, p.sharding.total_dim, generator=torch.Generator().manual_seed(5))
+    ends = jagged.offsets[::7].tolist()
+    spans = replicated.Spans(tuple(pairwise(ends)))
+    found = []
+    for device in _devices(replicated):
+        with device:
+            found.append(replicated.local_gradients(of, jagged, spans, upstream))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    exact = gradients_by_torch(p, upstream, [weight.double() for weight in p.weights])
+    tables = replicated.of_tables(found[0], p.sharding)
+    for (grad, read), wanted, rows in zip(tables, exact, training.rows_read(p), strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-6)
+        assert torch.equal(read, rows)
+
+
+def _devices(module: Any) -> list[Any]:
+    """Return contexts in which `module` computes as a GPU does, and as a CPU process does."""
+    from weft.runtime.cpu import embedding_backward as cpu
+    from weft.runtime.cuda import embedding_backward as cuda
+
+    return [mock.patch.object(module, "device_code", lambda _, one=one: one) for one in (cuda, cpu)]
+
+
 def _check_other_dtypes(device: Any, of: ForwardCall, jagged: JaggedInput, received: torch.Tensor) -> None:
     """Gradients of 16 bits give float32 gradients of tables, and update 16-bit tables in float32, as on CPU processes."""
     from weft.runtime.cpu import embedding_backward as cpu
@@ -252,4 +331,5 @@ def _check_weights(p: Problem, rank: int, found: torch.Tensor, upstream: torch.T
 
 
 if __name__ == "__main__":
-    play_all({name: lambda case=case: play(case) for name, case in CASES.items()})  # type: ignore[misc]
+    others = dict(zip(OTHERS, (play_rows, play_replicated), strict=True))
+    play_all({name: lambda case=case: play(case) for name, case in CASES.items()} | others)  # type: ignore[misc]
