@@ -43,6 +43,32 @@ void narrow(float value, Brain &to) {  // to nearest, ties to even; NaN stays Na
                                                  : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Rounding at random: up with a probability that is the distance from the lower neighbour, over that of the neighbours. The
+// 24 lowest bits of `random` decide. weft/kernels/embedding_backward.py does the same.
+void narrow_at_random(float value, uint64_t, float &to) { to = value; }
+void narrow_at_random(float value, uint64_t random, Brain &to) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return narrow(value, to);
+    to.bits = uint16_t((bits + uint32_t(random & 0xffff)) >> 16);
+}
+void narrow_at_random(float value, uint64_t random, Half &to) {
+    constexpr float smallest_normal = 6.103515625e-05f, units = 16777216.0f;  // 2**-14, 2**24
+    const float size = std::fabs(value);
+    if (size < smallest_normal) {  // subnormals are multiples of 2**-24
+        const float scaled = size * units, below = std::floor(scaled);
+        const float up = float(random & 0xffffff) < (scaled - below) * units ? 1.0f : 0.0f;
+        return narrow(std::copysign((below + up) / units, value), to);
+    }
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return narrow(value, to);
+    bits = (bits + uint32_t(random & 0x1fff)) & ~uint32_t(0x1fff);
+    std::memcpy(&value, &bits, 4);
+    narrow(value, to);
+}
+constexpr uint64_t golden = 0x9e3779b97f4a7c15u;
+
 int64_t at(const void *array, int bits, int64_t i) {
     return bits == 32 ? static_cast<const int32_t *>(array)[i] : static_cast<const int64_t *>(array)[i];
 }
@@ -176,9 +202,10 @@ class RowUpdater {
   public:
     RowUpdater(const SortedRows &sorted, const Update &update) : sorted_(sorted), update_(update) {}
 
-    template <class T> int64_t run() {
+    // T: of tables, and of rule `gradient`'s output. G: of the gradients that come in.
+    template <class T, class G> int64_t run() {
         plan();
-        on_threads(update_.threads, int64_t(units_.size()), [&](int64_t unit) { work_on<T>(units_[unit]); });
+        on_threads(update_.threads, int64_t(units_.size()), [&](int64_t unit) { work_on<T, G>(units_[unit]); });
         on_threads(update_.threads, int64_t(long_runs_.size()), [&](int64_t i) { finish<T>(long_runs_[i]); });
         return skipped_;
     }
@@ -225,13 +252,13 @@ class RowUpdater {
         }
     }
 
-    template <class T> void work_on(const Unit &unit) {
+    template <class T, class G> void work_on(const Unit &unit) {
         const int64_t dim = sorted_.tables_[unit.table].dim;
-        if (unit.partial) return sum<T>(unit.table, unit.begin, unit.end, dim, unit.partial);
+        if (unit.partial) return sum<G>(unit.table, unit.begin, unit.end, dim, unit.partial);
         std::vector<float> g(size_t(dim), 0.0f);
         const auto &runs = sorted_.of_table_[unit.table].runs;
         for (int64_t run = unit.begin; run < unit.end; ++run) {
-            sum<T>(unit.table, runs[run], runs[run + 1], dim, g.data());
+            sum<G>(unit.table, runs[run], runs[run + 1], dim, g.data());
             apply<T>(unit.table, run, dim, g.data());
         }
     }
@@ -245,22 +272,22 @@ class RowUpdater {
         apply<T>(of.table, of.run, dim, of.partials);
     }
 
-    template <class T> const T *gradient_of(const SortedRows::OfTable &of, int64_t i) const {
+    template <class G> const G *gradient_of(const SortedRows::OfTable &of, int64_t i) const {
         const uint64_t bag = of.bags[of.keys[i] & ((uint64_t(1) << of.index_bits) - 1)];
         const auto &slot = sorted_.slots_[of.slots[bag / uint64_t(sorted_.batch_)]];
         const int64_t sample = int64_t(bag % uint64_t(sorted_.batch_));
-        return reinterpret_cast<const T *>(update_.gradients) + sample * update_.stride + slot.column;
+        return reinterpret_cast<const G *>(update_.gradients) + sample * update_.stride + slot.column;
     }
 
-    template <class T> void sum(int64_t table, int64_t begin, int64_t end, int64_t dim, float *__restrict out) const {
+    template <class G> void sum(int64_t table, int64_t begin, int64_t end, int64_t dim, float *__restrict out) const {
         const auto &of = sorted_.of_table_[table];
         std::fill_n(out, dim, 0.0f);
         for (int64_t i = begin; i < end; ++i) {
             if (i + ahead < int64_t(of.keys.size())) {
-                const char *coming = reinterpret_cast<const char *>(gradient_of<T>(of, i + ahead));
-                for (int64_t b = 0; b < dim * int64_t(sizeof(T)); b += 64) __builtin_prefetch(coming + b);
+                const char *coming = reinterpret_cast<const char *>(gradient_of<G>(of, i + ahead));
+                for (int64_t b = 0; b < dim * int64_t(sizeof(G)); b += 64) __builtin_prefetch(coming + b);
             }
-            const T *g = gradient_of<T>(of, i);
+            const G *g = gradient_of<G>(of, i);
             if (of.scales.empty()) {
                 for (int64_t d = 0; d < dim; ++d) out[d] += widened(g[d]);
             } else {
@@ -292,6 +319,12 @@ class RowUpdater {
                 skipped_.fetch_add(1, std::memory_order_relaxed);
                 return;
             }
+        }
+        if (std::isfinite(u.clip))
+            for (int64_t d = 0; d < dim; ++d) g[d] = g[d] > u.clip ? u.clip : g[d] < -u.clip ? -u.clip : g[d];
+        if (u.rule == Rule::squares) {
+            reinterpret_cast<float *>(memory.out)[run] = mean_of_squares(g, dim) * float(dim);
+            return;
         }
         if (u.rule == Rule::gradient) {
             T *out = reinterpret_cast<T *>(memory.out) + (u.sparse ? run : row) * dim;
@@ -339,7 +372,13 @@ class RowUpdater {
             default: break;
         }
         if (u.learning_rate == 0) return;  // the row keeps its bits, the sign of a zero too
-        for (int64_t d = 0; d < dim; ++d) narrow(widened(w[d]) - u.learning_rate * g[d], w[d]);
+        if (!u.is_stochastic) {
+            for (int64_t d = 0; d < dim; ++d) narrow(widened(w[d]) - u.learning_rate * g[d], w[d]);
+            return;
+        }
+        const uint64_t base = hash_id(u.seed + memory.number * golden);
+        for (int64_t d = 0; d < dim; ++d)
+            narrow_at_random(widened(w[d]) - u.learning_rate * g[d], hash_id(base + uint64_t(row * dim + d) * golden), w[d]);
     }
 
     const SortedRows &sorted_;
@@ -352,10 +391,18 @@ class RowUpdater {
 
 int64_t SortedRows::update(const Update &update) const {
     RowUpdater updater(*this, update);
+    auto with = [&](auto of_tables) -> int64_t {
+        using T = decltype(of_tables);
+        switch (update.gradients_dtype) {
+            case Dtype::fp16: return updater.run<T, Half>();
+            case Dtype::bf16: return updater.run<T, Brain>();
+            default: return updater.run<T, float>();
+        }
+    };
     switch (update.dtype) {
-        case Dtype::fp16: return updater.run<Half>();
-        case Dtype::bf16: return updater.run<Brain>();
-        default: return updater.run<float>();
+        case Dtype::fp16: return with(Half{});
+        case Dtype::bf16: return with(Brain{});
+        default: return with(float{});
     }
 }
 

@@ -23,7 +23,8 @@ namespace weft {
 
 constexpr int64_t segment_occurrences = 512;
 
-enum class Rule : int { gradient = 0, sgd = 1, rowwise_adagrad = 2, adagrad = 3, adam = 4, partial_rowwise_adam = 5 };
+enum class Rule : int { gradient = 0, sgd = 1, rowwise_adagrad = 2, adagrad = 3, adam = 4, partial_rowwise_adam = 5,
+                        squares = 6 };
 
 struct BackwardSlot {
     int64_t table, key, column;  // key: which block of `batch` offsets; column: first column of the gradient, in elements
@@ -46,23 +47,29 @@ struct SparseInput {
     bool hash;
 };
 
-// One table's memory in an update. states: null where the rule has none. out: of rule `gradient`.
+// One table's memory in an update. states: null where the rule has none. out: of rules `gradient` and `squares`; of the latter
+// float32, with the sum of squares of each run's gradient. number: of the table, for random bits of its rows.
 struct RowMemory {
     char *weight;
     float *first, *second;
     char *out;
+    uint64_t number;
 };
 
 struct Update {
     std::vector<RowMemory> tables;
-    const char *gradients;  // [batch, stride] of `dtype`, which is the tables' too
+    const char *gradients;  // [batch, stride]
     int64_t stride;         // elements
-    Dtype dtype;
+    Dtype gradients_dtype;
+    Dtype dtype;            // of the tables, and of the output of rule `gradient`
     Rule rule;
     bool sparse;            // rule `gradient`: out has one row for each run, in ascending order; else one for each row
     float learning_rate, factor, eps, weight_decay, beta1, beta2;
     float rest1, rest2;              // 1 - beta, which float32 would round too early
     float correction1, correction2;  // Adam: 1 / (1 - beta ** iteration)
+    float clip;                      // elements of a gradient stay between -clip and clip
+    bool is_stochastic;              // rows of 16 bits are rounded up or down at random, by `seed`, table, row and column
+    uint64_t seed;
     bool skip_nonfinite;             // leave rows with a gradient that is infinite or NaN as they are
     int threads;
 };

@@ -62,29 +62,34 @@ Dtype dtype_from(int dtype) {
     return Dtype(dtype);
 }
 
-int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradients, int64_t stride, int dtype, int rule,
-               bool sparse, const std::vector<double> &numbers, bool skip_nonfinite, int n_threads) {
-    require(memory.shape(1) == 4 && int64_t(memory.shape(0)) == sorted.tables(),
-            "memory must have a line of 4 addresses for each of " + std::to_string(sorted.tables()) + " tables");
-    require(rule >= 0 && rule <= 5, "rule=" + std::to_string(rule) + ": 0 to 5");
-    require(numbers.size() == 10, std::to_string(numbers.size()) +
+int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradients, int64_t stride, int gradients_dtype,
+               int dtype, int rule, bool sparse, const std::vector<double> &numbers, bool is_stochastic, int64_t seed,
+               bool skip_nonfinite, int n_threads) {
+    require(memory.shape(1) == 5 && int64_t(memory.shape(0)) == sorted.tables(),
+            "memory must have a line of 4 addresses and a number for each of " + std::to_string(sorted.tables()) +
+                " tables");
+    require(rule >= 0 && rule <= 6, "rule=" + std::to_string(rule) + ": 0 to 6");
+    require(numbers.size() == 11, std::to_string(numbers.size()) +
                                       " numbers: learning rate, factor, eps, weight decay, beta1, beta2, 1 - beta of "
-                                      "both, two corrections");
+                                      "both, two corrections, bound of elements");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
     Update u{};
     for (size_t i = 0; i < memory.shape(0); ++i) {
         const int64_t *m = line(memory, i);
         u.tables.push_back({reinterpret_cast<char *>(m[0]), reinterpret_cast<float *>(m[1]),
-                            reinterpret_cast<float *>(m[2]), reinterpret_cast<char *>(m[3])});
+                            reinterpret_cast<float *>(m[2]), reinterpret_cast<char *>(m[3]), uint64_t(m[4])});
     }
     u.gradients = reinterpret_cast<const char *>(gradients);
     u.stride = stride;
+    u.gradients_dtype = dtype_from(gradients_dtype);
     u.dtype = dtype_from(dtype);
     u.rule = Rule(rule);
     u.sparse = sparse;
     float *const fields[] = {&u.learning_rate, &u.factor, &u.eps, &u.weight_decay, &u.beta1, &u.beta2, &u.rest1,
-                             &u.rest2, &u.correction1, &u.correction2};
+                             &u.rest2, &u.correction1, &u.correction2, &u.clip};
     for (size_t i = 0; i < numbers.size(); ++i) *fields[i] = float(numbers[i]);
+    u.is_stochastic = is_stochastic;
+    u.seed = uint64_t(seed);
     u.skip_nonfinite = skip_nonfinite;
     u.threads = n_threads;
     nb::gil_scoped_release unlocked;
@@ -121,8 +126,8 @@ void register_embedding_backward(nb::module_ &m) {
                  self.rows(table, reinterpret_cast<int64_t *>(out));
              },
              "table"_a, "out"_a)
-        .def("update", update, nb::kw_only(), "memory"_a, "gradients"_a, "stride"_a, "dtype"_a, "rule"_a, "sparse"_a,
-             "numbers"_a, "skip_nonfinite"_a, "n_threads"_a);
+        .def("update", update, nb::kw_only(), "memory"_a, "gradients"_a, "stride"_a, "gradients_dtype"_a, "dtype"_a,
+             "rule"_a, "sparse"_a, "numbers"_a, "is_stochastic"_a, "seed"_a, "skip_nonfinite"_a, "n_threads"_a);
     m.def("gradients_of_weights",
           [](const Table &slots, const Table &tables, const std::vector<uintptr_t> &weights, uintptr_t values,
              int values_bits, int64_t n_values, uintptr_t offsets, int offsets_bits, int64_t batch, bool hash,

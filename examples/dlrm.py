@@ -2,6 +2,7 @@
 
     python examples/dlrm.py                    # 2 CPU processes (or all GPUs), a synthetic click model, a minute
     python examples/dlrm.py --reference        # the same model and batches in one process: nn.EmbeddingBag and torch.optim
+    python examples/dlrm.py --placement rows   # every table cut by rows; "plan" prints and takes the planner's choice
     python examples/dlrm.py --dense-only       # without sparse features: what they are worth
     torchrun --nproc-per-node 2 examples/dlrm.py --criteo train.txt
 
@@ -89,6 +90,19 @@ class UnshardedEmbeddings(nn.Module):
         return weft.KeyedTensor(KEYS, [t.embedding_dim for t in self.tables], torch.cat(pooled, dim=1))
 
 
+def placement(options: argparse.Namespace, tables: list[weft.EmbeddingBagConfig], rule: Any) -> Any:
+    """Return the sharding of each table: None for whole tables, by balance."""
+    if options.placement == "ranks":
+        return None
+    if options.placement == "rows":
+        return dict.fromkeys((table.name for table in tables), weft.embedding.RowWise())
+    world = dist.get_world_size()
+    plan = weft.embedding.plan_tables(tables, world, samples=options.batch // world, optimizer=rule)
+    if dist.get_rank() == 0:
+        print(plan)
+    return plan.placement
+
+
 class Trainer:
     """A rank's model, its optimizers and their learning rates. `step` trains on a batch of this rank's samples."""
 
@@ -106,7 +120,12 @@ class Trainer:
             group = dist.group.WORLD
             assert group is not None
             embeddings = weft.nn.ShardedEmbeddingBagCollection(
-                tables, group=group, device=device, optimizer=rule, hash=hash
+                tables,
+                group=group,
+                device=device,
+                optimizer=rule,
+                hash=hash,
+                placement=placement(options, tables, rule),
             )
         torch.manual_seed(SEED + 1)  # equal again: each rank has drawn numbers for its own tables
         model = Dlrm(embeddings, options.dim).to(device)
@@ -239,6 +258,10 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--lr", type=float, default=0.05, help="of the tables")
     parser.add_argument("--mlp-lr", type=float, default=0.002)
+    parser.add_argument(
+        "--placement", choices=["ranks", "rows", "plan"], default="ranks",
+        help="whole tables on ranks (default), all tables cut by rows, or what weft.embedding.plan_tables chooses",
+    )  # fmt: skip
     parser.add_argument("--criteo", type=Path, help="train on a file of Criteo's instead, with hashed ids")
     parser.add_argument("--reference", action="store_true", help="one process, nn.EmbeddingBag and torch.optim")
     parser.add_argument("--dense-only", action="store_true", help="leave out the sparse features")

@@ -536,23 +536,29 @@ class SortedRows:
         memory: NDArray[np.int64],
         gradients: int,
         stride: int,
+        gradients_dtype: int,
         dtype: int,
         rule: int,
         sparse: bool,
         numbers: list[float],
+        is_stochastic: bool,
+        seed: int,
         skip_nonfinite: bool,
         n_threads: int,
     ) -> int:
         """Reduce the gradient of every row that occurs, and apply a rule to it. Releases the GIL.
 
         Args:
-            memory: [t, 4], addresses of each table's weight, first state, second state and, for rule 0, output.
-            gradients, stride: address of the gradients [batch, stride], of the tables' dtype; elements from row to row.
-            dtype: 0 fp32, 1 fp16, 2 bf16.
-            rule: 0 gradient (written to the output), 1 SGD, 2 rowwise Adagrad, 3 Adagrad, 4 Adam, 5 partial rowwise Adam.
+            memory: [t, 5], addresses of each table's weight, first state, second state and, for rules 0 and 6, output; the
+                number of the table for random bits.
+            gradients, stride: address of the gradients [batch, stride]; elements from row to row.
+            gradients_dtype, dtype: 0 fp32, 1 fp16, 2 bf16; of the gradients, and of tables and the output of rule 0.
+            rule: 0 gradient (written to the output), 1 SGD, 2 rowwise Adagrad, 3 Adagrad, 4 Adam, 5 partial rowwise Adam, 6 sum
+                of squares of each occurring row's gradient (float32, written to the output).
             sparse: of rule 0: the output has one row for each row that occurs, and not one for each row of the table.
-            numbers: learning rate, factor of the gradients, eps, weight decay, beta1, beta2, 1 - beta1, 1 - beta2, and Adam's
-                two corrections.
+            numbers: learning rate, factor of the gradients, eps, weight decay, beta1, beta2, 1 - beta1, 1 - beta2, Adam's
+                two corrections, and the largest element of a gradient.
+            is_stochastic, seed: round rows of 16 bits up or down at random.
             skip_nonfinite: leave a row alone whose gradient is infinite or NaN.
 
         Returns:

@@ -70,7 +70,10 @@ def test_gradients_of_per_sample_weights(pair: Pool) -> None:
         torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+CLIPPED = (weft.SGD(lr=0.1, clip_value=0.3), weft.Adam(lr=0.1, clip_norm=2.0))
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *CLIPPED], ids=str)
 def test_updates(pair: Pool, optimizer: EmbeddingOptimizer) -> None:
     steps = Steps(replace(problem(2, (8, 3, 16, 1, 70), 21, rows=40), seed=7))
     found = of_tables(steps.p, pair.run(training.trained, steps, optimizer, ranks=2, timeout_s=120))
@@ -87,6 +90,21 @@ def test_updates_of_16_bit_tables(pair: Pool, dtype: torch.dtype) -> None:
     for (weight, state), wanted in zip(found, training.trained_by_torch(steps, optimizer, torch.float64), strict=True):
         assert (weight.dtype, state.dtype) == (dtype, torch.float32)
         torch.testing.assert_close(weight.double(), wanted, rtol=torch.finfo(dtype).eps * 0.51, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_random_rounding_repeats(pair: Pool, dtype: torch.dtype) -> None:
+    """Bits depend on the seed, and not on ranks; an element is at most one unit in the last place from the exact one."""
+    p, found = problem(1, (8, 16), 24, dtype=dtype), {}
+    for world, seed in ((1, 3), (2, 3), (1, 4)):
+        steps = Steps(replace(p, rank_of_table=(0, world - 1), batch_sizes=even(24, world)), 1)
+        rule = weft.SGD(lr=0.01, rounding="stochastic", seed=seed)
+        found[world, seed] = of_tables(steps.p, pair.run(training.trained, steps, rule, ranks=world, timeout_s=120))
+    exact = training.trained_by_torch(Steps(p, 1), weft.SGD(lr=0.01), torch.float64)
+    for (one,), (other,), (reseeded,), wanted in zip(found[1, 3], found[2, 3], found[1, 4], exact, strict=True):
+        assert torch.equal(one, other)
+        assert not torch.equal(one, reseeded)
+        torch.testing.assert_close(one.double(), wanted, rtol=torch.finfo(dtype).eps * 1.01, atol=1e-5)
 
 
 @pytest.mark.parametrize("dims", [(8, 3, 16, 1, 70), (64, 128)])
@@ -164,7 +182,9 @@ def replayed(group: dist.ProcessGroup, optimizer: EmbeddingOptimizer) -> bool:
     return all(torch.equal(one, two) for one, two in zip(*both, strict=True))
 
 
-@pytest.mark.parametrize("optimizer", [weft.RowwiseAdagrad(lr=0.1), weft.Adam(lr=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [weft.RowwiseAdagrad(lr=0.1), weft.Adam(lr=0.1), weft.SGD(lr=0.1, clip_norm=0.5)], ids=str
+)
 def test_a_training_step_in_a_graph_reads_the_learning_rate(pair: Pool, optimizer: EmbeddingOptimizer) -> None:
     assert pair.run(replayed, optimizer, timeout_s=120) == [True, True]
 

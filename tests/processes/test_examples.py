@@ -71,6 +71,7 @@ def test_dlrm_learns_as_embedding_bags_in_one_process() -> None:
     """Fewer steps than by default, which reach 0.84. Most of what can be known about a click is in the ids."""
     small = ["--steps", "60", "--every", "60", "--batch", "1024", "--held-out", "4"]
     ours, reference, dense = trained(*small), trained(*small, "--reference"), trained(*small, "--dense-only")
+    assert abs(trained(*small, "--placement", "rows") - reference) <= 0.002
     assert ours >= 0.75
     assert abs(ours - reference) <= 0.002
     assert dense < 0.6

@@ -132,13 +132,25 @@ def rows_read(p: Problem) -> list[torch.Tensor]:
 
 def trained_by_torch(steps: Steps, optimizer: EmbeddingOptimizer, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return all tables after the steps, computed in `dtype`."""
-    weights = [weight.to(dtype) for weight in steps.p.weights]
+    weights = [weight.to(dtype, copy=True) for weight in steps.p.weights]
     rules = [Rule(optimizer, weight) for weight in weights]
     for step, upstream in steps:
-        grads = gradients_by_torch(step, upstream, weights)
+        grads = clipped(optimizer, gradients_by_torch(step, upstream, weights))
         for rule, weight, grad, rows in zip(rules, weights, grads, rows_read(step), strict=True):
             rule.apply(weight, grad + optimizer.weight_decay * weight, rows)
     return weights
+
+
+def clipped(optimizer: EmbeddingOptimizer, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of all tables as torch.nn.utils clips them."""
+    leaves = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for leaf, grad in zip(leaves, grads, strict=True):
+        leaf.grad = grad.clone()
+    if optimizer.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(leaves, optimizer.clip_value)
+    if optimizer.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(leaves, optimizer.clip_norm)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
 class Rule:

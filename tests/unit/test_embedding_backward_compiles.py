@@ -30,6 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
         for rule in RULES
     },
     "fp16, skipping": {"rule": 2, "dtype": torch.float16, "skip": True},
+    "fp16 at random, by fp32": {"rule": 3, "dtype": torch.float16, "grads": F32, "random": True},
+    "bf16 at random": {"rule": 2, "dtype": torch.bfloat16, "random": True},
+    "fp32 gradients of bf16": {"rule": 0, "dtype": F32, "grads": torch.bfloat16},
+    "squares": {"rule": 6, "dtype": torch.bfloat16},
     "sparse gradients of tables with several features": {"rule": 0, "sparse": True, "split": 3},
     "wide": {"rule": 4, "lanes": 1, "block_d": 4096, "warps": 8},
     "narrow": {"rule": 2, "lanes": 16, "block_d": 16, "warps": 1},
@@ -37,23 +41,42 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", mostly(CASES, "rule 2", "rule 4, bf16, weighted, wide keys", "wide"))
+@pytest.mark.parametrize(
+    "name", mostly(CASES, "rule 2", "rule 4, bf16, weighted, wide keys", "wide", "fp16 at random, by fp32")
+)
 def test_kernels_compile(name: str, target: str) -> None:
     usual = {"dtype": F32, "scaled": False, "skip": False, "sparse": False, "split": 1, "keys": torch.int32}
     case = usual | {"lanes": 4, "block_d": 256, "warps": 2} | CASES[name]
     tile = {"ROWS": case["lanes"], "BLOCK_D": case["block_d"]}
     of_sums = tile | {"SCALED": case["scaled"], "SEGMENT": SEGMENT}
     of_rows = {"SPLIT": case["split"], "DTYPE": TRITON_TYPE[case["dtype"]]}
-    data = I64, I64, F32, case["dtype"]  # order, places, scales, gradients
+    grads = case.get("grads", case["dtype"])
+    data = I64, I64, F32, grads  # order, places, scales, gradients
     with compiling_for(TARGETS[target]):
         options = {"grid": (1,), "num_warps": case["warps"]}
         sums = device_code.segment_sums_kernel.warmup(*data, I64, I64, I64, I64, I64, I64, F32, **of_sums, **options)
         rules = {"RULE": case["rule"], "SPARSE": case["sparse"], "SKIP": case["skip"]}
+        rules |= {"STOCHASTIC": case.get("random", False)}
+        extra = F32 if case["rule"] == 6 else I64
         update = device_code.update_rows_kernel.warmup(
-            case["keys"], *data, I64, I64, I64, F32, I64, I64, F32, I64, **of_sums, **of_rows, **rules, **options
+            case["keys"],
+            *data,
+            I64,
+            I64,
+            I64,
+            F32,
+            I64,
+            I64,
+            F32,
+            extra,
+            I64,
+            **of_sums,
+            **of_rows,
+            **rules,
+            **options,
         )
         weights = device_code.gradients_of_weights_kernel.warmup(
-            case["keys"], I64, case["dtype"], I64, I64, F32, 1000, **tile, **of_rows, NO_ROW=10**6, **options
+            case["keys"], I64, grads, I64, I64, F32, 1000, **tile, **of_rows, NO_ROW=10**6, **options
         )
     code = "cubin" if target == "sm_90" else "hsaco"
     assert all(one.asm[code] for one in (sums, update, weights))

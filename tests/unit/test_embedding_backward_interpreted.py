@@ -6,7 +6,9 @@ The exchange of gradients is left out: each rank gets its columns of the whole g
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,15 +62,24 @@ CASES: dict[str, Case] = {
     "fp16 updated": Case(problem(2, (8, 12), 7, dtype=torch.float16), weft.Adam(lr=0.1)),
     "lr 0": Case(FEW, weft.Adagrad(lr=0.0)),
     "skipped": Case(FEW, weft.RowwiseAdagrad(lr=0.1, nonfinite="skip")),
+    "clipped": Case(FEW, weft.SGD(lr=0.1, clip_value=0.5)),
+    "clipped by norm": Case(FEW, weft.Adagrad(lr=0.1, clip_norm=2.0)),
+    "fp16 at random": Case(
+        problem(1, (8, 12), 7, dtype=torch.float16), weft.SGD(lr=1e-4, rounding="stochastic", seed=3)
+    ),
+    "bf16 at random": Case(problem(1, (8, 12), 7, dtype=torch.bfloat16), weft.SGD(lr=1e-3, rounding="stochastic")),
 }
+
+
+OTHERS = ("rows of several tables", "data-parallel tables")
 
 
 @pytest.fixture(scope="module")
 def wrong() -> dict[str, str]:
-    return wrong_in(__file__, CASES)
+    return wrong_in(__file__, [*CASES, *OTHERS])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OTHERS])
 def test_backward(wrong: dict[str, str], name: str) -> None:
     assert not wrong.get(name), wrong[name]
 
@@ -96,6 +107,8 @@ def play(case: Case) -> None:
         for found, is_sparse in ((dense, False), (sparse, True)):
             of = ForwardCall(plan, rank, checked, 1, None, 1.0, is_sparse)
             found.append(device.gradients_of_tables(of, device.sorted_rows(of, jagged), received))
+            if received.dtype != torch.float32:
+                _check_other_dtypes(device, of, jagged, received)
         if p.weighted and not case.keyed:
             _check_weights(p, rank, device.gradients_of_weights(of, jagged, weights, received), upstream)
     if case.optimizer is not None:
@@ -149,7 +162,12 @@ def _update(
         received[0] = float("nan")  # the first bags are empty
         received[-1] = float("inf")
     update.step.add_(1)
-    skipped = device.update(of, tables, device.sorted_rows(of, jagged), received)
+    rows, scale = device.sorted_rows(of, jagged), None
+    if optimizer.clip_norm is not None:
+        scale = optimizer.clip_norm / device.sum_of_squares(of, tables, rows, received).sqrt()
+    skipped = device.update(of, tables, rows, received, scale)
+    if optimizer.rounding == "stochastic":
+        _check_random_bits(of, tables, jagged, received, weights)
     if optimizer.nonfinite == "skip" and received.numel():
         assert int(skipped) > 0
         assert all(weight.isfinite().all() for weight in fresh)
@@ -159,10 +177,27 @@ def _update(
     assert all(torch.equal(one, two) for one, two in zip(updated[rank], fresh, strict=True))
 
 
+def _check_random_bits(
+    of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, before: list[torch.Tensor]
+) -> None:
+    """CPU processes round the same numbers with the same bits. Their sums may differ in the last one."""
+    from weft.runtime.cpu import embedding_backward as cpu
+
+    weights = [weight.clone() for weight in before]
+    on_cpu = tables._replace(weights=weights)
+    cpu.update(of, on_cpu, cpu.sorted_rows(of, jagged), received)
+    pairs = list(zip(tables.weights, weights, strict=True))
+    nearest = [weight.clone() for weight in before]
+    plain = replace(tables.optimizer, rounding="nearest")
+    cpu.update(of, tables._replace(optimizer=plain, weights=nearest), cpu.sorted_rows(of, jagged), received)
+    assert sum(int((one != two).sum()) for one, two in pairs) <= 2
+    assert sum(int((one != two).sum()) for one, two in zip(weights, nearest, strict=True)) > 5
+
+
 def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list[list[torch.Tensor]]) -> None:
     optimizer = case.optimizer
     assert optimizer is not None
-    if optimizer.nonfinite == "skip":
+    if optimizer.nonfinite == "skip" or optimizer.rounding == "stochastic":
         return
     found = training.of_tables(p, updated)
     if optimizer.lr == 0:
@@ -172,11 +207,116 @@ def _check_updates(case: Case, p: Problem, upstream: torch.Tensor, updated: list
     for dtype in (torch.float64, torch.float32):
         weights = [weight.to(dtype) for weight in p.weights]
         grads = gradients_by_torch(p, upstream, weights)
+        for rank in range(len(p.batch_sizes)):  # ranks do not meet here: each has a norm of its own
+            own = p.sharding.local_tables(rank)
+            for table, grad in zip(own, training.clipped(optimizer, [grads[table] for table in own]), strict=True):
+                grads[table] = grad
         for weight, grad, rows in zip(weights, grads, training.rows_read(p), strict=True):
             training.Rule(optimizer, weight).apply(weight, grad + optimizer.weight_decay * weight, rows)
         by_dtype.append(weights)
     for one, exact, in_fp32 in zip(found, *by_dtype, strict=True):
         assert_as_exact_as_torch(one, in_fp32, exact)
+
+
+def play_rows() -> None:
+    """Updates of unpooled tables, several in one call, as on CPU processes."""
+    from weft.runtime import embedding_rows as rows
+
+    generator = torch.Generator().manual_seed(3)
+    counts = {"a": (30, 4), "b": (25, 9), "c": (3, 4), "d": (0, 5)}
+    given = []
+    for number, (name, (count, dim)) in enumerate(counts.items()):
+        table = EmbeddingBagConfig(11, dim, name, ("f",), dtype=torch.bfloat16)
+        ids = torch.randint(-1, 12, (count,), generator=generator)
+        given.append(rows.RowGradients(table, number, ids, torch.randn(count, dim, generator=generator)))
+    rules = weft.Adam(lr=0.5), weft.SGD(lr=0.5, clip_norm=1.0), weft.SGD(lr=0.01, rounding="stochastic")
+    for optimizer in rules:
+        found = []
+        for device in _devices(rows):
+            weights = [torch.ones(one.table.num_embeddings, one.grads.shape[1], dtype=torch.bfloat16) for one in given]
+            update = FusedUpdate(optimizer, weights)
+            update.step.add_(1)
+            states = [list(of_table.values()) for of_table in update.states]
+            tables = Tables(optimizer, weights, states, update.learning_rate, update.step)
+            with device:
+                rows.update_rows(given, tables, 0.5, None, None) if optimizer.clip_norm is None else _clipped(
+                    rows, given, tables
+                )
+            found.append([weight.float() for weight in weights] + [one for of_table in states for one in of_table])
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine, other, rtol=2**-7, atol=1e-5)
+    sums = []
+    for device in _devices(rows):
+        with device:
+            sums.append(rows.sums_of_equal(torch.tensor([2, 0, 2, 1, 2]), 3, torch.arange(10.0).view(5, 2)))
+    assert torch.equal(sums[0], sums[1])
+    assert sums[0].tolist() == [[2, 3], [6, 7], [12, 15]]
+
+
+def _clipped(rows: Any, given: list[Any], tables: Tables) -> None:
+    class Alone:
+        def size(self) -> int:
+            return 1
+
+    rows.update_rows(given, tables, 0.5, Alone(), None)
+
+
+def play_replicated() -> None:
+    """The local gradients of data-parallel tables, with the rows that were read."""
+    from weft.runtime import embedding_replicated as replicated
+
+    p = replace(problem(1, (8, 3, 16), 7), hash=False)
+    jagged = _input_of(Case(p), p, 0)
+    checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights)
+    of = ForwardCall(EmbeddingPlan(p.sharding, EmbeddingOptions()), 0, checked, 0, None, 1.0, False)
+    upstream = torch.randn(7, p.sharding.total_dim, generator=torch.Generator().manual_seed(5))
+    ends = jagged.offsets[::7].tolist()
+    spans = replicated.Spans(tuple(pairwise(ends)))
+    found = []
+    for device in _devices(replicated):
+        with device:
+            found.append(replicated.local_gradients(of, jagged, spans, upstream))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    exact = gradients_by_torch(p, upstream, [weight.double() for weight in p.weights])
+    tables = replicated.of_tables(found[0], p.sharding)
+    for (grad, read), wanted, rows in zip(tables, exact, training.rows_read(p), strict=True):
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-6)
+        assert torch.equal(read, rows)
+
+
+def _devices(module: Any) -> list[Any]:
+    """Return contexts in which `module` computes as a GPU does, and as a CPU process does."""
+    from weft.runtime.cpu import embedding_backward as cpu
+    from weft.runtime.cuda import embedding_backward as cuda
+
+    return [mock.patch.object(module, "device_code", lambda _, one=one: one) for one in (cuda, cpu)]
+
+
+def _check_other_dtypes(device: Any, of: ForwardCall, jagged: JaggedInput, received: torch.Tensor) -> None:
+    """Gradients of 16 bits give float32 gradients of tables, and update 16-bit tables in float32, as on CPU processes."""
+    from weft.runtime.cpu import embedding_backward as cpu
+
+    wide = [one.gradients_of_tables(of, one.sorted_rows(of, jagged), received, torch.float32) for one in (device, cpu)]
+    for mine, other in zip(*wide, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    if of.sparse:
+        return
+    updated = []
+    for one in (device, cpu):
+        shapes = [of.plan.sharding.tables[index] for index in of.plan.sharding.local_tables(of.rank)]
+        weights = [torch.ones(t.num_embeddings, t.embedding_dim, dtype=t.dtype) for t in shapes]
+        update = FusedUpdate(weft.RowwiseAdagrad(lr=0.5), weights)
+        states = [list(of_table.values()) for of_table in update.states]
+        tables = Tables(update.optimizer, weights, states, update.learning_rate, update.step)
+        own = replace(of, tables=tables)
+        update.step.add_(1)
+        one.update(own, tables, one.sorted_rows(own, jagged), received.float())
+        squares = one.sum_of_squares(own, tables, one.sorted_rows(own, jagged), received.float())
+        updated.append(([weight.float() for weight in weights], squares))
+    for mine, other in zip(updated[0][0], updated[1][0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=torch.finfo(of.plan.sharding.dtype).eps, atol=0)
+    torch.testing.assert_close(updated[0][1], updated[1][1], rtol=1e-5, atol=1e-9)
 
 
 def _check_weights(p: Problem, rank: int, found: torch.Tensor, upstream: torch.Tensor) -> None:
@@ -191,4 +331,5 @@ def _check_weights(p: Problem, rank: int, found: torch.Tensor, upstream: torch.T
 
 
 if __name__ == "__main__":
-    play_all({name: lambda case=case: play(case) for name, case in CASES.items()})  # type: ignore[misc]
+    others = dict(zip(OTHERS, (play_rows, play_replicated), strict=True))
+    play_all({name: lambda case=case: play(case) for name, case in CASES.items()} | others)  # type: ignore[misc]

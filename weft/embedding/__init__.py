@@ -4,7 +4,9 @@ optimizers. No groups; no memory but optimizers' states."""
 from weft.embedding.hashing import hash_ids
 from weft.embedding.jagged import JaggedInput, JaggedTensor, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.embedding.optimizers import SGD, Adagrad, Adam, EmbeddingOptimizer, PartialRowwiseAdam, RowwiseAdagrad
+from weft.embedding.partition import ColumnWise, DataParallel, RowWise, TableSharding, TableWise
 from weft.embedding.placement import place_tables
+from weft.embedding.planner import TablePlan, plan_tables
 from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, Slot
 from weft.embedding.update import FusedUpdate
 
@@ -12,6 +14,8 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "ColumnWise",
+    "DataParallel",
     "EmbeddingBagConfig",
     "EmbeddingOptimizer",
     "EmbeddingSharding",
@@ -21,9 +25,14 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "PartialRowwiseAdam",
+    "RowWise",
     "RowwiseAdagrad",
     "Slot",
+    "TablePlan",
+    "TableSharding",
+    "TableWise",
     "as_jagged",
     "hash_ids",
     "place_tables",
+    "plan_tables",
 ]

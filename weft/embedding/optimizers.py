@@ -37,6 +37,8 @@ def state_shape(table: Sequence[int], shape: StateShape) -> tuple[int, ...]:
 
 
 Nonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+_NOT_OF_THE_RULE = ("lr", "nonfinite", "clip_value", "clip_norm", "rounding", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,11 @@ class EmbeddingOptimizer:
     weight_decay: times the row, added to its gradient. Only rows that a batch reads decay.
     nonfinite: "propagate" updates a row although its gradient is infinite or NaN. "skip" leaves the row as it is. "raise" is a
         `RefusedError` on every rank that names the table, before anything is updated; for it ranks meet and wait for the device.
+    clip_value: the largest absolute value of an element of a row's gradient, as in `torch.nn.utils.clip_grad_value_`.
+    clip_norm: the largest norm of all gradients that an update uses, of all tables and ranks, as in `clip_grad_norm_`. With a
+        larger norm all are scaled. Ranks exchange one number for it before each update. Rows that "skip" leaves alone do not count.
+    rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost; the mean of
+        many roundings is the exact value. Random bits depend on `seed`, the number of the update, table, row and column alone.
     """
 
     rule: ClassVar[int]
@@ -56,13 +63,24 @@ class EmbeddingOptimizer:
     lr: float
     weight_decay: float = 0.0
     nonfinite: Nonfinite = "propagate"
+    clip_value: float | None = None
+    clip_norm: float | None = None
+    rounding: Rounding = "nearest"
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, legal in (("nonfinite", get_args(Nonfinite)), ("rounding", get_args(Rounding))):
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, legal))}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to 2**63 - 1")
+        if self.clip_value is not None and self.clip_norm is not None:
+            raise ValueError(
+                f"clip_value={self.clip_value} and clip_norm={self.clip_norm}: pass one of them, an update clips once"
+            )
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "nonfinite":
-                if value not in get_args(Nonfinite):
-                    raise ValueError(f"nonfinite={value!r} must be one of {', '.join(map(repr, get_args(Nonfinite)))}")
+            if field.name in ("nonfinite", "rounding", "seed") or (field.name.startswith("clip") and value is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{type(self).__name__}: {field.name}={value!r} must be a finite number")
@@ -70,6 +88,10 @@ class EmbeddingOptimizer:
             if field.name.startswith("beta"):
                 if not 0 <= value < 1:
                     raise ValueError(f"{type(self).__name__}: {field.name}={value} must be at least 0 and below 1")
+            elif field.name.startswith("clip") and value == 0:
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name}=0 would leave no gradient: pass None for no bound"
+                )
             elif value < 0:
                 raise ValueError(f"{type(self).__name__}: {field.name}={value} must not be negative")
 
@@ -83,7 +105,7 @@ class EmbeddingOptimizer:
     @property
     def numbers(self) -> dict[str, float]:
         """The numbers of the rule, except for the learning rate."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("lr", "nonfinite")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_RULE}
 
     @property
     def counts(self) -> bool:
@@ -95,7 +117,7 @@ class EmbeddingOptimizer:
 class SGD(EmbeddingOptimizer):
     """Stochastic gradient descent without momentum. It keeps no state.
 
-    lr: learning rate. weight_decay, nonfinite: as in `EmbeddingOptimizer`.
+    lr: learning rate. The other options are those of `EmbeddingOptimizer`.
     """
 
     rule = 1
@@ -170,3 +192,9 @@ def optimizer_of(written: str) -> EmbeddingOptimizer:
     """Return the optimizer that `EmbeddingOptimizer.written` describes, with learning rate 0."""
     name, numbers = json.loads(written)
     return OPTIMIZERS[name](lr=0.0, **numbers)
+
+
+def seed_of_update(seed: int, step: int) -> int:
+    """Return the seed of random bits of update number `step`, a signed word."""
+    word = (seed + step * 0x9E3779B97F4A7C15) % 2**64
+    return word - 2**64 if word >= 2**63 else word

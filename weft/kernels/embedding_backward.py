@@ -19,11 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The table of tables (int64): addresses of weight, first state, second state and output; first linear row; columns; first run.
-TABLE_FIELDS = 7
+# The table of tables (int64): addresses of weight, first state, second state and output; first linear row; columns; first run;
+# number of the table.
+TABLE_FIELDS = 8
 # The numbers (float32).
-NUMBERS = 10
-RATE, FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2 = range(NUMBERS)
+NUMBERS = 11
+RATE, FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2, CLIP = range(NUMBERS)
 
 _TABLE_FIELDS = tl.constexpr(TABLE_FIELDS)
 _RATE = tl.constexpr(RATE)
@@ -36,6 +37,8 @@ _REST1 = tl.constexpr(REST1)
 _REST2 = tl.constexpr(REST2)
 _CORRECTION1 = tl.constexpr(CORRECTION1)
 _CORRECTION2 = tl.constexpr(CORRECTION2)
+_CLIP = tl.constexpr(CLIP)
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -99,15 +102,47 @@ def _reduced(
 
 
 @triton.jit
+def _mixed(word):
+    """Return splitmix64's finalizer of an int64, as uint64."""
+    z = word.to(tl.uint64, bitcast=True)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _at_random(x, random, DTYPE: tl.constexpr):
+    """Return fp32 `x` as a neighbour in DTYPE, fp16 or bf16, chosen by the 24 lowest bits of `random`.
+
+    The upper neighbour has the probability that is the distance from the lower one, over that of the two. The same as
+    `narrow_at_random` of csrc/embedding_backward.cpp.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    LOW: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF
+    finite = (bits & 0x7F800000) != 0x7F800000
+    moved = ((bits + (random & LOW).to(tl.uint32)) & (0xFFFFFFFF - LOW)).to(tl.float32, bitcast=True)
+    found = tl.where(finite, moved, x)
+    if tl.float16 == DTYPE:  # subnormals are multiples of 2**-24
+        scaled = tl.abs(x) * 16777216.0
+        below = tl.floor(scaled)
+        up = (random & 0xFFFFFF).to(tl.int32).to(tl.float32) < (scaled - below) * 16777216.0
+        size = (below + tl.where(up, 1.0, 0.0)) * 5.9604644775390625e-08
+        found = tl.where(tl.abs(x) < 6.103515625e-05, tl.where(x < 0, -size, size), found)
+    return found.to(DTYPE)
+
+
+@triton.jit
 def update_rows_kernel(
-    keys, order, places, scales, grads, starts, runs, first_segment, partials, tables_of, tables, numbers, skipped,
+    keys, order, places, scales, grads, starts, runs, first_segment, partials, tables_of, tables, numbers, extra, skipped,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr,
-    DTYPE: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr,
+    DTYPE: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Reduce the gradient of every run, and apply the rule to its row.
 
     keys: sorted, (linear row) * SPLIT + a number below SPLIT. RULE: of `EmbeddingOptimizer`; 0 writes the gradient to the output,
-    SPARSE to the row of the run in it. skipped: int64, counts rows that SKIP left alone.
+    SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares to the element of the run in `extra`, fp32.
+    DTYPE: of the tables, and of the output of rule 0. skipped: int64, counts rows that SKIP left alone. extra: for STOCHASTIC
+    the seed, int64 [1].
     """
     columns = tl.arange(0, BLOCK_D)
     factor, rate = tl.load(numbers + _FACTOR), tl.load(numbers + _RATE)
@@ -140,7 +175,12 @@ def update_rows_kernel(
             stored = inside & (infinite == 0)
             if infinite > 0:
                 tl.atomic_add(skipped, 1)
-        if RULE == 0:
+        clip = tl.load(numbers + _CLIP)
+        g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays NaN
+        if RULE == 6:
+            squares = tl.sum(tl.where(stored, g * g, 0), axis=0)
+            tl.store(extra + run, squares)
+        elif RULE == 0:
             at = row
             if SPARSE:
                 at = run - tl.load(entry + 6)
@@ -178,7 +218,12 @@ def update_rows_kernel(
                     tl.store(states2 + row, u, mask=is_stored)
                     g = tl.div_rn(m, tl.sqrt_rn(u * tl.load(numbers + _CORRECTION2)) + eps)
             if rate != 0:  # otherwise the row keeps its bits, the sign of a zero too
-                tl.store(weight, (w - rate * g).to(DTYPE), mask=stored)
+                if STOCHASTIC:
+                    base = _mixed(tl.load(extra) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
+                    random = _mixed(base + (row * dim + columns) * _GOLDEN)
+                    tl.store(weight, _at_random(w - rate * g, random, DTYPE), mask=stored)
+                else:
+                    tl.store(weight, (w - rate * g).to(DTYPE), mask=stored)
 
 
 @triton.jit

@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from weft.nn.checkpoint import FusedOptimizers
 from weft.nn.embedding import ShardedEmbeddingBagCollection
+from weft.nn.embedding_collection import ShardedEmbeddingCollection
 from weft.nn.embedding_memory import EmbeddingMemory
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.fused_optimizer import FusedOptimizer, ignore_tables
 from weft.nn.norm import RMSNorm
+from weft.nn.partitioned_embedding import PartitionedEmbeddingBagCollection as _  # noqa: F401  # which placements choose
 from weft.nn.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -34,6 +36,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
     "distributed_state_dict",
     "ignore_tables",
     "local_state_dict",

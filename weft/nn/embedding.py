@@ -10,45 +10,46 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft import env, symm
 from weft.arguments import check_tensor, checked_deadline
 from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.embedding.optimizers import EmbeddingOptimizer
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
+from weft.embedding.partition import TableSharding, is_cut
 from weft.embedding.placement import place_tables
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import NOT_TRAINED, Training, check_module_options, training_of
 from weft.embedding.update import FusedUpdate
-from weft.errors import DisagreementError, RefusedError
 from weft.nn import local_batch
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
 from weft.nn.embedding_table import Table, first_values
 from weft.nn.fused_optimizer import FusedOptimizer
+from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
+from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, buffer_bytes, form_of, plan_in, release
-from weft.runtime.embedding_backward import accumulate
+from weft.runtime.embedding_backward import collecting, update_collected
 from weft.runtime.opaque import opaque
-from weft.words import by_rank
 
 
-def _mark_again(module: Any, incompatible_keys: Any) -> None:
+def mark_again(module: Any, incompatible_keys: Any) -> None:
     """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked ones."""
     module._mark_tables()
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
-    """Embedding tables placed whole on the ranks of `group`; pooled vectors for each rank's own samples.
+    """Embedding tables on the ranks of `group`, whole or in parts; pooled vectors for each rank's own samples.
 
     The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
     `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A missing or dead rank is a
@@ -78,7 +79,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
     device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU. On "meta" the
         tables take no memory and cannot be called before `to_empty(device=...)`, after which the values must be loaded, or filled
         with `reset_parameters()`.
-    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
+    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`). Instead of a
+        rank a `weft.embedding.ColumnWise`, `RowWise` or `DataParallel` cuts the table into parts, or copies it to every rank.
+        Parameters are parts then, "table[rows, columns]" by name. Row-wise and data-parallel tables need input="local_batch".
     rows_read: mean rows per sample and table, by name or in table order, for the balance; default 1 per feature. Give it if
         pooling factors differ.
     input: "local_batch" (TorchRec's): a rank passes all features of its own samples, and they are distributed over `group`.
@@ -90,9 +93,14 @@ class ShardedEmbeddingBagCollection(nn.Module):
     sparse: without an optimizer, gradients are sparse COO tensors, as `nn.EmbeddingBag(sparse=True)` makes them.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel does for the other
         parameters and TorchRec for tables; "sum" does not.
+    max_ids: the most ids that a rank may receive in a call, with input="local_batch". If any would receive more, every rank raises
+        `RefusedError` with the numbers of all, before ids leave. Ranks exchange the numbers for it. Default: no bound.
     transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as for `weft.embedding_all_to_all`. The distribution of
         a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
     """
+
+    _of_parts: ClassVar[type[Any] | None] = None
+    """The subclass with tables that are cut into parts (`weft.nn.partitioned_embedding`, which imports this file)."""
 
     def __init__(
         self,
@@ -100,7 +108,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         *,
         group: dist.ProcessGroup,
         device: torch.device | str | None = None,
-        placement: Mapping[str, int] | Sequence[int] | None = None,
+        placement: Mapping[str, int | TableSharding] | Sequence[int | TableSharding] | None = None,
         rows_read: Sequence[float] | Mapping[str, float] | None = None,
         input: Literal["local_batch", "global_batch"] = "local_batch",
         is_weighted: bool = False,
@@ -113,10 +121,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         bounds_check: BoundsCheck = "warning",
         hash: bool = False,
         outputs: int = 2,
+        max_ids: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
         super().__init__()
-        self.rank = _rank_in(group)
+        self.rank = rank_in(group)
         self.group = group
         self.input = input
         self.deadline_s: float | None = None
@@ -131,13 +140,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         sharding, options, refusal = None, None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
-            if input not in ("local_batch", "global_batch"):
-                raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
-            if not isinstance(is_weighted, bool):
-                raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
+            check_input_options(input, is_weighted, max_ids)
             check_module_options(optimizer, sparse, gradients)
-            device = _device_for(group, device)
-            sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
+            device = device_for(group, device)
+            ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
+            sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
             # Refuse bad options now, on every rank, instead of at the first call.
@@ -145,22 +152,27 @@ class ShardedEmbeddingBagCollection(nn.Module):
         except (ValueError, TypeError) as error:
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
-        said |= {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
+        said |= {"max_ids": max_ids, "optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
-        sharding, seed = _agree(group, device, sharding, said, refusal, self.deadline_s)
-        self._options = cast(EmbeddingOptions, options)
+        sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s)
+        self._options, self._max_ids = cast(EmbeddingOptions, options), max_ids
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
         self._make_tables(seed)
         for parameter in self.parameters():
             parameter.requires_grad_(self._is_trained)
         self._mark_tables()
-        self.register_load_state_dict_post_hook(_mark_again)
+        self.register_load_state_dict_post_hook(mark_again)
         self._features = {slot.feature for slot in self.sharding.slots}
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
         self._length_per_key = [slot.dim for slot in self.sharding.slots]
+
+    def __new__(cls, *arguments: Any, placement: Any = None, **options: Any) -> Any:
+        return super().__new__(cls._of_parts if cls._of_parts and is_cut(placement) else cls)
+
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for documentation
 
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
         """Pool the features of all tables, and return the vectors of this rank's samples. Collective.
@@ -176,7 +188,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
         Raises `ValueError` for a bad input: on every rank a `RefusedError`, such as for a table whose feature is missing.
         """
-        if torch.compiler.is_compiling() and torch.is_grad_enabled() and (self._is_trained or self._optimizer):
+        is_trained = torch.is_grad_enabled() and (self._is_trained or self._optimizer)
+        if torch.compiler.is_compiling() and (is_trained or self._max_ids is not None):
             return self._called(features, batch_sizes)  # opaque: the graph breaks here
         if self.input == "global_batch":
             return self._pooled(features, batch_sizes)
@@ -194,7 +207,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
             call = self._form, self._weights(), features, self.group, self._is_weighted, self.deadline_s
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
         with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
-            # Two collectives, one call for the ranks.
+            # Several collectives, one call for the ranks.
+            if (bound := self._max_ids) is not None:
+                of_ranks = self._input_dist.features_of_rank
+                totals = totals_of_ranks(features, of_ranks, self.group, self._speaks_on(), self.deadline_s)
+                require_bound(totals, bound, "")
             return self._pooled(*self._input_dist(features, refusal))
 
     @opaque
@@ -230,13 +247,19 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def accumulate(self) -> Iterator[None]:
         """Keep ids and gradients of every backward inside, and update the tables once, at the end. Every rank does the same.
 
-        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end waits
-        for the device. After an error nothing is updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
+        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end is
+        collective and waits for the device. The learning rate is read there, and compared on CPU. After an error nothing is
+        updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
 
         Memory: the ids and the gradients of pooled vectors of all calls inside, twice at the end.
         """
-        with contextlib.nullcontext() if self._update is None else accumulate(self._update):
+        if self._update is None:
             yield
+            return
+        with collecting(self._update) as collected:
+            yield
+        with together(f"accumulate() of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
+            update_collected(self._update, collected, self.group, self._speaks_on(), self.deadline_s)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Set whether backward trains the tables. Every rank must do the same, ranks without tables too.
@@ -333,24 +356,15 @@ class ShardedEmbeddingBagCollection(nn.Module):
             cast(Table, table).reset_parameters()
 
     def _make_tables(self, seed: int) -> None:
-        """Make and fill this rank's tables. Collective.
+        """Make and fill this rank's tables. Collective."""
 
-        All ranks fail together if a rank has no memory for its tables, or an `init_fn` that raises."""
-        failed = None
-        try:
+        def make() -> None:
             for index in self.sharding.local_tables(self.rank):
                 table = self.sharding.tables[index]
                 # Not by add_module, which refuses names of the container's own attributes: a table may be called "items".
                 self.embedding_bags._modules[table.name] = Table(table, self.device, seed + index)
-        except Exception as error:
-            failed = error
-        comm = _comm_of(self.group, self.device, self.deadline_s)
-        said = None if failed is None else str(failed) or repr(failed)
-        everyone = comm.all_gather(said, what="filling embedding tables", deadline_s=_patient(self.deadline_s))
-        if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it and retry
-            raise failed
-        if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
-            raise RefusedError(f"tables could not be filled: {reasons}") from failed
+
+        fill_together(make, self.group, self.device, self.deadline_s)
 
     def _mark_tables(self) -> None:
         """Mark the parameters for DDP and `ignore_tables`, and make or move the optimizer's states."""
@@ -371,14 +385,25 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.sharding, self.device = sharding, device
         self._form = cast(Form, (sharding.written, *astuple(self._options)))
         # Ranks with tables on meta still take part, to report their refusal.
-        speaks_on = _device_for(self.group, None) if device.type == "meta" else device
+        speaks_on = device_for(self.group, None) if device.type == "meta" else device
         self._input_dist = input_dist_of(sharding, self.group, speaks_on, self._is_weighted, self.deadline_s)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert and move parameters: `half()`, `to(...)`, `cuda()` and others of `nn.Module` end here."""
         if not recurse:  # this module's own parameters: none
             return super()._apply(fn, recurse)
-        # An empty table shows the resulting dtype and device, also on a rank that owns no table.
+        dtype, device = self._after(fn)
+        super()._apply(fn)
+        sharding = self.sharding
+        if dtype != sharding.dtype:
+            sharding = replace(sharding, tables=tuple(replace(t, dtype=dtype) for t in sharding.tables))
+        self._settle(sharding, device)
+        self._mark_tables()
+        return self
+
+    def _after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
+        """Return the dtype and device of tables after a conversion. Raise `ValueError` if tables cannot have them."""
+        # An empty table shows them also on a rank that owns no table.
         after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))
         if after.dtype not in DTYPES:
             raise ValueError(
@@ -387,13 +412,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
             )
         if after.device.type not in (*DEVICE_TYPES, "meta"):
             raise ValueError(no_tables_on(after.device))
-        super()._apply(fn)
-        sharding = self.sharding
-        if after.dtype != sharding.dtype:
-            sharding = replace(sharding, tables=tuple(replace(t, dtype=after.dtype) for t in sharding.tables))
-        self._settle(sharding, after.device)
-        self._mark_tables()
-        return self
+        return after.dtype, after.device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self.__new__(type(self))
@@ -429,78 +448,3 @@ class ShardedEmbeddingBagCollection(nn.Module):
             f"rank {self.rank} of {self.sharding.world_size} on {self.device}, input={self.input!r}, "
             f"is_weighted={self._is_weighted}, {settings}\n{self.sharding.describe()}"
         )
-
-
-def _rank_in(group: Any) -> int:
-    if group is None:
-        raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
-    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this rank is not in the group: make the collection on the group's own ranks only")
-    return rank
-
-
-def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is not a device: {error}") from None
-    if device.type not in (*DEVICE_TYPES, "meta"):
-        raise ValueError(f"device={str(device)!r}: tables are pooled on {' or '.join(DEVICE_TYPES)}, pass one of them")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r}, but torch sees no GPU here: `weft doctor` says why")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _agree(
-    group: dist.ProcessGroup,
-    device: Any,
-    sharding: EmbeddingSharding | None,
-    said: dict[str, Any],
-    refusal: Exception | None,
-    deadline_s: float | None,
-) -> tuple[EmbeddingSharding, int]:
-    """Return (the sharding, the first rank's seed) if all ranks have the same sharding and other arguments. Collective.
-
-    Otherwise every rank raises `RefusedError`, with the reason of the rank that refused its arguments, or
-    `DisagreementError`.
-    """
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    # Refused arguments may be of any type, and need not pickle. Nor need an `init_fn`.
-    mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
-    if refusal is None and sharding is not None:
-        mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
-    comm = _comm_of(group, device, deadline_s)
-    what = "making a ShardedEmbeddingBagCollection"
-    everyone = comm.all_gather(mine, what=what, deadline_s=_patient(deadline_s))
-    if reasons := by_rank((rank, text) for rank, (_, _, text, _) in enumerate(everyone) if text is not None):
-        raise RefusedError(f"arguments refused by {reasons}") from refusal
-    first_sharding, first_said, _, seed = everyone[0]
-    for rank, (other_sharding, other_said, _, _) in enumerate(everyone):
-        difference = first_sharding.difference(other_sharding)
-        for name, value in first_said.items():
-            if other_said[name] != value:
-                difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
-        if difference:
-            raise DisagreementError(
-                f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"
-            )
-    assert sharding is not None
-    return sharding, seed
-
-
-def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
-    """Return the communicator in which ranks make a module: that of the group's usual calls, even if a rank passed another
-    device type."""
-    usual = _device_for(group, None)
-    meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
-    return symm.communicator(group, meets_on, deadline_s=_patient(deadline_s))
-
-
-def _patient(deadline_s: float | None) -> float:
-    """Return the deadline for calls instead of the shorter set-up deadline: a rank may be filling tables meanwhile."""
-    return env.deadline_s() if deadline_s is None else deadline_s

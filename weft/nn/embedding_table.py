@@ -1,5 +1,5 @@
 """A table of a `ShardedEmbeddingBagCollection`, and its initial values: they depend on the seed and the table alone, so not on the
-placement or the number of ranks."""
+placement or the number of ranks, or on how a table is cut into parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.embedding.tables import EmbeddingBagConfig
+from weft.embedding.tables import EmbeddingBagConfig, bytes_text
+
+BLOCK_ELEMENTS = 1 << 26  # that one seed fills: memory for a part's values, and the least to draw for it
+_STEP = 1_000_003  # between the seeds of blocks; tables have adjacent ones
 
 
 class Table(nn.EmbeddingBag):
@@ -19,15 +22,51 @@ class Table(nn.EmbeddingBag):
 
     def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
-        weight = torch.empty(rows, dim, dtype=table.dtype, device=device)
+        try:
+            weight = torch.empty(rows, dim, dtype=table.dtype, device=device)
+        except (MemoryError, RuntimeError) as error:
+            text = (
+                f"table {table.name!r} has {bytes_text(table.nbytes)}, which {device} cannot hold: cut it by rows or columns "
+                "(placement=, weft.embedding.RowWise, ColumnWise; weft.embedding.plan_tables chooses)"
+            )
+            raise (torch.OutOfMemoryError if device.type == "cuda" else MemoryError)(text) from error
         super().__init__(rows, dim, mode=table.pooling, include_last_offset=True, _weight=weight)
         self._table, self._seed = table, seed
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
-            with _seeded(self._seed, self.weight.device):
-                self._table.fill(self.weight)
+            fill(self.weight, self._table, self._seed)
+
+
+def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:
+    """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`.
+
+    Uniform values are drawn block by block of rows, each with a seed of its own. So a part has the values that it has in the whole
+    table, on one type of device, and costs the memory of a block. An `init_fn` fills a whole table, for each part.
+    """
+    (rows, columns), dim = weight.shape, table.embedding_dim
+    is_whole = (rows, columns) == (table.num_embeddings, dim)
+    size = table.num_embeddings if table.init_fn else max(1, BLOCK_ELEMENTS // dim)
+    for block in range(row // size, -(-(row + rows) // size)):
+        first, end = block * size, min((block + 1) * size, table.num_embeddings)
+        with torch.no_grad(), _seeded(seed + block * _STEP, weight.device):
+            values = weight[first:end] if is_whole and not table.init_fn else weight
+            if not is_whole:
+                values = torch.empty(end - first, dim, dtype=weight.dtype, device=weight.device)
+            table.fill(values)
+            if not is_whole:
+                begin, stop = max(first, row), min(end, row + rows)
+                weight[begin - row : stop - row] = values[begin - first : stop - first, column : column + columns]
+
+
+def filler_of(table: EmbeddingBagConfig, seed: int, row: int, column: int) -> functools.partial[None]:
+    """Return the `init_fn` of a part of `table`."""
+    return functools.partial(_fill_part, table=table, seed=seed, row=row, column=column)
+
+
+def _fill_part(weight: torch.Tensor, *, table: EmbeddingBagConfig, seed: int, row: int, column: int) -> None:
+    fill(weight, table, seed, row, column)
 
 
 def first_values(table: EmbeddingBagConfig) -> str:

@@ -31,7 +31,7 @@ from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, joine
 from weft.embedding.tables import column_runs
 from weft.embedding.update import FusedUpdate
 from weft.errors import RefusedError
-from weft.runtime.collectives import all_to_all_single
+from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.cpu import embedding_backward as cpu
 from weft.runtime.meeting import Topic, meeting_of
 from weft.runtime.unfused.turn import Turn
@@ -54,7 +54,7 @@ def gradients(
     _require_intact(of, weights, wanted[1])
     if grad.device.type == "cpu":
         _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
-    device = _on(grad.device)
+    device = device_code(grad.device)
     received = to_owners(grad, sharding, of.rank, sizes, group, turn)
     if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
         _require_finite(of, received, group, turn.deadline_s)
@@ -67,16 +67,13 @@ def gradients(
             collected.append(Collected(of, jagged, received))
         else:
             of.is_updated = True
-            _update(Collected(of, jagged, received))
+            _update(Collected(of, jagged, received), group, turn.deadline_s)
     return of_tables, of_weights
 
 
 @contextlib.contextmanager
-def accumulate(update: FusedUpdate) -> Iterator[None]:
-    """Keep the gradients of all backwards inside, and update the tables once at the end. After an error nothing is updated.
-
-    Not collective itself, but ranks do it alike: backward compares it on CPU.
-    """
+def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
+    """Keep the gradients of all backwards inside, in the list that it yields, instead of updating the tables."""
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
         raise ValueError(
@@ -84,14 +81,31 @@ def accumulate(update: FusedUpdate) -> Iterator[None]:
         )
     COLLECTED[key] = collected
     try:
-        yield
+        yield collected
     finally:
         del COLLECTED[key]
+
+
+def update_collected(
+    update: FusedUpdate, collected: list[Collected], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> None:  # fmt: skip
+    """Update the tables once, by the gradients of several backwards. Collective.
+
+    On CPU ranks compare the learning rate of the update, which may have changed since the last backward, and the calls.
+    """
+    for one in collected[:1]:  # before ranks meet, so that a refusal leaves the group usable
+        assert one.of.tables is not None
+        _require_intact(one.of, one.of.tables.weights, False)
+    if device.type == "cpu" and group.size() > 1:
+        numbers = [one.of.number for one in collected]
+        said = f"learning rate {update.lr!r}, update {int(update.step) + 1} of calls {numbers}"
+        topic = Topic("the end of accumulate() of embedding_all_to_all", update.optimizer.written)
+        _meet_on(symm.communicator(group, device), topic, said, 0, deadline_s)
     if collected:
         for one in collected:
             one.of.is_updated = True
         with torch.no_grad():
-            _update(joined_calls(collected))
+            _update(joined_calls(collected), group, deadline_s)
 
 
 def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tables: bool) -> None:
@@ -107,27 +121,60 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
         of.require_values_of_forward()
 
 
-def _update(call: Collected) -> None:
-    of = call.of
-    assert of.tables is not None
-    _require_intact(of, of.tables.weights, False)
-    of.tables.step.add_(1)
-    device = _on(call.received.device)
-    device.update(of, of.tables, device.sorted_rows(of, call.jagged), call.received)
+def _update(call: Collected, group: dist.ProcessGroup, deadline_s: float | None) -> None:
+    of, tables = call.of, call.of.tables
+    assert tables is not None
+    _require_intact(of, tables.weights, False)
+    device = device_code(call.received.device)
+    rows, scale = device.sorted_rows(of, call.jagged), None
+    if tables.optimizer.clip_norm is not None:
+        squares = device.sum_of_squares(of, tables, rows, call.received)
+        scale = scale_of_norm(squares, tables.optimizer.clip_norm, group, deadline_s)
+    tables.step.add_(1)
+    device.update(of, tables, rows, call.received, scale)
+
+
+def scale_of_norm(
+    squares: torch.Tensor, clip_norm: float, group: dist.ProcessGroup, deadline_s: float | None
+) -> torch.Tensor:
+    """Return the factor that leaves gradients with a norm of at most `clip_norm`, float64 []. Collective.
+
+    squares: the sum of squares of this rank's gradients. Sums of ranks are added in the order of ranks. The factor is that of
+    `torch.nn.utils.clip_grad_norm_`: NaN if a gradient is NaN.
+    """
+    if group.size() > 1 and squares.device.type == "cpu":
+        comm = symm.communicator(group, squares.device)
+        of_ranks = comm.all_gather(float(squares), what="the norm of gradients", deadline_s=deadline_s)
+        squares = torch.tensor(sum(of_ranks), dtype=torch.float64)
+    elif group.size() > 1:
+        gathered = squares.new_empty(group.size())
+        all_gather_single(gathered, squares.view(1), group=group)
+        squares = gathered.sum()
+    return (clip_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def _require_finite(
     of: ForwardCall, received: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None
 ) -> None:
     """Raise `RefusedError` on every rank if a gradient of any table is infinite or NaN. Waits for the device. Collective."""
-    sharding, column, bad = of.plan.sharding, 0, list[str]()
+    refuse_nonfinite(nonfinite_tables(of.plan.sharding, of.rank, received), group, received.device, deadline_s)
+
+
+def nonfinite_tables(sharding: EmbeddingSharding, rank: int, received: torch.Tensor) -> list[str]:
+    """Return the tables and features of `rank` whose gradients are infinite or NaN. Waits for the device."""
+    column, bad = 0, list[str]()
     finite = received.isfinite().all(0).tolist()
-    for slot in sharding.local_slots(of.rank):
+    for slot in sharding.local_slots(rank):
         if not all(finite[column : column + slot.dim]):
             bad.append(f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}")
         column += slot.dim
+    return bad
+
+
+def refuse_nonfinite(bad: list[str], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
+    """Raise `RefusedError` on every rank if any rank has found bad gradients. Collective."""
     said = f"gradients are infinite or NaN: {'; '.join(bad)}" if bad else None
-    comm = symm.communicator(group, received.device)
+    comm = symm.communicator(group, device)
     everyone = comm.all_gather(said, what="non-finite gradients", deadline_s=deadline_s)
     if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
         raise RefusedError(f"backward of embedding_all_to_all, nothing is updated: {reasons}")
@@ -155,7 +202,8 @@ def to_owners(
     return received.view(sum(batch_sizes), columns[rank])
 
 
-def _on(device: torch.device) -> ModuleType:
+def device_code(device: torch.device) -> ModuleType:
+    """Return the module that computes backward on `device`."""
     if device.type == "cpu":
         return cpu
     from weft.runtime.cuda import embedding_backward  # needs Triton, which a CPU machine may lack
@@ -165,18 +213,28 @@ def _on(device: torch.device) -> ModuleType:
 
 def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None:
     """Meet the ranks' backward of the same call. Raise on every rank if they differ."""
-    said = of.said
-    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
-    meeting = meeting_of(comm)
     tables = counted(len(of.plan.sharding.tables), "table")
     # Not the whole plan: backward depends neither on the transport nor on whether it was chosen.
     details = f"{of.plan.sharding.written}, hash={of.plan.options.hash}"
-    topic = Topic(f"backward of embedding_all_to_all of {tables}", details)
+    compare_ranks(comm, Topic(f"backward of embedding_all_to_all of {tables}", details), of, deadline_s)
+
+
+def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s: float | None) -> None:
+    """Meet the ranks that go back through `of`. Raise on every rank if calls, optimizers or learning rates differ."""
+    _meet_on(comm, topic, of.said, of.number, deadline_s)
+
+
+def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
+    """Meet the ranks. Raise on every rank if they say different things. number: of the forward call, or 0."""
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
+    meeting = meeting_of(comm)
     extras = [
-        _EXTRA.unpack(one) for one in meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(of.number, digest))
+        _EXTRA.unpack(one) for one in meeting.meet(topic, deadline_s=deadline_s, extra=_EXTRA.pack(number, digest))
     ]
     numbers, digests = ({extra[i] for extra in extras} for i in range(2))
     if len(digests) == 1 and (len(numbers) == 1 or 0 in numbers):
         return
-    texts = comm.all_gather(f"call {of.number}, {said}", what="options of backward", deadline_s=deadline_s)
+    texts = comm.all_gather(
+        f"call {number}, {said}" if number else said, what="options of backward", deadline_s=deadline_s
+    )
     meeting.disagree(f"ranks go back through embedding_all_to_all differently: {by_rank(enumerate(texts))}")

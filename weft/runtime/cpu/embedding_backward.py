@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from weft import _core
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding.optimizers import seed_of_update
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_GRADIENT = 0  # the rule that writes gradients
+_GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and sums of their squares
 
 
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
@@ -24,36 +26,62 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> _core.SortedRows:
     return _core.SortedRows(slots=slots, tables=tables, per_sample_weights=weights, **_input(of, jagged))
 
 
-def update(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> int:
-    """Update each row that occurs. Return how many were skipped, because their gradient is infinite or NaN."""
+def update(
+    of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor, scale: torch.Tensor | None = None
+) -> int:
+    """Update each row that occurs. Return how many were skipped, because their gradient is infinite or NaN.
+
+    scale: a number on the device, times every gradient."""
     optimizer = tables.optimizer
-    memory = np.zeros((len(tables.weights), 4), dtype=np.int64)
-    for line, weight, states in zip(memory, tables.weights, tables.states, strict=True):
+    memory = np.zeros((len(tables.weights), 5), dtype=np.int64)
+    numbers_of_tables = of.plan.sharding.local_tables(of.rank)
+    for line, weight, states, number in zip(memory, tables.weights, tables.states, numbers_of_tables, strict=True):
         line[0] = weight.data_ptr()
         line[1 : 1 + len(states)] = [state.data_ptr() for state in states]
+        line[4] = number
     numbers = optimizer.numbers
     beta1, beta2 = numbers.get("beta1", 0.0), numbers.get("beta2", 0.0)
     step = int(tables.step)
     corrections = [1 / (1 - beta**step) for beta in (beta1, beta2)]
     of_rule = [numbers.get("eps", 0.0), numbers["weight_decay"], beta1, beta2, 1 - beta1, 1 - beta2, *corrections]
-    given = [float(tables.learning_rate), of.factor, *of_rule]
-    skipped = _updated(of, rows, received, memory, optimizer.rule, given, optimizer.nonfinite == "skip")
+    factor = of.factor if scale is None else of.factor * float(scale)
+    given = [float(tables.learning_rate), factor, *of_rule, optimizer.clip_value or math.inf]
+    random = optimizer.rounding == "stochastic", seed_of_update(optimizer.seed, step)
+    skip = optimizer.nonfinite == "skip"
+    skipped = _updated(of, rows, received, memory, optimizer.rule, given, skip, of.plan.sharding.dtype, random)
     for changed in (*tables.weights, *(state for states in tables.states for state in states)):
         torch.autograd.graph.increment_version(changed)
     return skipped
 
 
-def gradients_of_tables(of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradient of each table: dense, or a coalesced sparse COO tensor."""
+def sum_of_squares(of: ForwardCall, tables: Tables, rows: _core.SortedRows, received: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of all gradients that an update would use, float64 []."""
+    squares = [torch.zeros(count, dtype=torch.float32) for count in rows.counts()]
+    memory = np.zeros((len(squares), 5), dtype=np.int64)
+    memory[:, 3] = [one.data_ptr() for one in squares]
+    numbers = [0.0, of.factor, *[0.0] * 8, math.inf]
+    _updated(
+        of, rows, received, memory, _SQUARES, numbers, tables.optimizer.nonfinite == "skip", of.plan.sharding.dtype
+    )
+    return sum((one.double().sum() for one in squares), torch.zeros((), dtype=torch.float64))
+
+
+def gradients_of_tables(
+    of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Return the gradient of each table: dense, or a coalesced sparse COO tensor. dtype: other than the tables'."""
     sharding = of.plan.sharding
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     counts = rows.counts()
     sizes = counts if of.sparse else [table.num_embeddings for table in tables]
     make = torch.empty if of.sparse else torch.zeros
-    values = [make(size, table.embedding_dim, dtype=table.dtype) for size, table in zip(sizes, tables, strict=True)]
-    memory = np.zeros((len(tables), 4), dtype=np.int64)
+    values = [
+        make(size, table.embedding_dim, dtype=dtype or table.dtype) for size, table in zip(sizes, tables, strict=True)
+    ]
+    memory = np.zeros((len(tables), 5), dtype=np.int64)
     memory[:, 3] = [value.data_ptr() for value in values]
-    _updated(of, rows, received, memory, _GRADIENT, [0.0, of.factor, *[0.0] * 8], False)
+    numbers = [0.0, of.factor, *[0.0] * 8, math.inf]
+    _updated(of, rows, received, memory, _GRADIENT, numbers, False, dtype or sharding.dtype)
     if not of.sparse:
         return values
     found = []
@@ -86,16 +114,19 @@ def gradients_of_weights(
 
 def _updated(
     of: ForwardCall, rows: _core.SortedRows, received: torch.Tensor, memory: np.ndarray, rule: int, numbers: list[float],
-    skip_nonfinite: bool,
+    skip_nonfinite: bool, dtype: torch.dtype, random: tuple[bool, int] = (False, 0),
 ) -> int:  # fmt: skip
     return rows.update(
         memory=memory,
         gradients=received.data_ptr(),
         stride=received.shape[1],
-        dtype=_DTYPE_CODE[received.dtype],
+        gradients_dtype=_DTYPE_CODE[received.dtype],
+        dtype=_DTYPE_CODE[dtype],
         rule=rule,
         sparse=of.sparse,
         numbers=numbers,
+        is_stochastic=random[0],
+        seed=random[1],
         skip_nonfinite=skip_nonfinite,
         n_threads=torch.get_num_threads(),
     )

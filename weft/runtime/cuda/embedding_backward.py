@@ -8,6 +8,7 @@ the device; arrays have room for the most that there can be.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,8 +26,9 @@ from weft.symm.lasting import lasting
 
 SEGMENT = 512  # occurrences
 _TILE = 1024  # elements that a program sums at once
-_GRADIENT = 0  # the rule that writes gradients
+_GRADIENT, _SQUARES = 0, 6  # the rules that write gradients, and sums of their squares
 _PROGRAMS_PER_SM = 32  # of one warp
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
 class _Slots(NamedTuple):
@@ -134,24 +136,51 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
     return Rows(shape, ids, keys, order, starts, runs.view(1), ends - segments_of, filled, total)
 
 
-def update(of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor) -> torch.Tensor:
-    """Update each row that occurs. Return how many were skipped, on the device."""
-    optimizer = tables.optimizer
-    lines = []
-    for base, weight, states in zip(rows.shape.bases, tables.weights, tables.states, strict=True):
-        addresses = [state.data_ptr() for state in states] + [0] * (2 - len(states))
-        lines.append([weight.data_ptr(), *addresses, 0, base, weight.shape[1], 0])
-    skipped = _launched(
-        rows, received, _device_table(lines, received.device), _numbers(of, tables), optimizer.rule, False,
-        optimizer.nonfinite == "skip",
-    )  # fmt: skip
+def update(
+    of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Update each row that occurs. Return how many were skipped, on the device.
+
+    scale: a number on the device, times every gradient."""
+    optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
+    numbers, table = _numbers(of, tables), _table_of_update(of, tables, rows, received.device)
+    if scale is not None:
+        numbers[device_code.FACTOR] *= scale
+    if optimizer.rounding == "stochastic" and dtype != torch.float32:
+        seed = (tables.step * _GOLDEN + optimizer.seed).view(1)  # wraps around as `seed_of_update` does
+    skip = optimizer.nonfinite == "skip"
+    skipped = _launched(rows, received, table, numbers, optimizer.rule, False, skip, dtype, seed)
     for changed in (*tables.weights, *(state for states in tables.states for state in states)):
         torch.autograd.graph.increment_version(changed)
     return skipped
 
 
-def gradients_of_tables(of: ForwardCall, rows: Rows, received: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradient of each table: dense, or a coalesced sparse COO tensor. For sparse gradients it waits for the device."""
+def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of all gradients that an update would use, float64 [], on the device."""
+    device = received.device
+    squares = torch.zeros(rows.keys.numel(), dtype=torch.float32, device=device)
+    # The update's own table of tables: a graph's capture cannot copy another one from the host.
+    table, skip = _table_of_update(of, tables, rows, device), tables.optimizer.nonfinite == "skip"
+    numbers, dtype = _numbers_of_gradients(of, device), of.plan.sharding.dtype
+    _launched(rows, received, table, numbers, _SQUARES, False, skip, dtype, squares=squares)
+    return squares.sum(dtype=torch.float64)
+
+
+def _table_of_update(of: ForwardCall, tables: Tables, rows: Rows, device: torch.device) -> torch.Tensor:
+    lines = []
+    number_of = of.plan.sharding.local_tables(of.rank)
+    for base, weight, states, number in zip(rows.shape.bases, tables.weights, tables.states, number_of, strict=True):
+        addresses = [state.data_ptr() for state in states] + [0] * (2 - len(states))
+        lines.append([weight.data_ptr(), *addresses, 0, base, weight.shape[1], 0, number])
+    return _device_table(lines, device)
+
+
+def gradients_of_tables(
+    of: ForwardCall, rows: Rows, received: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Return the gradient of each table: dense, or a coalesced sparse COO tensor. For sparse gradients it waits for the device.
+
+    dtype: other than the tables'."""
     sharding, device, shape = of.plan.sharding, received.device, rows.shape
     tables = [sharding.tables[index] for index in sharding.local_tables(of.rank)]
     first_runs, sizes = [0] * len(tables), [table.num_embeddings for table in tables]
@@ -163,16 +192,17 @@ def gradients_of_tables(of: ForwardCall, rows: Rows, received: torch.Tensor) -> 
         first_runs, sizes = at[:-1], [end - begin for begin, end in pairwise(at)]
     make = torch.empty if of.sparse else torch.zeros
     values = [
-        make(size, table.embedding_dim, dtype=table.dtype, device=device)
+        make(size, table.embedding_dim, dtype=dtype or table.dtype, device=device)
         for size, table in zip(sizes, tables, strict=True)
     ]
     lines = [
-        [0, 0, 0, value.data_ptr(), base, value.shape[1], first]
+        [0, 0, 0, value.data_ptr(), base, value.shape[1], first, 0]
         for value, base, first in zip(values, shape.bases, first_runs, strict=True)
     ]
-    numbers = torch.zeros(device_code.NUMBERS, dtype=torch.float32, device=device)
-    numbers[device_code.FACTOR] = of.factor
-    _launched(rows, received, _device_table(lines, device), numbers, _GRADIENT, of.sparse, False)
+    numbers = _numbers_of_gradients(of, device)
+    _launched(
+        rows, received, _device_table(lines, device), numbers, _GRADIENT, of.sparse, False, dtype or sharding.dtype
+    )
     if not of.sparse:
         return values
     return [
@@ -192,7 +222,7 @@ def gradients_of_weights(
     total = torch.zeros(count, dtype=torch.float32, device=received.device)
     if not count or not len(weights):
         return total
-    lines = [[w.data_ptr(), 0, 0, 0, base, w.shape[1], 0] for base, w in zip(shape.bases, weights, strict=True)]
+    lines = [[w.data_ptr(), 0, 0, 0, base, w.shape[1], 0, 0] for base, w in zip(shape.bases, weights, strict=True)]
     out = torch.empty(ids.keys.numel(), dtype=torch.float32, device=received.device)
     grid = shape.programs(received.device, -(-len(out) // shape.lanes))
     device_code.gradients_of_weights_kernel[grid, 1, 1](
@@ -208,9 +238,13 @@ def gradients_of_weights(
 
 
 def _launched(
-    rows: Rows, received: torch.Tensor, tables: torch.Tensor, numbers: torch.Tensor, rule: int, sparse: bool, skip: bool
-) -> torch.Tensor:
-    """Launch the kernels. Return how many rows were skipped, on the device."""
+    rows: Rows, received: torch.Tensor, tables: torch.Tensor, numbers: torch.Tensor, rule: int, sparse: bool, skip: bool,
+    dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Launch the kernels. Return how many rows were skipped, on the device.
+
+    dtype: of tables, and of gradients that are written. seed: of random bits, or None to round to nearest.
+    squares: the output of rule 6."""
     shape, ids, device, count = rows.shape, rows.ids, received.device, rows.keys.numel()
     skipped = torch.zeros(1, dtype=torch.int64, device=device)
     if not count:
@@ -218,6 +252,7 @@ def _launched(
     most = len(rows.run_of_segment)
     partials = torch.empty(most, shape.block_d, dtype=torch.float32, device=device)
     scales = partials if ids.scales is None else ids.scales
+    extra = seed if seed is not None else squares if squares is not None else skipped
     of_tile: dict[str, Any] = {
         "ROWS": shape.lanes, "BLOCK_D": shape.block_d, "SCALED": ids.scales is not None, "SEGMENT": SEGMENT,
         "num_warps": shape.warps,
@@ -229,8 +264,8 @@ def _launched(
         )  # fmt: skip
     device_code.update_rows_kernel[shape.programs(device, count), 1, 1](
         rows.keys, rows.order, ids.places, scales, received, rows.starts, rows.runs, rows.first_segment, partials, ids.tables,
-        tables, numbers, skipped, SPLIT=shape.split, DTYPE=TRITON_TYPE[received.dtype], RULE=rule, SPARSE=sparse, SKIP=skip,
-        **of_tile,
+        tables, numbers, extra, skipped, SPLIT=shape.split, DTYPE=TRITON_TYPE[dtype], RULE=rule,
+        SPARSE=sparse, SKIP=skip, STOCHASTIC=seed is not None, **of_tile,
     )  # fmt: skip
     return skipped
 
@@ -314,18 +349,26 @@ def _slots_of(
 
 @functools.lru_cache(maxsize=64)
 def _fixed_numbers(
-    written: str, numbers: tuple[tuple[str, float], ...], factor: float, device: torch.device
+    written: str, numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
 ) -> torch.Tensor:
     of = dict(numbers)
     beta1, beta2 = of.get("beta1", 0.0), of.get("beta2", 0.0)
-    values = [0.0, factor, of.get("eps", 0.0), of["weight_decay"], beta1, beta2, 1 - beta1, 1 - beta2, 1.0, 1.0]
+    values = [0.0, factor, of.get("eps", 0.0), of["weight_decay"], beta1, beta2, 1 - beta1, 1 - beta2, 1.0, 1.0, clip]
     return lasting(device, lambda: torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _numbers_of_gradients(of: ForwardCall, device: torch.device) -> torch.Tensor:
+    """Return the numbers of a rule that updates nothing."""
+    numbers = torch.zeros(device_code.NUMBERS, dtype=torch.float32, device=device)
+    numbers[device_code.FACTOR], numbers[device_code.CLIP] = of.factor, math.inf
+    return numbers
 
 
 def _numbers(of: ForwardCall, tables: Tables) -> torch.Tensor:
     """Return the rule's numbers. The learning rate and the number of updates are read on the device."""
     optimizer, device = tables.optimizer, tables.learning_rate.device
-    numbers = _fixed_numbers(optimizer.written, tuple(optimizer.numbers.items()), of.factor, device).clone()
+    clip = optimizer.clip_value or math.inf
+    numbers = _fixed_numbers(optimizer.written, tuple(optimizer.numbers.items()), of.factor, clip, device).clone()
     numbers[device_code.RATE] = tables.learning_rate
     if optimizer.counts:
         step = tables.step.to(torch.float64)

@@ -1,0 +1,46 @@
+"""Unpooled embeddings on GPUs: the problems and references of `tests/processes/test_embedding_collection.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpu_ranks as ranks
+import pytest
+import torch
+from support.embedding_collection import check, placements, train
+from support.embedding_partition import whole
+
+import weft
+from weft.launch import Pool
+
+pytestmark = ranks.MARKS
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("name", placements(1))
+def test_rows_and_updates(pair: Pool, name: str, dedup: bool) -> None:
+    for optimizer in (weft.Adam(lr=0.05, weight_decay=0.01), weft.SGD(lr=0.1, clip_norm=1.0)):
+        check(pair, 2, placements(2)[name], optimizer, dedup=dedup)
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dedup": True, "gradients": "sum"}], ids=str)
+def test_gradients_for_an_optimizer_of_torch(pair: Pool, options: dict[str, Any]) -> None:
+    check(pair, 2, placements(2)["mixed"], None, torchs=True, **options)
+
+
+def test_hashed_ids_and_accumulation(pair: Pool) -> None:
+    check(pair, 2, placements(2)["rows"], weft.SGD(lr=0.1), hash=True, accumulates=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_tables(pair: Pool, dtype: torch.dtype) -> None:
+    check(pair, 2, placements(2)["rows"], weft.SGD(lr=0.1), dtype, 1, tolerance=3 * torch.finfo(dtype).eps, dedup=True)
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_equal_inputs_give_equal_bits(pair: Pool, dedup: bool) -> None:
+    options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": dedup}
+    runs = [pair.run(train, placements(2)["mixed"], torch.float32, 2, options, timeout_s=120) for _ in range(3)]
+    first, *others = [whole([parts for parts, _ in run]) for run in runs]
+    for other in others:
+        assert all(torch.equal(other[name], weight) for name, weight in first.items())

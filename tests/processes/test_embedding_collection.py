@@ -1,0 +1,250 @@
+"""`ShardedEmbeddingCollection` on CPU processes: rows and updates against torch in float64, bits, bounds, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.embedding_collection import KEYS, batch, check, placements, tables_of, train
+from support.embedding_partition import full_weights, whole
+from support.on_ranks import error_of, told
+from torch import nn
+
+import weft
+from weft.embedding import ColumnWise, DataParallel, EmbeddingBagConfig, KeyedJaggedTensor, RowWise
+from weft.launch import Pool
+from weft.nn import ShardedEmbeddingCollection
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch.optim.Adagrad's own
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", placements(1))
+def test_rows_and_updates(pool: Pool, name: str, world: int, dedup: bool) -> None:
+    optimizer = weft.Adam(lr=0.05, weight_decay=0.01) if world % 2 else weft.RowwiseAdagrad(lr=0.1)
+    check(pool, world, placements(world)[name], optimizer, dedup=dedup)
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"dedup": True, "gradients": "sum"}], ids=str)
+def test_gradients_for_an_optimizer_of_torch(pool: Pool, options: dict[str, Any]) -> None:
+    check(pool, 3, placements(3)["mixed"], None, torchs=True, **options)
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_shardings(pool: Pool, data: Any) -> None:
+    world = data.draw(st.integers(1, 4))
+    ranks = st.integers(0, world - 1)
+    rows = st.builds(lambda ranks: RowWise(tuple(ranks)), st.lists(ranks, min_size=1, unique=True))
+    placement = {name: data.draw(st.one_of(ranks, rows)) for name in ("users", "items", "pairs")}
+    optimizers = weft.SGD(lr=0.1), weft.Adagrad(lr=0.1, clip_value=0.3), weft.SGD(lr=0.1, clip_norm=1.0)
+    options = {name: data.draw(st.booleans()) for name in ("dedup", "hash")}
+    check(
+        pool, world, placement, data.draw(st.sampled_from(optimizers)), accumulates=data.draw(st.booleans()), **options
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dedup", [False, True])
+def test_16_bit_tables(pool: Pool, dtype: torch.dtype, dedup: bool) -> None:
+    check(pool, 2, placements(2)["rows"], weft.SGD(lr=0.1), dtype, 1, tolerance=3 * torch.finfo(dtype).eps, dedup=dedup)
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_equal_inputs_give_equal_bits(pool: Pool, dedup: bool) -> None:
+    options = {"optimizer": weft.RowwiseAdagrad(lr=0.1), "dedup": dedup}
+    runs = [pool.run(train, placements(3)["mixed"], torch.float32, 2, options, ranks=3) for _ in range(3)]
+    first, *others = [whole([parts for parts, _ in run]) for run in runs]
+    for other in others:
+        assert all(torch.equal(other[name], weight) for name, weight in first.items())
+
+
+def one_feature(group: dist.ProcessGroup, placement: Any) -> list[Any]:
+    """Train one table whose ids repeat, on a global batch of 12 samples."""
+    module = ShardedEmbeddingCollection(
+        [EmbeddingBagConfig(9, 4, "t", ("f",))],
+        group=group,
+        placement=placement,
+        optimizer=weft.Adagrad(lr=0.1),
+        gradients="sum",
+    )
+    generator = torch.Generator().manual_seed(1)
+    module.load_full_weights({"t": torch.randn(9, 4, generator=generator)})
+    values, upstream = torch.randint(0, 9, (120,), generator=generator), torch.randn(120, 4, generator=generator)
+    mine = slice(group.rank() * 120 // group.size(), (group.rank() + 1) * 120 // group.size())
+    features = KeyedJaggedTensor(["f"], values[mine], lengths=torch.full((12 // group.size(),), 10))
+    module(features)["f"].values().backward(upstream[mine])
+    return [(part, "t", (9, 4), weight.detach().clone()) for part, weight in module.parts()]
+
+
+def test_bits_of_tables_with_one_feature_do_not_depend_on_ranks(pool: Pool) -> None:
+    first = whole(pool.run(one_feature, [0], ranks=1))["t"]
+    for world, placement in ((2, [1]), (2, [RowWise()]), (3, [RowWise((2, 0))])):
+        assert torch.equal(whole(pool.run(one_feature, placement, ranks=world))["t"], first)
+
+
+def initial(group: dist.ProcessGroup, placement: Any) -> list[Any]:
+    torch.manual_seed(4 + group.rank())
+    module = ShardedEmbeddingCollection(tables_of(), group=group, placement=placement)
+    before = copy.deepcopy(module.state_dict())
+    module.reset_parameters()
+    assert all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+    tables = tables_of()
+    return [
+        (part, tables[part.table].name, (tables[part.table].num_embeddings, 6), weight.detach())
+        for part, weight in module.parts()
+    ]
+
+
+def test_initial_values_do_not_depend_on_the_plan(pool: Pool) -> None:
+    first = whole(pool.run(initial, None, ranks=1))
+    for name in ("rows", "mixed"):
+        found = whole(pool.run(initial, placements(3)[name], ranks=3))
+        assert all(torch.equal(found[table], weight) for table, weight in first.items())
+
+
+def handled(group: dist.ProcessGroup) -> dict[str, Any]:
+    tables = tables_of()
+    module = ShardedEmbeddingCollection(
+        tables, group=group, placement=placements(2)["rows"], optimizer=weft.Adam(lr=0.1)
+    )
+    module.load_full_weights(full_weights(tables))
+    features, upstream = batch(0, group.rank(), 2, False)
+
+    def step(module: ShardedEmbeddingCollection) -> None:
+        torch.autograd.backward([one.values() for one in module(features).values()], upstream)
+
+    step(module)
+    copied = copy.deepcopy(module)
+    saved = copy.deepcopy(module.fused_optimizer.state_dict())
+    for one in (module, copied):
+        step(one)
+    pairs = zip(module.state_dict().values(), copied.state_dict().values(), strict=True)
+    same = all(torch.equal(one, two) for one, two in pairs)
+    module.fused_optimizer.load_state_dict(saved)
+    found = {"copy": same, "names": list(module.state_dict()), "step": int(module.fused_optimizer._update.step)}
+    before = copy.deepcopy(module.state_dict())
+    found["frozen"] = [one.values().requires_grad for one in module.requires_grad_(False)(features).values()]
+    with torch.no_grad():
+        module.requires_grad_(True)(features)
+    values = module(features)["friend"].values()
+    found["unchanged"] = all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+    found["ignored"] = len(weft.nn.ignore_tables(nn.Sequential(module)))
+    values.sum().backward(retain_graph=True)
+    found["twice"] = told(lambda: values.sum().backward())
+    weighted = KeyedJaggedTensor(
+        KEYS, features.values(), torch.rand(len(features.values())), lengths=features.lengths()
+    )
+    found["weights"] = torch.equal(module(weighted)["friend"].weights_or_none(), weighted["friend"].weights_or_none())
+    return found
+
+
+def test_a_module_is_handled_as_others_are(pool: Pool) -> None:
+    for found in pool.run(handled, ranks=2, timeout_s=60):
+        assert found["copy"]
+        assert found["unchanged"]
+        assert found["weights"]
+        assert found["step"] == 1
+        assert not any(found["frozen"])
+        assert len(found["names"]) == found["ignored"] == 3
+        assert "a second time" in found["twice"]
+    assert found["names"] == [f"embeddings.{name}.weight" for name in ("users[15:30]", "items[11:21]", "pairs[25:50]")]
+
+
+def skewed(group: dist.ProcessGroup, max_ids: int, dedup: bool) -> str:
+    table = EmbeddingBagConfig(20, 4, "t", ("f",))
+    module = ShardedEmbeddingCollection([table], group=group, placement=[RowWise()], max_ids=max_ids, dedup=dedup)
+    features = KeyedJaggedTensor(["f"], torch.full((30,), 13), lengths=torch.full((3,), 10))
+    found = told(lambda: module(features))
+    other = KeyedJaggedTensor(["f"], torch.arange(20), lengths=torch.tensor([20]))
+    assert len(module(other)["f"].values()) == 20  # the group stays usable
+    return found
+
+
+def test_a_rank_that_would_receive_too_many_ids_is_named(pool: Pool) -> None:
+    for error in pool.run(skewed, 40, False, ranks=2):
+        assert error.startswith(
+            "RefusedError: rank 1 would receive 60 ids, and max_ids=40: ranks would receive [0, 60]"
+        )
+    assert pool.run(skewed, 40, True, ranks=2) == ["nothing"] * 2
+    assert pool.run(skewed, 60, False, ranks=2) == ["nothing"] * 2
+
+
+def refused(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[str, str]:
+    tables = options.get("tables", tables_of())
+    options = {name: value for name, value in options.items() if name != "tables"}
+    return error_of(lambda: ShardedEmbeddingCollection(tables, group=group, deadline_s=30.0, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"placement": [0, 0, ColumnWise((0, 1))]}, "has no unpooled form"),
+        ({"placement": [0, 0, DataParallel()]}, "has no unpooled form"),
+        ({"tables": [EmbeddingBagConfig(3, 4, "a", ("f",)), EmbeddingBagConfig(3, 5, "b", ("f",))]}, "table 'b' has 5 columns"),
+        ({"max_ids": 0}, "max_ids=0 must be at least 1"),
+        ({"dedup": 1}, "dedup=1 must be True or False"),
+        ({"optimizer": weft.SGD(lr=0.1), "sparse": True}, "sparse=True goes with optimizer=None"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be(pool: Pool, options: dict[str, Any], text: str) -> None:
+    for kind, said in pool.run(refused, options, ranks=2):
+        assert kind == "RefusedError"
+        assert text in said
+
+
+def bad(group: dist.ProcessGroup, how: str) -> tuple[str, bool]:
+    nonfinite: Any = "raise" if how == "gradient" else "propagate"
+    optimizer = weft.SGD(lr=0.1, nonfinite=nonfinite)
+    bounds: Any = "fatal" if how == "id" else "ignore"
+    module = ShardedEmbeddingCollection(
+        tables_of(),
+        group=group,
+        placement=placements(2)["rows"],
+        optimizer=optimizer,
+        bounds_check=bounds,
+        deadline_s=30.0,
+    )
+    features, upstream = batch(0, group.rank(), 2, False)
+    before = copy.deepcopy(module.state_dict())
+
+    def step(values: torch.Tensor, scale: float = 1.0, keys: Any = KEYS) -> dict[str, Any]:
+        found = module(KeyedJaggedTensor(keys, values, lengths=features.lengths()))
+        torch.autograd.backward([one.values() for one in found.values()], [one * scale for one in upstream])
+        return found  # type: ignore[no-any-return]
+
+    is_bad, values = group.rank() == 1, features.values()
+    if how == "zero rows":
+        with torch.no_grad():
+            found = module(KeyedJaggedTensor(KEYS, values + 1000, lengths=features.lengths()))
+        return "", all(not one.values().any() for one in found.values())
+    if how == "id":
+        error = told(lambda: step(values - 100 * is_bad))
+    elif how == "gradient":
+        error = told(lambda: step(values, torch.inf if is_bad else 1.0))
+    else:
+        error = told(lambda: step(values, keys=("u", "friend", "other") if is_bad else KEYS))
+    same = all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+    step(values)
+    return error, same and not all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("id", "feature 'u', position 0: id -"),
+        ("gradient", "gradients are infinite or NaN: rows for rank 1"),
+        ("key", "needs feature 'i', which the input lacks"),
+        ("zero rows", ""),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(pool: Pool, how: str, text: str) -> None:
+    for error, right in pool.run(bad, how, ranks=2, timeout_s=60):
+        assert text in error
+        assert right

@@ -1,0 +1,269 @@
+"""Tables cut into parts: column-wise, row-wise, data-parallel and table-wise tables in one collection.
+
+A part of a table is a table of its own, whole on one rank, so `EmbeddingSharding` and its operator serve all parts alike.
+
+    TableWise      one part
+    ColumnWise     parts have all rows and a range of columns. Each rank reads all ids of the table's features; the parts' vectors
+                   stand side by side in the output. A rowwise optimizer has a state for each part, as TorchRec has: its mean of
+                   squares is over the part's columns
+    RowWise        parts have all columns and a range of rows, ceil(rows / ranks) each, as TorchRec cuts. An id goes to the rank
+                   of its row. Each rank pools its rows, and the rank of the sample sums these partial vectors in the order of rows
+    DataParallel   no part: every rank has the table, and pools its own samples. Gradients are summed over ranks
+
+Each part of a row-wise table reads a feature of its own, "feature in part", which has the ids of the part's rows alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+from weft.embedding.placement import place_tables
+from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, Slot, check_tables
+from weft.words import counted
+
+
+@dataclass(frozen=True)
+class TableWise:
+    """The whole table is on `rank`."""
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", operator.index(self.rank))
+
+
+@dataclass(frozen=True)
+class ColumnWise:
+    """Parts of the columns, one on each of `ranks`, which may repeat.
+
+    columns: the columns of each part. Default: the same number for each, and one more for the first parts if they do not divide.
+    """
+
+    ranks: tuple[int, ...]
+    columns: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(operator.index(rank) for rank in self.ranks))
+        if self.columns is not None:
+            object.__setattr__(self, "columns", tuple(operator.index(count) for count in self.columns))
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """Parts of ceil(rows / number of ranks) rows, one on each of `ranks`. Default: all ranks in order."""
+
+    ranks: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            object.__setattr__(self, "ranks", tuple(operator.index(rank) for rank in self.ranks))
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Every rank has the table."""
+
+
+TableSharding: TypeAlias = TableWise | ColumnWise | RowWise | DataParallel
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Rows [row, row + rows) and columns [column, column + columns) of table number `table`, on `rank`."""
+
+    table: int
+    rank: int
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    def name_in(self, table: EmbeddingBagConfig) -> str:
+        """Return the name of the part: the table's, with its rows and columns unless they are all of them."""
+        rows = f"{self.row}:{self.row + self.rows}" if self.rows < table.num_embeddings else ":"
+        columns = f", {self.column}:{self.column + self.columns}" if self.columns < table.embedding_dim else ""
+        return table.name if rows == ":" and not columns else f"{table.name}[{rows}{columns}]"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The sharding of each table, equal on all ranks.
+
+    hash: ids are hashed to rows of a whole table. With row-wise tables this happens before ids leave, since it decides the owner.
+
+    Raises `ValueError` on a rank out of range, a row-wise table with two parts on one rank, columns that do not add up, or no
+    table.
+    """
+
+    tables: tuple[EmbeddingBagConfig, ...]
+    shardings: tuple[TableSharding, ...]
+    world_size: int
+    rows_read: tuple[float, ...] | None = field(default=None, compare=False)
+    hash: bool = False
+
+    def __post_init__(self) -> None:
+        check_tables(self.tables)
+        if len(self.tables) != len(self.shardings):
+            raise ValueError(f"{counted(len(self.shardings), 'sharding')} for {counted(len(self.tables), 'table')}")
+        for table, sharding in zip(self.tables, self.shardings, strict=True):
+            self._check(table, sharding)
+
+    def _check(self, table: EmbeddingBagConfig, sharding: TableSharding) -> None:
+        at = f"table {table.name!r}: {sharding}"
+        ranks = self._ranks(sharding)
+        if not ranks:
+            raise ValueError(f"{at} has no ranks: name at least one")
+        if bad := [rank for rank in ranks if not 0 <= rank < self.world_size]:
+            raise ValueError(f"{at} names rank {bad[0]}: ranks are 0 to {self.world_size - 1}")
+        if isinstance(sharding, RowWise) and (twice := [r for r, count in Counter(ranks).items() if count > 1]):
+            raise ValueError(f"{at} names rank {twice[0]} twice: a rank has one part of the rows")
+        if isinstance(sharding, ColumnWise):
+            widths = self._widths(table, sharding)
+            if len(widths) != len(ranks) or min(widths) < 1 or sum(widths) != table.embedding_dim:
+                raise ValueError(
+                    f"{at} has parts of {list(widths)} columns on {counted(len(ranks), 'rank')}: the table has "
+                    f"{counted(table.embedding_dim, 'column')}, and a part needs at least 1"
+                )
+
+    def _ranks(self, sharding: TableSharding) -> tuple[int, ...]:
+        match sharding:
+            case TableWise(rank):
+                return (rank,)
+            case ColumnWise(ranks) | RowWise(tuple(ranks)):
+                return ranks
+        return tuple(range(self.world_size))
+
+    def _widths(self, table: EmbeddingBagConfig, sharding: ColumnWise) -> tuple[int, ...]:
+        if sharding.columns is not None:
+            return sharding.columns
+        each, more = divmod(table.embedding_dim, len(sharding.ranks))
+        return tuple(each + (number < more) for number in range(len(sharding.ranks)))
+
+    @cached_property
+    def parts(self) -> tuple[TablePart, ...]:
+        """The parts of all tables but the data-parallel ones: in the order of tables, then of rows or columns."""
+        found = []
+        for number, (table, sharding) in enumerate(zip(self.tables, self.shardings, strict=True)):
+            rows, dim, ranks = table.num_embeddings, table.embedding_dim, self._ranks(sharding)
+            match sharding:
+                case TableWise(rank):
+                    found.append(TablePart(number, rank, 0, rows, 0, dim))
+                case ColumnWise():
+                    widths = self._widths(table, sharding)
+                    for rank, width, end in zip(ranks, widths, accumulate(widths), strict=True):
+                        found.append(TablePart(number, rank, 0, rows, end - width, width))
+                case RowWise():
+                    size = self.rows_of_part(number)
+                    for rank, begin in zip(ranks, range(0, rows, size), strict=False):
+                        found.append(TablePart(number, rank, begin, min(size, rows - begin), 0, dim))
+        return tuple(found)
+
+    def rows_of_part(self, table: int) -> int:
+        """Return the number of rows of the first part of a row-wise table. The last part may have fewer."""
+        return -(-self.tables[table].num_embeddings // len(self._ranks(self.shardings[table])))
+
+    def parts_of(self, table: int) -> list[int]:
+        """Return the numbers of a table's parts."""
+        return [number for number, part in enumerate(self.parts) if part.table == table]
+
+    def feature_of_part(self, part: TablePart, feature: str) -> str:
+        """Return the name of the input that `part` reads for the table's `feature`."""
+        table = self.tables[part.table]
+        if isinstance(self.shardings[part.table], RowWise):
+            return f"{feature} in {part.name_in(table)}"
+        return f"{feature} hashed to {table.num_embeddings} rows" if self.hashes_input else feature
+
+    @cached_property
+    def hashes_input(self) -> bool:
+        """True if ids of parts are hashed before they leave, and not by the operator."""
+        return self.hash and any(isinstance(sharding, RowWise) for sharding in self.shardings)
+
+    @cached_property
+    def sharding(self) -> EmbeddingSharding | None:
+        """The placement of parts, each as a table; None without parts. Parts of row-wise tables pool by sums."""
+        if not self.parts:
+            return None
+        configs, read = [], []
+        for part in self.parts:
+            table = self.tables[part.table]
+            is_row_wise = isinstance(self.shardings[part.table], RowWise)
+            features = tuple(self.feature_of_part(part, feature) for feature in table.feature_names)
+            configs.append(
+                replace(
+                    table, num_embeddings=part.rows, embedding_dim=part.columns, name=part.name_in(table),
+                    feature_names=features, pooling="sum" if is_row_wise else table.pooling,
+                )
+            )  # fmt: skip
+            if self.rows_read is not None:
+                read.append(self.rows_read[part.table] * part.rows / table.num_embeddings)
+        ranks = tuple(part.rank for part in self.parts)
+        return EmbeddingSharding(tuple(configs), ranks, self.world_size, tuple(read) or None)
+
+    @cached_property
+    def replicated(self) -> EmbeddingSharding | None:
+        """The data-parallel tables, as a group of one rank has them; None without any."""
+        tables = tuple(self.tables[number] for number in self.replicated_tables)
+        return EmbeddingSharding(tables, (0,) * len(tables), 1) if tables else None
+
+    @cached_property
+    def replicated_tables(self) -> tuple[int, ...]:
+        """The numbers of the data-parallel tables."""
+        return tuple(n for n, sharding in enumerate(self.shardings) if isinstance(sharding, DataParallel))
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """The blocks of output columns, in column order. Their ranks mean nothing."""
+        return EmbeddingSharding(self.tables, (0,) * len(self.tables), 1).slots
+
+    def describe(self) -> str:
+        """Return the sharding of each table, and the memory of each rank, as text."""
+        lines = [f"{table.name}: {sharding}" for table, sharding in zip(self.tables, self.shardings, strict=True)]
+        if self.sharding is not None:
+            lines.append(self.sharding.describe())
+        return "\n".join(lines)
+
+
+def is_cut(placement: Any) -> bool:
+    """True if `placement` has a `TableSharding`, and not ranks alone."""
+    values = placement.values() if isinstance(placement, Mapping) else placement
+    return isinstance(values, Sequence | type({}.values())) and any(
+        isinstance(value, TableSharding) for value in values
+    )
+
+
+def partition_tables(
+    tables: Sequence[Any],
+    world_size: int,
+    *,
+    placement: Mapping[str, int | TableSharding] | Sequence[int | TableSharding],
+    rows_read: Sequence[float] | Mapping[str, float] | None = None,
+    hash: bool = False,
+) -> Partition:
+    """Return the partition of `tables` over `world_size` ranks.
+
+    placement: for each table, by name or in table order, a `TableWise`, `ColumnWise`, `RowWise` or `DataParallel`; a rank means
+        `TableWise`.
+    tables, rows_read: as for `weft.place_tables`, which raises for bad ones. hash: as in `Partition`.
+    """
+    values: Mapping[Any, Any] = placement if isinstance(placement, Mapping) else dict(enumerate(placement))
+    for name, value in values.items():
+        if not isinstance(value, TableSharding):
+            try:
+                operator.index(value)
+            except TypeError:
+                raise ValueError(
+                    f"placement of table {name!r} is {value!r}: pass a rank, TableWise, ColumnWise, RowWise or DataParallel"
+                ) from None
+    ranks: Any = dict.fromkeys(values, 0) if isinstance(placement, Mapping) else [0] * len(values)
+    alone = place_tables(tables, 1, rows_read=rows_read, placement=ranks)  # checks names and numbers
+    shardings = []
+    for number, table in enumerate(alone.tables):
+        value = values[table.name if isinstance(placement, Mapping) else number]
+        shardings.append(value if isinstance(value, TableSharding) else TableWise(value))
+    return Partition(alone.tables, tuple(shardings), world_size, alone.rows_read, hash)

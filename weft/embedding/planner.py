@@ -1,0 +1,325 @@
+"""A choice of sharding for each table, by the time and the memory of the ranks.
+
+The slowest rank decides, so the plan is the one with the least maximum of the ranks' times that was found. A rank's time for a
+step is the sum of two lower bounds, for the memory and for the links:
+
+    time = bytes read and written / memory bandwidth + bytes sent or received / link bandwidth
+
+With B samples a rank, W ranks, and for a table r rows read by a sample, F features, D columns of e bytes, s bytes of states a row:
+
+    bytes       of memory                                                       on the links, each way
+    whole       W B r (D e + 2 (D e + s)) + 2 W B F D e                         (W - 1) B (F D e + 8 r)
+    columns     the same with the part's columns
+    rows        the share of ids that the part has, of W B r (...);             (W - 1) B (F D e + 8 r share); the samples' ranks
+                2 W B F D e                                                     read a vector of each part
+    replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
+
+Duplicates of ids, caches, and the overlap of both terms are not in it. Tables are placed one after the other, dearest first, each
+where the slowest rank gets least; then each table is chosen anew, beside all others, until nothing improves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.embedding.partition import ColumnWise, DataParallel, Partition, RowWise, TableSharding, TableWise
+from weft.embedding.placement import place_tables
+from weft.embedding.tables import INDEX_BYTES, EmbeddingBagConfig, bytes_text
+from weft.words import counted
+
+Kind: TypeAlias = Literal["table_wise", "column_wise", "row_wise", "data_parallel"]
+_LEAST_COLUMNS = 16  # of a part: narrower rows waste memory bandwidth
+_PASSES = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank has of a table: bytes that stay, seconds of a step."""
+
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """A plan of all tables. Print it for a report.
+
+    placement: for `placement` of `weft.nn.ShardedEmbeddingBagCollection`. loads: for each table, of each rank. refused: for each
+    table, shardings that no longer fitted beside the others, with the reason.
+    """
+
+    partition: Partition
+    loads: tuple[tuple[Load, ...], ...]
+    memory_bytes: float | None
+    refused: tuple[tuple[str, ...], ...]
+
+    @property
+    def placement(self) -> dict[str, TableSharding]:
+        return {t.name: s for t, s in zip(self.partition.tables, self.partition.shardings, strict=True)}
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The predicted time of a step, of each rank."""
+        return tuple(sum(load.seconds for load in of_rank) for of_rank in zip(*self.loads, strict=True))
+
+    @property
+    def nbytes(self) -> tuple[float, ...]:
+        """Bytes of tables, states and reduced gradients, of each rank."""
+        return tuple(sum(load.nbytes for load in of_rank) for of_rank in zip(*self.loads, strict=True))
+
+    def __str__(self) -> str:
+        lines = [f"{'table':<24} {'rows':>12} {'columns':>7} {'bytes':>10}  sharding"]
+        for table, sharding, loads, refused in zip(
+            self.partition.tables, self.partition.shardings, self.loads, self.refused, strict=True
+        ):
+            total = bytes_text(sum(load.nbytes for load in loads))
+            lines.append(
+                f"{table.name:<24} {table.num_embeddings:>12} {table.embedding_dim:>7} {total:>10}  {sharding}"
+            )
+            lines += [f"{'':<26} does not fit: {reason}" for reason in refused]
+        lines.append(f"{'rank':<24} {'bytes':>12} {'time':>7}")
+        for rank, (nbytes, seconds) in enumerate(zip(self.nbytes, self.seconds, strict=True)):
+            left = "" if self.memory_bytes is None else f"  of {bytes_text(self.memory_bytes)}"
+            lines.append(f"{rank:<24} {bytes_text(nbytes):>12} {seconds * 1e6:>4.0f} us{left}")
+        return "\n".join(lines)
+
+
+def plan_tables(
+    tables: Sequence[Any],
+    world_size: int,
+    *,
+    samples: int,
+    rows_read: Sequence[float] | Mapping[str, float] | None = None,
+    optimizer: EmbeddingOptimizer | None = None,
+    memory_bytes: float | None = None,
+    memory_gbps: float = 3000.0,
+    link_gbps: float = 400.0,
+    kinds: Sequence[Kind] = get_args(Kind),
+    row_shares: Mapping[str, Sequence[float]] | None = None,
+) -> TablePlan:
+    """Return a sharding for each table. It depends on the arguments alone, so all ranks agree.
+
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype. world_size: the number of ranks.
+    samples: of a rank, in a step. rows_read: mean rows that a sample reads from each table, by name or in table order; default one
+        per feature.
+    optimizer: its states are counted. memory_bytes: what a rank may have of tables, states and sums of data-parallel gradients.
+        None: no bound. Leave room for activations, batches and buffers.
+    memory_gbps, link_gbps: bandwidth of a rank's memory, and of its links to all others together in one direction, in GB/s. The
+        defaults are rough numbers of an H100 with NVLink.
+    kinds: shardings to choose from.
+    row_shares: for tables with skewed ids, the share of ids in each of `world_size` equal ranges of rows. Default: even.
+
+    Raises `ValueError` for a table that fits on the ranks in none of the kinds, with bytes, ranks, and the kinds that would fit.
+    """
+    alone = place_tables(tables, 1, rows_read=rows_read)
+    if unknown := [kind for kind in kinds if kind not in get_args(Kind)]:
+        raise ValueError(f"kinds has {unknown[0]!r}: choose from {', '.join(map(repr, get_args(Kind)))}")
+    for name, number in (
+        ("samples", samples),
+        ("memory_gbps", memory_gbps),
+        ("link_gbps", link_gbps),
+        ("world_size", world_size),
+    ):
+        if not (isinstance(number, int | float) and math.isfinite(number) and number > 0):
+            raise ValueError(f"{name}={number!r} must be above 0")
+    shares = dict(row_shares or {})
+    names = {table.name for table in alone.tables}
+    for name, given in shares.items():
+        if (
+            name not in names
+            or len(given) != world_size
+            or min(given) < 0
+            or not math.isclose(sum(given), 1, rel_tol=1e-3)
+        ):
+            raise ValueError(
+                f"row_shares[{name!r}]={list(given)}: name a table, and give {counted(world_size, 'share')} that add up to 1"
+            )
+    rows = alone.rows_read or tuple(float(len(table.feature_names)) for table in alone.tables)
+    costs = _Costs(world_size, samples, optimizer, memory_gbps * 1e9, link_gbps * 1e9)
+    choices = [
+        list(_choices(table, costs, read, tuple(kinds), shares.get(table.name)))
+        for table, read in zip(alone.tables, rows, strict=True)
+    ]
+    chosen, refused = _chosen(alone.tables, choices, world_size, memory_bytes, kinds, costs)
+    partition = Partition(alone.tables, tuple(one.sharding for one in chosen), world_size, alone.rows_read)
+    return TablePlan(partition, tuple(one.loads for one in chosen), memory_bytes, refused)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    kind: Kind
+    sharding: TableSharding
+    loads: tuple[Load, ...]
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """The costs of the page above. Bandwidths in bytes a second."""
+
+    world: int
+    samples: int
+    optimizer: EmbeddingOptimizer | None
+    memory: float
+    link: float
+
+    def states(self, columns: int) -> float:
+        """Return bytes of states a row."""
+        shapes = () if self.optimizer is None else self.optimizer.states.values()
+        return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
+
+    def part(self, table: EmbeddingBagConfig, rows: int, columns: int, read: float, share: float) -> Load:
+        """Return the load of a part on its owner. share: of the table's ids."""
+        vector, features, all_samples = (
+            columns * table.dtype.itemsize,
+            len(table.feature_names),
+            self.world * self.samples,
+        )
+        states = self.states(columns)
+        memory = all_samples * read * share * (3 * vector + 2 * states) + 2 * all_samples * features * vector
+        wire = (self.world - 1) * self.samples * (features * vector + INDEX_BYTES * read * share)
+        return Load(rows * (vector + states), memory / self.memory + 2 * wire / self.link)
+
+    def sum_of_parts(self, table: EmbeddingBagConfig, parts: int) -> float:
+        """Return the seconds in which a sample's rank sums partial vectors, and copies their gradient."""
+        vectors = self.samples * len(table.feature_names) * table.embedding_dim * table.dtype.itemsize
+        return 2 * (parts + 1) * vectors / self.memory
+
+    def replicated(self, table: EmbeddingBagConfig, read: float) -> Load:
+        vector, features = table.embedding_dim * table.dtype.itemsize, len(table.feature_names)
+        states, dense = self.states(table.embedding_dim), table.num_embeddings * (table.embedding_dim + 1) * 4.0
+        memory = self.samples * (read * (3 * vector + 2 * states) + 2 * features * vector) + 5 * dense
+        wire = 2 * (self.world - 1) / self.world * dense
+        return Load(table.num_embeddings * (vector + states) + 3 * dense, memory / self.memory + wire / self.link)
+
+
+def _choices(
+    table: EmbeddingBagConfig, costs: _Costs, read: float, kinds: Sequence[Kind], shares: Sequence[float] | None
+) -> Iterator[_Choice]:
+    """Yield the shardings of a table, with the loads of all ranks; those of whole tables and columns for all ranks in turn."""
+    world, nothing = costs.world, Load(0.0, 0.0)
+    rows, dim = table.num_embeddings, table.embedding_dim
+    if "table_wise" in kinds:
+        load = costs.part(table, rows, dim, read, 1.0)
+        for rank in range(world):
+            yield _Choice("table_wise", TableWise(rank), tuple(load if r == rank else nothing for r in range(world)))
+    if "column_wise" in kinds:
+        for parts in range(2, world + 1):
+            if dim // parts < _LEAST_COLUMNS or dim % (4 * parts):
+                continue
+            load = costs.part(table, rows, dim // parts, read, 1.0)
+            for first in range(world):
+                ranks = tuple((first + n) % world for n in range(parts))
+                loads = tuple(load if rank in ranks else nothing for rank in range(world))
+                yield _Choice("column_wise", ColumnWise(ranks), loads)
+    if "row_wise" in kinds and world > 1 and rows >= world:
+        size = -(-rows // world)
+        of_ranks = []
+        for rank in range(world):
+            held = max(0, min(size, rows - rank * size))
+            part = costs.part(table, held, dim, read, held / rows if shares is None else shares[rank])
+            of_ranks.append(Load(part.nbytes, part.seconds + costs.sum_of_parts(table, world)))
+        yield _Choice("row_wise", RowWise(), tuple(of_ranks))
+    if "data_parallel" in kinds:
+        yield _Choice("data_parallel", DataParallel(), (costs.replicated(table, read),) * world)
+
+
+def _chosen(
+    tables: Sequence[EmbeddingBagConfig], choices: Sequence[Sequence[_Choice]], world: int, memory: float | None,
+    kinds: Sequence[Kind], costs: _Costs,
+) -> tuple[list[_Choice], tuple[tuple[str, ...], ...]]:  # fmt: skip
+    """Return a choice for each table, and what did not fit."""
+    seconds, nbytes = [0.0] * world, [0.0] * world
+    found: list[_Choice | None] = [None] * len(tables)
+    # What is hardest to place first: many bytes, then much time.
+    least = [
+        min(sum(load.seconds for load in one.loads) for one in of_table) if of_table else 0.0 for of_table in choices
+    ]
+    order = sorted(range(len(tables)), key=lambda n: (-tables[n].nbytes if memory else 0, -least[n], n))
+    if memory is None:
+        order = sorted(range(len(tables)), key=lambda n: (-least[n], n))
+
+    def add(choice: _Choice, sign: int) -> None:
+        for rank, load in enumerate(choice.loads):
+            seconds[rank] += sign * load.seconds
+            nbytes[rank] += sign * load.nbytes
+
+    def fits(choice: _Choice) -> bool:
+        return memory is None or all(
+            held + load.nbytes <= memory for held, load in zip(nbytes, choice.loads, strict=True)
+        )
+
+    def cost(choice: _Choice) -> tuple[float, float, float]:
+        after = [spent + load.seconds for spent, load in zip(seconds, choice.loads, strict=True)]
+        held = max(have + load.nbytes for have, load in zip(nbytes, choice.loads, strict=True))
+        return max(after), sum(after), held
+
+    for number in order:
+        possible = [one for one in choices[number] if fits(one)]
+        if not possible:
+            _refuse(tables[number], choices[number], nbytes, memory, kinds, costs)
+        found[number] = best = min(possible, key=cost)
+        add(best, 1)
+    for _ in range(_PASSES):
+        before = list(found)
+        for number in order:
+            current = found[number]
+            assert current is not None
+            add(current, -1)
+            best = min((one for one in choices[number] if fits(one)), key=cost)
+            found[number] = best if cost(best) < cost(current) else current
+            add(found[number] or best, 1)
+        if before == found:
+            break
+    refused = []
+    for number, choice in enumerate(found):
+        assert choice is not None
+        add(choice, -1)
+        reasons: dict[str, str] = {}
+        for one in choices[number]:
+            if not fits(one):
+                reasons.setdefault(one.kind, _need(one, nbytes, memory))
+        fitting = {one.kind for one in choices[number] if fits(one)}
+        refused.append(tuple(f"{kind}: {text}" for kind, text in reasons.items() if kind not in fitting))
+        add(choice, 1)
+    return [one for one in found if one is not None], tuple(refused)
+
+
+def _need(choice: _Choice, nbytes: Sequence[float], memory: float | None) -> str:
+    """Return what the rank lacks that is short of most."""
+    over = [held + load.nbytes - (memory or 0) for held, load in zip(nbytes, choice.loads, strict=True)]
+    rank = over.index(max(over))
+    return (
+        f"rank {rank} needs {bytes_text(choice.loads[rank].nbytes)} beside {bytes_text(nbytes[rank])} of other tables, and has "
+        f"{bytes_text(memory or 0)}"
+    )
+
+
+def _refuse(
+    table: EmbeddingBagConfig, choices: Sequence[_Choice], nbytes: Sequence[float], memory: float | None, kinds: Sequence[Kind],
+    costs: _Costs,
+) -> None:  # fmt: skip
+    """Raise `ValueError` for a table that fits nowhere: bytes, where, what would fit."""
+    reasons: dict[str, str] = {}
+    for one in choices:
+        reasons.setdefault(one.kind, _need(one, nbytes, memory))
+    others = [kind for kind in get_args(Kind) if kind not in kinds]
+    possible = list(_choices(table, costs, float(len(table.feature_names)), others, None))
+    fitting = {
+        one.kind
+        for one in possible
+        if all(held + load.nbytes <= (memory or 0) for held, load in zip(nbytes, one.loads, strict=True))
+    }
+    each = table.num_embeddings * (table.embedding_dim * table.dtype.itemsize + costs.states(table.embedding_dim))
+    room = sum(max(0.0, (memory or 0) - held) for held in nbytes)
+    if fitting:
+        fix = f"{' or '.join(sorted(fitting))} would fit: add it to kinds"
+    elif each > room:
+        fix = f"all ranks together have {bytes_text(room)} left: use more ranks, 16-bit tables, or smaller states"
+    else:
+        fix = "make room on the ranks, or place tables by hand"
+    tried = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items()) or "no kind applies"
+    raise ValueError(f"table {table.name!r} of {bytes_text(each)} with its states fits nowhere. {tried}. {fix}")

@@ -1,0 +1,490 @@
+"""`EmbeddingCollection` with its tables spread over ranks: a row for each id, not pooled; TorchRec's interface.
+
+ids of my samples -> owners of their rows -> rows back to my samples            (`weft.nn.row_dist`)
+gradients of rows -> owners, which reduce them by row and update the tables     (`weft.runtime.embedding_rows`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NoReturn, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft import symm
+from weft.arguments import checked_deadline
+from weft.embedding.check import CheckedInput, check_parts, no_tables_on
+from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding.hashing import hash_ids
+from weft.embedding.jagged import JaggedTensor, as_jagged
+from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.embedding.options import BoundsCheck, EmbeddingOptions
+from weft.embedding.partition import ColumnWise, DataParallel, Partition, TablePart, TableSharding, partition_tables
+from weft.embedding.placement import place_tables
+from weft.embedding.plan import EmbeddingPlan
+from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding.training import check_module_options
+from weft.embedding.update import FusedUpdate
+from weft.errors import WeftError
+from weft.nn.embedding_table import Table, filler_of, first_values
+from weft.nn.fused_optimizer import FusedOptimizer
+from weft.nn.id_bound import check_max_ids
+from weft.nn.making import agree_on_module, device_for, fill_together, rank_in
+from weft.nn.partitioned_input import ends_of_keys
+from weft.nn.row_dist import RowDist, RowRoute, starts
+from weft.nn.table_parts import load_full, parts_of_rank
+from weft.operator.derivatives import once
+from weft.operator.together import together
+from weft.runtime.embedding_backward import compare_ranks, refuse_nonfinite
+from weft.runtime.embedding_rows import RowGradients, gradient_of_table, update_rows
+from weft.runtime.meeting import Topic
+from weft.runtime.opaque import opaque
+from weft.words import counted
+
+NAME = "ShardedEmbeddingCollection"
+
+
+class ShardedEmbeddingCollection(nn.Module):
+    """Embedding tables on the ranks of `group`; a row for each id of each rank's own samples.
+
+    The constructor is collective, and so are every call and every backward. Ids go to the owners of their rows, and rows come back.
+    Backward sends the gradient of each row to its owner, which sums equal rows in a fixed order, in float32. So equal inputs give
+    equal bits. With an `optimizer` it updates the tables, and `fused_optimizer` has the learning rate.
+
+    Parameters are `embeddings.<table>.weight`, or "<table>[rows]" for a part of a row-wise table; only this rank's exist here.
+    Initial values depend on the seed and the table alone.
+
+    tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, of one dimension and one dtype.
+    group: a process group that this rank is in.
+    device: of this rank's tables and features; default the current GPU for an NCCL group, else the CPU.
+    placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise` or `RowWise`. Default: whole
+        tables, balanced by `rows_read` (`weft.place_tables`).
+    optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
+    dedup: each rank sends each different id once, and one gradient for it. It pays if ids repeat a lot. A sum of gradients is
+        rounded to the tables' dtype before it leaves.
+    max_ids: the most ids that a rank may receive in a call. If any would receive more, every rank raises `RefusedError` with the
+        numbers of all, before ids leave. Default: no bound.
+    hash: map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
+    bounds_check: "warning" reads ids out of range as zero rows, and warns; "fatal" refuses the call on every rank; "ignore" reads
+        zero rows.
+    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs the process group's timeout.
+
+    Memory: a call holds its ids, the rows that this rank sends and those that it receives; backward the same for gradients.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device | str | None = None,
+        placement: Mapping[str, int | TableSharding] | Sequence[int | TableSharding] | None = None,
+        rows_read: Sequence[float] | Mapping[str, float] | None = None,
+        optimizer: EmbeddingOptimizer | None = None,
+        sparse: bool = False,
+        gradients: Literal["mean", "sum"] = "mean",
+        dedup: bool = False,
+        max_ids: int | None = None,
+        hash: bool = False,
+        bounds_check: BoundsCheck = "warning",
+        deadline_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank, self.group = rank_in(group), group
+        self._optimizer, self._sparse, self._bounds_check = optimizer, sparse, bounds_check
+        self._is_trained, self._is_frozen = optimizer is None, False
+        self._fused_optimizer: FusedOptimizer | None = None
+        self._collected: list[_Received] | None = None
+        self._numbers = itertools.count(1)
+        self.embeddings = nn.ModuleDict()
+        partition, refusal = None, None
+        try:
+            self.deadline_s = checked_deadline(deadline_s)
+            check_module_options(optimizer, sparse, gradients)
+            EmbeddingOptions(bounds_check=bounds_check, hash=hash)
+            for name, value in (("dedup", dedup),):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name}={value!r} must be True or False")
+            check_max_ids(max_ids)
+            device = device_for(group, device)
+            configs = [_config_of(table) for table in tables]
+            if placement is None:
+                placement = list(place_tables(configs, group.size(), rows_read=rows_read).rank_of_table)
+            partition = partition_tables(configs, group.size(), placement=placement, rows_read=rows_read, hash=hash)
+            _check(partition)
+        except (ValueError, TypeError) as error:
+            refusal = error
+        said: dict[str, Any] = {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients, "hash": hash}
+        said |= {"dedup": dedup, "max_ids": max_ids, "bounds_check": bounds_check}
+        whole = None
+        if partition is not None:
+            said["placement"] = repr(partition.shardings)
+            said["first values"] = [first_values(table) for table in partition.tables]
+            whole = EmbeddingSharding(partition.tables, (0,) * len(partition.tables), group.size())
+        _, seed = agree_on_module(group, device, whole, said, refusal, self.deadline_s)
+        self.partition, self.device = cast(Partition, partition), cast(torch.device, device)
+        self._factor = 1 / group.size() if gradients == "mean" else 1.0
+        self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s)
+        self._own = parts_of_rank(self.partition, self.rank)
+        self._keys = [slot.key for slot in self.partition.slots]
+        self._of_said = EmbeddingPlan(cast(EmbeddingSharding, self.partition.sharding), EmbeddingOptions(hash=hash))
+        fill_together(lambda: self._make_tables(seed), group, self.device, self.deadline_s)
+        self._update: FusedUpdate | None = None
+        if optimizer is not None:
+            self._update = FusedUpdate(optimizer, self._weights(), factor=self._factor, device=self.device)
+        for parameter in self.parameters():
+            parameter.requires_grad_(self._is_trained)
+        self._mark_tables()
+        self.register_load_state_dict_post_hook(_mark_again)
+
+    def _make_tables(self, seed: int) -> None:
+        for part in self._own:
+            table = self.partition.tables[part.table]
+            config = replace(
+                table, num_embeddings=part.rows, name=part.name_in(table), weight_init_min=None, weight_init_max=None,
+                init_fn=filler_of(table, seed + part.table, part.row, part.column),
+            )  # fmt: skip
+            self.embeddings._modules[config.name] = Table(config, self.device, seed)
+
+    def _mark_tables(self) -> None:
+        for weight in self._weights():
+            marked: Any = weight
+            marked._weft_table = marked._ddp_ignored = True
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [cast(nn.EmbeddingBag, table).weight for table in self.embeddings.children()]
+
+    # --- calls ---
+
+    def forward(self, features: Any) -> dict[str, JaggedTensor]:
+        """Return the rows of all ids, [number of ids, embedding_dim] for each feature. Collective.
+
+        features: a KeyedJaggedTensor, ours or TorchRec's, of this rank's samples. Keys without a table are ignored.
+
+        A key of the result is the feature's name, or "feature@table" if several tables use the feature.
+
+        Raises `RefusedError` on every rank for a bad input on any rank.
+        """
+        return self._called(features)
+
+    @opaque
+    def _called(self, features: Any) -> dict[str, JaggedTensor]:
+        with together(NAME, self.group, lambda: self.device, self.deadline_s):
+            if self.device.type == "meta":
+                raise ValueError(no_tables_on(self.device))
+            ids = _Ids(self, features)
+            if not torch.is_grad_enabled() or (self._is_frozen and self._update is not None):
+                rows, _, _ = self._looked_up(ids)
+            else:
+                anchor = torch.empty(0, device=self.device, requires_grad=self._update is not None or self._is_trained)
+                weights = self._weights()
+                inputs = weights if self._update is None else [weight.detach() for weight in weights]
+                rows = _Rows.apply(self, ids, anchor, *inputs)  # type: ignore[no-untyped-call]
+            found = rows.split([end - begin for begin, end in ids.spans])
+            bags = zip(self._keys, found, ids.offsets, ids.weights, strict=True)
+            return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
+
+    def _looked_up(self, ids: _Ids) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
+        """Return the rows of all ids, the way that they went, and the rows that peers asked for. Collective."""
+        route, arrived, (bad,) = self._dist.send(ids.places, ids.rows, [ids.bad.sum()])
+        if bad and self._bounds_check == "warning":
+            warnings.warn(
+                f"{counted(bad, 'id')} out of range on rank {self.rank} read as zero rows: {ids.first_bad()}",
+                stacklevel=2,
+            )
+        rows = []
+        for asked, weight in zip(arrived, self._weights(), strict=True):
+            inside = (asked >= 0) & (asked < len(weight))
+            found = weight.detach()[asked.clamp(0, len(weight) - 1)]
+            rows.append(torch.where(inside[:, None], found, 0))  # not a product: a row may be infinite
+        if not rows:
+            rows = [torch.empty(0, self.partition.tables[0].embedding_dim, dtype=self._dtype, device=self.device)]
+            route = route if self._own else replace(route, counts=[0] * self.group.size())
+        return self._dist.back(rows, route), route, arrived
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.partition.tables[0].dtype
+
+    def _record(self, number: int) -> ForwardCall:
+        """Return what ranks compare in backward, with the memory of the update."""
+        tables, update = None, self._update
+        if update is not None:
+            states = [list(of_table.values()) for of_table in update.states]
+            tables = Tables(update.optimizer, self._weights(), states, update.learning_rate, update.step)
+        return ForwardCall(
+            self._of_said, self.rank, CheckedInput((), (), 0), number, tables, self._factor, self._sparse
+        )
+
+    def _compare(self, of: ForwardCall, what: str) -> None:
+        if self.device.type == "cpu" and self.group.size() > 1:
+            topic = Topic(
+                f"{what} of {NAME} of {counted(len(self.partition.tables), 'table')}", self._of_said.sharding.written
+            )
+            compare_ranks(symm.communicator(self.group, self.device), topic, of, self.deadline_s)
+
+    def _finish(self, of: ForwardCall, received: Sequence[_Received]) -> None:
+        """Update the tables by the gradients of several calls."""
+        tables = of.tables
+        assert tables is not None
+        given = []
+        for place, (part, weight) in enumerate(zip(self._own, tables.weights, strict=True)):
+            config = self._config_of(part)
+            if (weight.dtype, tuple(weight.shape)) != (config.dtype, (config.num_embeddings, config.embedding_dim)):
+                raise ValueError(
+                    f"backward of {NAME}, after a change since forward: table {config.name!r} is {weight.dtype} "
+                    f"{list(weight.shape)}, convert it before forward"
+                )
+            ids = torch.cat([one.ids[place] for one in received])
+            number = self.partition.parts.index(part)
+            given.append(RowGradients(config, number, ids, torch.cat([one.grads[place] for one in received])))
+        tables.step.add_(1)
+        with torch.no_grad():
+            update_rows(given, tables, self._factor, self.group, self.deadline_s)
+
+    def _config_of(self, part: TablePart) -> EmbeddingBagConfig:
+        table = self.partition.tables[part.table]
+        return replace(table, num_embeddings=part.rows, name=part.name_in(table), init_fn=None)
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer of the tables as a `torch.optim.Optimizer` (`weft.nn.FusedOptimizer`). `ValueError` without one."""
+        if self._update is None:
+            raise ValueError(
+                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
+            )
+        if self._fused_optimizer is None:
+            tables = {name: cast(nn.Parameter, table.weight) for name, table in self.embeddings.items()}
+            self._fused_optimizer = FusedOptimizer(self._update, tables)
+        return self._fused_optimizer
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep the gradients of every backward inside, and update the tables once, at the end. Collective.
+
+        Memory: the ids and the gradients of rows of all calls inside, twice at the end.
+        """
+        if self._update is None:
+            yield
+            return
+        if self._collected is not None:
+            raise ValueError("accumulate() inside of accumulate() of the same module: leave out the inner one")
+        collected = self._collected = []
+        try:
+            yield
+        finally:
+            self._collected = None
+        with together(f"accumulate() of {NAME}", self.group, lambda: self.device, self.deadline_s):
+            of = self._record(0)
+            self._compare(of, "the end of accumulate()")
+            if collected:
+                self._finish(of, collected)
+
+    # --- handling ---
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set whether backward trains the tables, as `ShardedEmbeddingBagCollection` does. Every rank must do the same."""
+        self._is_frozen = not requires_grad
+        if self._optimizer is not None:
+            return self
+        self._is_trained = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
+        """Return this rank's parts with their weights, in the order of `embeddings`."""
+        return list(zip(self._own, self._weights(), strict=True))
+
+    def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's parts from whole tables, by table name. Raise `ValueError` before anything is copied."""
+        load_full(self.partition, self.rank, self.parts(), weights)
+
+    def reset_parameters(self) -> None:
+        """Fill this rank's tables with their initial values, as after `to_empty`. Not collective."""
+        for table in self.embeddings.children():
+            cast(Table, table).reset_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        after = fn(torch.empty(0, 1, dtype=self._dtype, device=self.device))
+        if recurse and (after.dtype != self._dtype or after.device != self.device):
+            if after.device != self.device and self.device.type != "meta":
+                raise ValueError(f"the tables are on {self.device}: make the module on {after.device} by device=")
+            tables = tuple(replace(table, dtype=after.dtype) for table in self.partition.tables)
+            self.partition = replace(self.partition, tables=tables)
+        super()._apply(fn, recurse)
+        if self._update is not None and self._update.step.device != after.device:
+            self._update.move(after.device)
+            self._fused_optimizer = None
+        self.device = after.device
+        self._mark_tables()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = self.__new__(type(self))
+        memo[id(self.group)] = self.group  # a process group cannot be copied
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_fused_optimizer", "_numbers")}
+        copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None, _numbers=itertools.count(1))
+        copied._mark_tables()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {NAME} cannot be pickled: it belongs to a process group. Save module.state_dict() on every rank, make a new module "
+            "with the same arguments, and load_state_dict() there"
+        )
+
+    def embedding_configs(self) -> list[EmbeddingBagConfig]:
+        """Return all tables, of all ranks."""
+        return list(self.partition.tables)
+
+    def extra_repr(self) -> str:
+        return f"rank {self.rank} of {self.group.size()} on {self.device}\n{self.partition.describe()}"
+
+
+class _Ids:
+    """The ids of a batch: for each the place of its part and the row in it, slot by slot.
+
+    spans: of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises `ValueError`.
+    """
+
+    def __init__(self, module: ShardedEmbeddingCollection, features: Any) -> None:
+        self._module, partition = module, module.partition
+        jagged = as_jagged(features)
+        keys = jagged.keys
+        if keys is None:
+            raise ValueError("features have no names: pass a KeyedJaggedTensor, whose keys are the tables' features")
+        check_parts(jagged, module.device)
+        block = {key: number for number, key in enumerate(keys)}
+        for slot in partition.slots:
+            if slot.feature not in block:
+                name = partition.tables[slot.table].name
+                raise ValueError(
+                    f"table {name!r} needs feature {slot.feature!r}, which the input lacks: its keys are {', '.join(keys)}"
+                )
+        ends = ends_of_keys(jagged, list(keys))
+        batch = jagged.stride or 0
+        places, rows, bad = [], [], []
+        self.offsets, self.weights, sizes = [], [], []
+        for slot in partition.slots:
+            at, table = block[slot.feature], partition.tables[slot.table]
+            begin, end = ends[at], ends[at + 1]
+            given = jagged.values[begin:end]
+            ids = hash_ids(given, table.num_embeddings) if partition.hash else given.to(torch.int64)
+            numbers, size = partition.parts_of(slot.table), partition.rows_of_part(slot.table)
+            part = (ids // size).clamp(0, len(numbers) - 1)
+            place_of = torch.tensor([module._dist.place_of_part[n] for n in numbers], device=ids.device)
+            places.append(place_of[part])
+            rows.append(ids - part * size)
+            bad.append((ids < 0) | (ids >= table.num_embeddings))
+            sizes.append(end - begin)
+            self.offsets.append(jagged.offsets[at * batch : (at + 1) * batch + 1] - begin)
+            self.weights.append(None if jagged.weights is None else jagged.weights[begin:end])
+        edges = starts(sizes)
+        self.spans = list(itertools.pairwise(edges))
+        self.places, self.rows, self.bad = torch.cat(places), torch.cat(rows), torch.cat(bad)
+        self._values = [jagged.values[ends[block[s.feature]] : ends[block[s.feature] + 1]] for s in partition.slots]
+        if module._bounds_check == "fatal" and bool(self.bad.any()):
+            raise ValueError(self.first_bad())
+
+    def first_bad(self) -> str:
+        """Return the text for the first id out of range."""
+        at = int(self.bad.nonzero()[0])
+        number = next(n for n, (_, end) in enumerate(self.spans) if at < end)
+        slot = self._module.partition.slots[number]
+        table, place = self._module.partition.tables[slot.table], at - self.spans[number][0]
+        return (
+            f"table {table.name!r}, feature {slot.feature!r}, position {place}: id {int(self._values[number][place])} is not in "
+            f"[0, {table.num_embeddings}): correct the ids, enlarge the table, or pass hash=True to map any id to a row"
+        )
+
+
+class _Received:
+    """The ids and gradients that have arrived for each part of this rank."""
+
+    def __init__(self, ids: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        self.ids, self.grads = ids, grads
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        module: ShardedEmbeddingCollection,
+        ids: _Ids,
+        anchor: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, ctx.route, ctx.arrived = module._looked_up(ids)
+        # After the lookup, which raises on all ranks or on none: ranks compare the numbers in backward.
+        ctx.module, ctx.number, ctx.is_done = module, next(module._numbers), False
+        return rows
+
+    @staticmethod
+    @once(NAME)
+    def backward(ctx: Any, saved: Sequence[Any], grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        module: ShardedEmbeddingCollection = ctx.module
+        found: list[Any] = [None] * len(module._own)
+        with together(f"backward of {NAME}", module.group, grad, module.deadline_s):
+            if ctx.is_done:
+                raise WeftError(
+                    f"backward through {NAME} a second time: its optimizer has updated the tables in the first backward. Sum the "
+                    "losses and call backward once, or make the call again"
+                )
+            of = module._record(ctx.number)
+            module._compare(of, "backward")
+            if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
+                bad = [] if bool(grad.isfinite().all()) else [f"rows for rank {module.rank}"]
+                refuse_nonfinite(bad, module.group, grad.device, module.deadline_s)
+            grads = module._dist.to_owners(grad, ctx.route)
+            if of.tables is None:
+                own = zip(module._own, ctx.arrived, grads, strict=True)
+                for place, (part, ids, of_part) in enumerate(own):
+                    given = RowGradients(module._config_of(part), 0, ids, of_part)
+                    found[place] = gradient_of_table(given, module._factor, module._sparse)
+            elif module._collected is not None:
+                ctx.is_done = True
+                module._collected.append(_Received(ctx.arrived, grads))
+            else:
+                ctx.is_done = True
+                module._finish(of, [_Received(ctx.arrived, grads)])
+        return None, None, None, *found
+
+
+def _config_of(table: Any) -> EmbeddingBagConfig:
+    """Return TorchRec's `EmbeddingConfig`, which has no pooling, as ours."""
+    if isinstance(table, EmbeddingBagConfig) or hasattr(table, "pooling"):
+        return EmbeddingBagConfig.of(table)
+    if not hasattr(table, "__dict__"):
+        raise TypeError(
+            f"{table!r} is no table description: pass weft.EmbeddingBagConfig or TorchRec's EmbeddingConfig"
+        )
+    return EmbeddingBagConfig.of(types.SimpleNamespace(**vars(table), pooling="sum"))
+
+
+def _check(partition: Partition) -> None:
+    """Raise `ValueError` for shardings and tables that rows cannot travel of."""
+    first = partition.tables[0]
+    for table, sharding in zip(partition.tables, partition.shardings, strict=True):
+        if "." in table.name:
+            raise ValueError(f"table {table.name!r}: torch has no parameter with a dot in its name, choose another")
+        if isinstance(sharding, ColumnWise | DataParallel):
+            raise ValueError(
+                f"table {table.name!r}: {sharding} has no unpooled form, use TableWise or RowWise; {NAME} moves whole rows"
+            )
+        if table.embedding_dim != first.embedding_dim:
+            raise ValueError(
+                f"table {table.name!r} has {table.embedding_dim} columns and table {first.name!r} {first.embedding_dim}: rows of a "
+                "collection travel together, give all tables one embedding_dim, or make a collection per dimension"
+            )
+
+
+def _mark_again(module: Any, incompatible_keys: Any) -> None:
+    """Mark the parameters that `load_state_dict(assign=True)` has put in the place of marked ones."""
+    module._mark_tables()

@@ -1,0 +1,54 @@
+"""A bound on the ids that a rank may receive in a call: a skewed batch is an error on every rank, before ids leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.errors import RefusedError
+from weft.runtime.collectives import all_gather_single
+from weft.words import counted
+
+
+def check_max_ids(max_ids: Any) -> None:
+    """Raise `ValueError` unless `max_ids` is a bound, or None."""
+    if max_ids is not None and (isinstance(max_ids, bool) or not isinstance(max_ids, int) or max_ids < 1):
+        raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no bound")
+
+
+def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
+    """Raise `RefusedError` if a rank would receive more than `max_ids` ids. totals: of each rank, the same on all ranks."""
+    if max(totals) > max_ids:
+        worst = totals.index(max(totals))
+        raise RefusedError(
+            f"rank {worst} would receive {counted(totals[worst], 'id')}, and max_ids={max_ids}: ranks would receive "
+            f"{list(totals)}. Use a smaller batch, {advice}other ranks for the tables of rank {worst}"
+        )
+
+
+def totals_of_ranks(
+    features: Any, features_of_rank: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device,
+    deadline_s: float | None,
+) -> list[int]:  # fmt: skip
+    """Return how many ids each rank would receive from all ranks. Collective; it waits for the device.
+
+    features: of this rank's samples. Bad ones count as none: they are refused later.
+    """
+    try:
+        counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
+        leaving = [sum(counts[feature] for feature in own) for own in features_of_rank]
+    except Exception:
+        leaving = [0] * len(features_of_rank)
+    if group.size() == 1:
+        return leaving
+    if device.type == "cpu":
+        lines = symm.communicator(group, device).all_gather(leaving, what="numbers of ids", deadline_s=deadline_s)
+    else:
+        gathered = torch.empty(group.size(), group.size(), dtype=torch.int64, device=device)
+        all_gather_single(gathered, torch.tensor(leaving, device=device), group=group)
+        lines = gathered.tolist()
+    return [sum(line[rank] for line in lines) for rank in range(group.size())]

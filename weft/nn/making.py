@@ -1,0 +1,125 @@
+"""What ranks do together when they make a module with embedding tables: compare arguments, choose a seed, fill tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import env, symm
+from weft.embedding.check import DEVICE_TYPES
+from weft.embedding.tables import EmbeddingSharding
+from weft.errors import DisagreementError, RefusedError
+from weft.nn.id_bound import check_max_ids
+from weft.words import by_rank
+
+
+def rank_in(group: Any) -> int:
+    """Return this rank's number in `group`. Raise `ValueError` unless it is in it."""
+    if group is None:
+        raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
+    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this rank is not in the group: make the collection on the group's own ranks only")
+    return rank
+
+
+def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    """Return the device of a rank's tables. Raise `ValueError` for one that pools no tables."""
+    if device is None:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device: {error}") from None
+    if device.type not in (*DEVICE_TYPES, "meta"):
+        raise ValueError(f"device={str(device)!r}: tables are pooled on {' or '.join(DEVICE_TYPES)}, pass one of them")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}, but torch sees no GPU here: `weft doctor` says why")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
+    """Raise `ValueError` for options of a module's input that are invalid or exclude each other."""
+    if input not in ("local_batch", "global_batch"):
+        raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
+    if not isinstance(is_weighted, bool):
+        raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
+    check_max_ids(max_ids)
+    if max_ids is not None and input == "global_batch":
+        raise ValueError(f"max_ids={max_ids} goes with input='local_batch': no ids travel for a global batch")
+
+
+def agree_on_module(
+    group: dist.ProcessGroup,
+    device: Any,
+    sharding: EmbeddingSharding | None,
+    said: dict[str, Any],
+    refusal: Exception | None,
+    deadline_s: float | None,
+) -> tuple[EmbeddingSharding, int]:
+    """Return (the sharding, the first rank's seed) if all ranks have the same sharding and other arguments. Collective.
+
+    Otherwise every rank raises `RefusedError`, with the reason of the rank that refused its arguments, or
+    `DisagreementError`.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    # Refused arguments may be of any type, and need not pickle. Nor need an `init_fn`.
+    mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
+    if refusal is None and sharding is not None:
+        mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
+    comm = _comm_of(group, device, deadline_s)
+    what = "making a ShardedEmbeddingBagCollection"
+    everyone = comm.all_gather(mine, what=what, deadline_s=_patient(deadline_s))
+    if reasons := by_rank((rank, text) for rank, (_, _, text, _) in enumerate(everyone) if text is not None):
+        raise RefusedError(f"arguments refused by {reasons}") from refusal
+    first_sharding, first_said, _, seed = everyone[0]
+    for rank, (other_sharding, other_said, _, _) in enumerate(everyone):
+        difference = first_sharding.difference(other_sharding)
+        for name, value in first_said.items():
+            if other_said[name] != value:
+                difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
+        if difference:
+            raise DisagreementError(
+                f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"
+            )
+    assert sharding is not None
+    return sharding, seed
+
+
+def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:
+    """Return the communicator in which ranks make a module: that of the group's usual calls, even if a rank passed another
+    device type."""
+    usual = device_for(group, None)
+    meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
+    return symm.communicator(group, meets_on, deadline_s=_patient(deadline_s))
+
+
+def _patient(deadline_s: float | None) -> float:
+    """Return the deadline for calls instead of the shorter set-up deadline: a rank may be filling tables meanwhile."""
+    return env.deadline_s() if deadline_s is None else deadline_s
+
+
+def fill_together(
+    make: Callable[[], None], group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> None:
+    """Call `make`, which makes and fills this rank's tables. Collective.
+
+    All ranks fail together if a rank has no memory for its tables, or an `init_fn` that raises."""
+    failed = None
+    try:
+        make()
+    except Exception as error:
+        failed = error
+    comm = _comm_of(group, device, deadline_s)
+    said = None if failed is None else str(failed) or repr(failed)
+    everyone = comm.all_gather(said, what="filling embedding tables", deadline_s=_patient(deadline_s))
+    if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # callers may catch it and retry
+        raise failed
+    if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
+        raise RefusedError(f"tables could not be filled: {reasons}") from failed

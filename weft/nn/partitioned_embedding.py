@@ -1,0 +1,356 @@
+"""`ShardedEmbeddingBagCollection` with tables that are cut into parts, and with data-parallel tables.
+
+    features -> PartitionedInput -> features of parts -> ShardedEmbeddingBagCollection of the parts -> vectors of parts
+                                 -> features of data-parallel tables -> pooled here                -> vectors
+    output   the vectors of columns side by side, of rows summed in float32 in the order of rows
+
+A collection of the parts does everything that crosses ranks, except for the sum of data-parallel gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.arguments import checked_deadline
+from weft.embedding.check import no_tables_on
+from weft.embedding.jagged import KeyedTensor
+from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.partition import Partition, RowWise, TablePart, partition_tables
+from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding.training import check_module_options
+from weft.embedding.update import FusedUpdate
+from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
+from weft.nn.embedding_table import Table, filler_of, first_values
+from weft.nn.fused_optimizer import FusedOptimizer
+from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
+from weft.nn.partitioned_input import PartitionedInput
+from weft.nn.replicated_tables import ReplicatedTables
+from weft.nn.table_parts import load_full, parts_of_rank
+from weft.operator.together import together
+from weft.runtime.opaque import opaque
+
+NAME = "ShardedEmbeddingBagCollection"
+
+
+class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """A `ShardedEmbeddingBagCollection` whose placement names a `TableSharding` for some table. Made by its constructor."""
+
+    def __init__(
+        self, tables: Sequence[Any], *, group: dist.ProcessGroup, placement: Any, device: torch.device | str | None = None,
+        rows_read: Sequence[float] | Mapping[str, float] | None = None,
+        input: Literal["local_batch", "global_batch"] = "local_batch", is_weighted: bool = False,
+        optimizer: EmbeddingOptimizer | None = None, sparse: bool = False, gradients: Literal["mean", "sum"] = "mean",
+        hash: bool = False, max_ids: int | None = None, deadline_s: float | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        self.rank, self.group, self.input = rank_in(group), group, input
+        self._is_weighted, self._optimizer, self._sparse = is_weighted, optimizer, sparse
+        self._fused_optimizer: FusedOptimizer | None = None
+        self._is_trained, self._is_frozen = optimizer is None, False
+        self.embedding_bags = nn.ModuleDict()
+        partition, refusal = None, None
+        try:
+            self.deadline_s = checked_deadline(deadline_s)
+            check_input_options(input, is_weighted, max_ids)
+            check_module_options(optimizer, sparse, gradients)
+            device = device_for(group, device)
+            partition = partition_tables(
+                tables, group.size(), placement=placement, rows_read=rows_read, hash=hash is True
+            )
+            self._check(partition)
+            self._options = EmbeddingOptions(hash=hash, **options)
+        except (ValueError, TypeError) as error:
+            refusal = error
+        said: dict[str, Any] = {
+            "input": input,
+            "is_weighted": is_weighted,
+            "optimizer": repr(optimizer),
+            "sparse": sparse,
+        }
+        said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, **options}
+        whole = None
+        if partition is not None:
+            said["placement"] = repr(partition.shardings)
+            said["first values"] = [first_values(table) for table in partition.tables]
+            whole = EmbeddingSharding(partition.tables, (0,) * len(partition.tables), group.size())
+        _, seed = agree_on_module(group, device, whole, said, refusal, self.deadline_s)
+        self.partition, self._seed = cast(Partition, partition), seed
+        self._factor = 1 / group.size() if gradients == "mean" else 1.0
+        self.device = cast(torch.device, device)
+        self._make(gradients, {**options, "max_ids": max_ids})
+        for parameter in self.parameters():
+            parameter.requires_grad_(self._is_trained)
+        self._mark_tables()
+        self.register_load_state_dict_post_hook(mark_again)
+
+    def _check(self, partition: Partition) -> None:
+        """Raise `ValueError` for options that the shardings exclude."""
+        if dotted := [table.name for table in partition.tables if "." in table.name]:
+            raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
+        local = partition.replicated_tables or [
+            number for number, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)
+        ]
+        if self.input == "global_batch" and local:
+            raise ValueError(
+                f"table {partition.tables[local[0]].name!r} is {partition.shardings[local[0]]} and input='global_batch': a rank "
+                "must know its own samples' ids, pass input='local_batch'"
+            )
+        if self._optimizer is not None and self._optimizer.clip_norm is not None and partition.replicated_tables:
+            name = partition.tables[partition.replicated_tables[0]].name
+            raise ValueError(
+                f"clip_norm={self._optimizer.clip_norm} and data-parallel table {name!r}: its gradients are not in the norm of "
+                "sharded tables, use clip_value or another sharding"
+            )
+
+    def _make(self, gradients: Any, options: dict[str, Any]) -> None:
+        """Make the tables, and the collection of parts. Collective."""
+        partition, options = self.partition, {"hash": self._options.hash, **options}
+        self._arrange = PartitionedInput(partition, self._is_weighted, self._options.refuses_bad_ids)
+        self.sharding = cast(EmbeddingSharding, partition.sharding or partition.replicated)
+        parts: ShardedEmbeddingBagCollection | None = None
+        if (sharding := partition.sharding) is not None:
+            configs = [
+                replace(config, weight_init_min=None, weight_init_max=None, init_fn=self._filler(part))
+                for part, config in zip(partition.parts, sharding.tables, strict=True)
+            ]
+            with torch.random.fork_rng(devices=[]):  # the seed of the whole collection is drawn
+                parts = ShardedEmbeddingBagCollection(
+                    configs, group=self.group, device=self.device, placement=list(sharding.rank_of_table),
+                    rows_read=sharding.rows_read, input=cast(Any, self.input), is_weighted=self._is_weighted,
+                    optimizer=self._optimizer, sparse=self._sparse, gradients=gradients, deadline_s=self.deadline_s,
+                    **options | {"hash": self._options.hash and not partition.hashes_input},
+                )  # fmt: skip
+            self.embedding_bags._modules.update(parts.embedding_bags._modules)
+        # Not a submodule: its tables would have two names.
+        self.__dict__["_parts"] = parts
+        self._replicated: ReplicatedTables | None = None
+        if partition.replicated is not None:
+            self._make_replicated(partition.replicated)
+        self._update = self._joint_update()
+
+    def _filler(self, part: TablePart) -> Any:
+        """Return the function that fills `part`: with the table's own seed, as if it were whole."""
+        return filler_of(self.partition.tables[part.table], self._seed + part.table, part.row, part.column)
+
+    def _make_replicated(self, sharding: EmbeddingSharding) -> None:
+        def make() -> None:
+            for number, table in zip(self.partition.replicated_tables, sharding.tables, strict=True):
+                self.embedding_bags._modules[table.name] = Table(table, self.device, self._seed + number)
+
+        fill_together(make, self.group, self.device, self.deadline_s)
+        self._replicated = ReplicatedTables(
+            sharding, self.group, self._options, self._optimizer, self._replicated_weights, self._factor, self._sparse,
+            self.deadline_s,
+        )  # fmt: skip
+
+    def _joint_update(self) -> FusedUpdate | None:
+        of_parts = None if self._parts is None else self._parts._update
+        of_replicated = None if self._replicated is None else self._replicated.update
+        if of_parts is None or of_replicated is None:
+            return of_parts or of_replicated
+        return JointUpdate(of_parts, of_replicated)
+
+    @property
+    def _parts(self) -> ShardedEmbeddingBagCollection | None:
+        return self.__dict__["_parts"]  # type: ignore[no-any-return]
+
+    def _replicated_weights(self) -> list[torch.Tensor]:
+        tables = [self.partition.tables[number].name for number in self.partition.replicated_tables]
+        return [cast(nn.EmbeddingBag, self.embedding_bags._modules[name]).weight for name in tables]
+
+    # --- calls ---
+
+    def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
+        if torch.compiler.is_compiling():
+            return self._opaque(features, batch_sizes)  # the graph breaks here
+        parts, replicated = self._parts, self._replicated
+        with together(NAME, self.group, self._speaks_on, self.deadline_s):
+            if self.device.type == "meta":
+                raise ValueError(no_tables_on(self.device))
+            if parts is not None and not self._arrange.is_needed:
+                return self._output(parts(features, batch_sizes=batch_sizes).values(), None, {})
+            if batch_sizes is not None:
+                raise ValueError(
+                    f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
+                    "local batches"
+                )
+            given = self._arrange(features, self.device)
+            checked = None if replicated is None else replicated.checked(given.replicated)
+            vectors = None if parts is None else parts(given.parts).values()
+            of_replicated = None
+            if replicated is not None and checked is not None:
+                step = None if parts is None or parts._update is None else parts._update.step
+                trains = torch.is_grad_enabled() and (
+                    self._is_trained if self._optimizer is None else not self._is_frozen
+                )
+                vectors, of_replicated = replicated.pooled(
+                    given.replicated, checked, given.spans, vectors, trains, step
+                )
+            return self._output(vectors, of_replicated, given.lengths)
+
+    @opaque
+    def _opaque(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
+        return PartitionedEmbeddingBagCollection.forward(self, features, batch_sizes=batch_sizes)
+
+    def _output(
+        self, of_parts: torch.Tensor | None, of_replicated: torch.Tensor | None, lengths: Mapping[tuple[int, str], torch.Tensor]
+    ) -> KeyedTensor:  # fmt: skip
+        """Return the vectors of all tables in table order. lengths: of the bags of row-wise means."""
+        slots, order = self.partition.slots, self._order
+        keys, dims = [slot.key for slot in slots], [slot.dim for slot in slots]
+        if of_parts is not None and of_replicated is None and not lengths and order == [[n] for n in range(len(order))]:
+            return KeyedTensor(keys, dims, of_parts)
+        pieces: list[torch.Tensor] = []
+        for vectors, sharding in ((of_parts, self.partition.sharding), (of_replicated, self.partition.replicated)):
+            if vectors is not None and sharding is not None:
+                pieces += vectors.split([slot.dim for slot in sharding.slots], dim=1)
+        columns = []
+        for slot, numbers in zip(slots, order, strict=True):
+            found = [pieces[number] for number in numbers]
+            if isinstance(self.partition.shardings[slot.table], RowWise):
+                found = [_summed(found, lengths.get((slot.table, slot.feature)))]
+            columns += found
+        return KeyedTensor(keys, dims, torch.cat(columns, dim=1))
+
+    @cached_property
+    def _order(self) -> list[list[int]]:
+        """For each block of output columns, the numbers of its pieces: vectors of parts first, then of data-parallel tables."""
+        partition, place = self.partition, {}
+        parts = () if partition.sharding is None else partition.sharding.slots
+        for number, slot in enumerate(parts):
+            place[slot.table, slot.feature] = number
+        replicated = () if partition.replicated is None else partition.replicated.slots
+        for number, slot in enumerate(replicated, len(parts)):
+            place[-1 - partition.replicated_tables[slot.table], slot.feature] = number
+        found = []
+        for slot in partition.slots:
+            numbers = partition.parts_of(slot.table)
+            own = [place[n, partition.feature_of_part(partition.parts[n], slot.feature)] for n in numbers]
+            found.append(own or [place[-1 - slot.table, slot.feature]])
+        return found
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        replicated, parts = self._replicated, self._parts
+        if self._update is None:
+            yield
+            return
+        if replicated is not None:
+            if replicated.collected is not None:
+                raise ValueError("accumulate() inside of accumulate() of the same module: leave out the inner one")
+            replicated.collected = []
+        try:
+            with contextlib.nullcontext() if parts is None else parts.accumulate():
+                yield
+                if replicated is not None:  # before the parts, which count updates
+                    with together(f"accumulate() of {NAME}", self.group, self._speaks_on, self.deadline_s):
+                        step = None if parts is None or parts._update is None else parts._update.step
+                        replicated.end_accumulation(step)
+        finally:
+            if replicated is not None:
+                replicated.collected = None
+
+    # --- handling ---
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if self._parts is not None:
+            self._parts.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    def close(self) -> None:
+        if self._parts is not None:
+            self._parts.close()
+
+    def _speaks_on(self) -> torch.device:
+        return device_for(self.group, None) if self.device.type == "meta" else self.device
+
+    def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        load_full(self.partition, self.rank, self.parts(), weights)
+
+    def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
+        """Return this rank's parts with their weights, in the order of `embedding_bags`. Data-parallel tables are whole."""
+        weights = [cast(nn.EmbeddingBag, bag).weight for bag in self.embedding_bags.children()]
+        return list(zip(parts_of_rank(self.partition, self.rank), weights, strict=True))
+
+    def _mark_tables(self) -> None:
+        for bag in self.embedding_bags.children():
+            weight: Any = bag.weight
+            weight._weft_table = weight._ddp_ignored = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        if not recurse:
+            return super()._apply(fn, recurse)
+        dtype, device = self._after(fn)
+        if self._parts is not None:
+            self._parts._apply(fn)
+        if self._replicated is not None:
+            for number in self.partition.replicated_tables:
+                self.embedding_bags[self.partition.tables[number].name]._apply(fn)
+        if dtype != self.partition.tables[0].dtype:
+            tables = tuple(replace(table, dtype=dtype) for table in self.partition.tables)
+            self.partition = replace(self.partition, tables=tables)
+        if device != self.device:
+            self.device, self._fused_optimizer = device, None
+        self.sharding = cast(EmbeddingSharding, self.partition.sharding or self.partition.replicated)
+        if self._replicated is not None and self.partition.replicated is not None:
+            self._replicated.settle(self.partition.replicated)
+        self._mark_tables()
+        return self
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return list(self.partition.tables)
+
+    def extra_repr(self) -> str:
+        return (
+            f"rank {self.rank} of {self.group.size()} on {self.device}, input={self.input!r}, "
+            f"is_weighted={self._is_weighted}\n{self.partition.describe()}"
+        )
+
+
+def _summed(partial: list[torch.Tensor], lengths: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of partial vectors, in float32 and in their order, over the lengths of bags if they are given."""
+    total = partial[0].to(torch.float32)
+    for one in partial[1:]:
+        total = total + one.to(torch.float32)
+    return (total if lengths is None else total / lengths[:, None]).to(partial[0].dtype)
+
+
+class JointUpdate(FusedUpdate):
+    """The updates of sharded and of data-parallel tables as one, for the optimizer that a user sees."""
+
+    def __init__(self, sharded: FusedUpdate, replicated: FusedUpdate) -> None:
+        self._both, self.optimizer, self.factor = (sharded, replicated), sharded.optimizer, sharded.factor
+
+    @property
+    def lr(self) -> float:
+        return self._both[0].lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for one in self._both:
+            one.lr = value
+
+    @property
+    def states(self) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
+        return [states for one in self._both for states in one.states]
+
+    @property
+    def step(self) -> torch.Tensor:  # type: ignore[override]
+        """The number of updates of sharded tables, which data-parallel tables follow."""
+        return self._both[0].step
+
+    @property
+    def learning_rate(self) -> torch.Tensor:  # type: ignore[override]
+        return self._both[0].learning_rate
+
+
+ShardedEmbeddingBagCollection._of_parts = PartitionedEmbeddingBagCollection

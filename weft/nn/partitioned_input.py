@@ -1,0 +1,230 @@
+"""The input of tables that are cut into parts: a rank's own samples, with the ids of row-wise tables sorted by owners of rows.
+
+    given        features of this rank's samples
+    parts        features that parts on any rank read: as given for whole tables and parts of columns. A feature of a row-wise table
+                 becomes one feature for each part, with the ids of its rows, counted from its first row
+    replicated   features of data-parallel tables, which this rank pools
+
+An id out of range goes to the nearest part, where it is out of range too. A bag keeps the order of its ids within each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from weft.embedding import JaggedInput, KeyedJaggedTensor, as_jagged, hash_ids
+from weft.embedding.check import check_parts
+from weft.embedding.jagged import offsets_of, wrong_sum
+from weft.embedding.partition import DataParallel, Partition, RowWise
+from weft.embedding.tables import EmbeddingBagConfig
+from weft.words import counted
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """parts: the input of the parts on all ranks; None without parts. replicated: that of data-parallel tables; None without any.
+
+    spans: for each key of `replicated`, where its ids begin and end. lengths: of the bags of each (row-wise table, feature) that
+    pools by means, [samples] float32, at least 1.
+    """
+
+    parts: KeyedJaggedTensor | None
+    replicated: JaggedInput | None
+    spans: tuple[tuple[int, int], ...]
+    lengths: dict[tuple[int, str], torch.Tensor]
+    samples: int
+
+
+class PartitionedInput:
+    """Arranges the samples of one rank for `partition`. Not collective."""
+
+    def __init__(self, partition: Partition, is_weighted: bool, refuses_bad_ids: bool) -> None:
+        """refuses_bad_ids: raise for ids of row-wise tables that are out of range, with the table's own rows."""
+        self.partition, self._is_weighted, self.refuses_bad_ids = partition, is_weighted, refuses_bad_ids
+        row_wise = [n for n, sharding in enumerate(partition.shardings) if isinstance(sharding, RowWise)]
+        self.row_wise = [(n, feature) for n in row_wise for feature in partition.tables[n].feature_names]
+        whole = [n for n, s in enumerate(partition.shardings) if not isinstance(s, RowWise | DataParallel)]
+        self.features_of_parts = {
+            (n, feature): [partition.feature_of_part(partition.parts[p], feature) for p in partition.parts_of(n)]
+            for n, feature in self.row_wise
+        }
+        """For each (row-wise table, feature), the features that its parts read."""
+        self.passed: dict[str, tuple[str, int | None]] = {}
+        """For each feature of whole tables and of parts of columns: the given feature, and rows to hash it to."""
+        for number in whole:
+            part, table = partition.parts[partition.parts_of(number)[0]], partition.tables[number]
+            rows = table.num_embeddings if partition.hashes_input else None
+            for feature in table.feature_names:
+                self.passed[partition.feature_of_part(part, feature)] = feature, rows
+        of_tables = [partition.tables[number].feature_names for number in partition.replicated_tables]
+        self.replicated = list(dict.fromkeys(feature for features in of_tables for feature in features))
+
+    @property
+    def is_needed(self) -> bool:
+        """False if all tables are whole or cut by columns, so that parts read the features as they are."""
+        return bool(self.row_wise or self.replicated)
+
+    def __call__(self, features: Any, device: torch.device) -> Arranged:
+        """Return the arranged input. It waits for the device, for the numbers of ids. Raises `ValueError` for bad input."""
+        jagged = as_jagged(features)
+        keys = jagged.keys
+        if keys is None:
+            raise ValueError("features have no names: pass a KeyedJaggedTensor, whose keys are the tables' features")
+        for table in self.partition.tables:
+            for feature in table.feature_names:
+                if feature not in keys:
+                    raise ValueError(
+                        f"table {table.name!r} needs feature {feature!r}, which the input lacks: its keys are {', '.join(keys)}"
+                    )
+        if not self._is_weighted:
+            jagged = jagged._replace(weights=None)
+        elif jagged.weights is None:
+            raise ValueError("is_weighted=True but the features have no weights: pass one float32 weight per value")
+        check_parts(jagged, device)
+        return _Arranging(self, jagged, {key: number for number, key in enumerate(keys)}).done()
+
+
+class _Arranging:
+    """One batch on its way. ends: where the ids of each key begin, and the end of the last key's."""
+
+    def __init__(self, of: PartitionedInput, jagged: JaggedInput, block: dict[str, int]) -> None:
+        self.of, self.jagged, self.block = of, jagged, block
+        self.batch = jagged.stride or 0
+        self.lengths = jagged.offsets.diff().to(torch.int64).view(len(block), self.batch)
+        self.ends = ends_of_keys(jagged, list(block))
+        sizes = [end - begin for begin, end in pairwise(self.ends)]
+        inside = slice(self.ends[0], self.ends[-1])
+        self.ids = jagged.values[inside].split(sizes)
+        self.weights = None if jagged.weights is None else jagged.weights[inside].split(sizes)
+
+    def done(self) -> Arranged:
+        of, partition = self.of, self.of.partition
+        parts = replicated = None
+        if of.replicated:
+            blocks = [self.block[feature] for feature in of.replicated]
+            offsets = offsets_of(self.lengths[blocks].flatten())
+            ids = torch.cat([self.ids[block] for block in blocks])
+            weights = None if self.weights is None else torch.cat([self.weights[block] for block in blocks])
+            replicated = JaggedInput(tuple(of.replicated), ids, offsets, weights, self.batch)
+        sizes = [len(self.ids[self.block[feature]]) for feature in of.replicated]
+        spans = tuple((sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(len(sizes)))
+        if partition.sharding is not None:
+            parts = self._of_parts()
+        lengths = {
+            (table, feature): self.lengths[self.block[feature]].clamp(min=1).to(torch.float32)
+            for table, feature in of.row_wise
+            if partition.tables[table].pooling == "mean"
+        }
+        return Arranged(parts, replicated, spans, lengths, self.batch)
+
+    def _of_parts(self) -> KeyedJaggedTensor:
+        of = self.of
+        names, blocks = list(of.passed), [self.block[feature] for feature, _ in of.passed.values()]
+        ids, lengths = [self.ids[block] for block in blocks], [self.lengths[block] for block in blocks]
+        if of.partition.hashes_input:
+            ids = [hash_ids(one, rows or 1) for one, (_, rows) in zip(ids, of.passed.values(), strict=True)]
+        weights = None if self.weights is None else [self.weights[block] for block in blocks]
+        if of.row_wise:
+            more, split, counts, of_ids = self._split()
+            names += more
+            ids.append(split)
+            lengths.append(counts)
+            if weights is not None:
+                weights.append(of_ids)
+        of_values = None if weights is None else torch.cat(weights)
+        bags = torch.cat([one.flatten() for one in lengths])
+        return KeyedJaggedTensor(names, torch.cat(ids), of_values, lengths=bags, stride=self.batch)
+
+    @cached_property
+    def _rows(self) -> list[torch.Tensor]:
+        """The rows of each (row-wise table, feature)."""
+        found = []
+        for table, feature in self.of.row_wise:
+            ids = self.ids[self.block[feature]]
+            found.append(
+                hash_ids(ids, self._table(table).num_embeddings)
+                if self.of.partition.hashes_input
+                else ids.to(torch.int64)
+            )
+        return found
+
+    def _table(self, number: int) -> EmbeddingBagConfig:
+        return self.of.partition.tables[number]
+
+    def _split(self) -> tuple[list[str], torch.Tensor, torch.Tensor, Any]:
+        """Return the features of parts of row-wise tables: names, ids, lengths, weights."""
+        partition, batch = self.of.partition, self.batch
+        names: list[str] = []
+        owners, local, samples, sources = [], [], [], []
+        for (table, feature), rows in zip(self.of.row_wise, self._rows, strict=True):
+            if self.of.refuses_bad_ids:
+                self._check(table, feature, rows)
+            size, of_parts = partition.rows_of_part(table), self.of.features_of_parts[table, feature]
+            owner = (rows // size).clamp(0, len(of_parts) - 1)
+            owners.append(owner + len(names))
+            local.append(rows - owner * size)
+            block = self.block[feature]
+            each = torch.arange(batch, device=rows.device)
+            samples.append(each.repeat_interleave(self.lengths[block], output_size=rows.numel()))
+            if self.weights is not None:
+                sources.append(self.weights[block])
+            names += of_parts
+        owner, at = torch.cat(owners), torch.cat(samples)
+        order = owner.argsort(stable=True)  # ids of a part stay in the order of samples and of places in the bag
+        counts = occurrences(owner * batch + at, len(names) * batch)
+        ids = torch.cat(local)[order]
+        if not partition.hashes_input:  # hashes may need 64 bits
+            ids = ids.to(self.jagged.values.dtype)
+        return names, ids, counts, torch.cat(sources).index_select(0, order) if sources else None
+
+    def _check(self, table: int, feature: str, rows: torch.Tensor) -> None:
+        """Raise `ValueError` for a row that the table does not have. It waits for the device."""
+        config, lengths = self._table(table), self.lengths[self.block[feature]]
+        bad = ((rows < 0) | (rows >= config.num_embeddings)).nonzero()
+        if bad.numel():
+            at, ends = int(bad[0]), lengths.cumsum(0)
+            sample = int((ends <= at).sum())
+            position = at - (int(ends[sample - 1]) if sample else 0)
+            raise ValueError(
+                f"table {config.name!r}, feature {feature!r}, sample {sample} of this rank, position {position}: index "
+                f"{int(rows[at])} is not in [0, {config.num_embeddings}): correct the ids, enlarge the table, or pass "
+                "hash=True to map any id to a row"
+            )
+
+
+def occurrences(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return how often each number below `count` occurs. Unlike `torch.bincount` it does not wait for a GPU."""
+    return torch.zeros(count, dtype=torch.int64, device=numbers.device).scatter_add_(
+        0, numbers, torch.ones_like(numbers)
+    )
+
+
+def ends_of_keys(jagged: JaggedInput, keys: Sequence[str]) -> list[int]:
+    """Return where the ids of each key begin, and the end of the last key's. Raise `ValueError` for bags that cannot be.
+
+    It waits for the device."""
+    offsets, count, batch = jagged.offsets, jagged.values.numel(), jagged.stride or 0
+    if not batch or not keys:
+        return [0] * (len(keys) + 1)
+    lengths = offsets.diff()
+    *ends, least = torch.cat([offsets[::batch], lengths.min().view(1)]).tolist()
+    if least < 0:
+        key, sample = divmod(int((lengths < 0).nonzero()[0]), batch)
+        raise ValueError(
+            f"feature {keys[key]!r}, sample {sample}: length {int(lengths[key * batch + sample])} is negative: a bag holds 0 or "
+            "more ids, offsets must ascend"
+        )
+    if ends[0] < 0 or ends[-1] > count:
+        raise ValueError(
+            f"offsets go from {ends[0]} to {ends[-1]} but there are {counted(count, 'value')}: offsets are positions in values, "
+            "0 or more"
+        )
+    if jagged.whole and ends[-1] != count:
+        raise ValueError(wrong_sum(ends[-1], count))
+    return ends

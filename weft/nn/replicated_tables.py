@@ -1,0 +1,170 @@
+"""The data-parallel tables of a collection: every rank pools its own samples, and backward sums gradients over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.embedding import EmbeddingOptimizer, EmbeddingSharding, FusedUpdate, JaggedInput
+from weft.embedding.check import CheckedInput, check_contents, check_jagged
+from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
+from weft.operator.derivatives import once
+from weft.operator.together import together
+from weft.runtime import embedding_replicated as runtime
+from weft.runtime.embedding_backward import device_code, nonfinite_tables, refuse_nonfinite
+from weft.runtime.embedding_unfused import pool_alone
+
+NAME = "ShardedEmbeddingBagCollection"
+
+
+class ReplicatedTables:
+    """The tables of `sharding`, which describes a group of one rank, on every rank of `group`.
+
+    weights: returns this rank's tables. update: None if they are not updated in backward.
+    """
+
+    def __init__(
+        self, sharding: EmbeddingSharding, group: dist.ProcessGroup, options: EmbeddingOptions,
+        optimizer: EmbeddingOptimizer | None, weights: Callable[[], list[torch.Tensor]], factor: float,
+        sparse: bool, deadline_s: float | None,
+    ) -> None:  # fmt: skip
+        self.group, self.weights, self.deadline_s, self.sparse, self._factor = (
+            group,
+            weights,
+            deadline_s,
+            sparse,
+            factor,
+        )
+        self._options = replace(options, transport="direct", slice_size=None)
+        self.plan = EmbeddingPlan(sharding, self._options)
+        self.update = None if optimizer is None else FusedUpdate(optimizer, weights(), factor=factor)
+        self.collected: list[tuple[ForwardCall, torch.Tensor]] | None = None
+        """The sums of ranks' gradients that are kept for one update; None if backward updates the tables."""
+
+    def settle(self, sharding: EmbeddingSharding) -> None:
+        """Adopt the tables' dtype and device after a conversion."""
+        self.plan = EmbeddingPlan(sharding, self._options)
+        if self.update is not None and self.update.step.device != self.weights()[0].device:
+            self.update.move(self.weights()[0].device)
+
+    def checked(self, jagged: JaggedInput | None) -> CheckedInput:
+        """Check the input. Raises `ValueError`."""
+        assert jagged is not None
+        checked = check_jagged(jagged, self.plan.sharding, 0, None, self.weights())
+        check_contents(jagged, self.plan.sharding, 0, checked, self.plan.options)
+        return checked
+
+    def pooled(
+        self, jagged: JaggedInput | None, checked: CheckedInput, spans: Sequence[tuple[int, int]], parts: torch.Tensor | None,
+        trains: bool, step: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
+        """Return `parts`, and the pooled vectors of this rank's samples, [samples, columns of all tables].
+
+        parts: the vectors of sharded tables, whose backward follows that of these tables. step: of their optimizer. Not collective;
+        backward is.
+        """
+        assert jagged is not None
+        weights, sharding = self.weights(), self.plan.sharding
+        by_key = dict(zip(jagged.keys or (), spans, strict=True))
+        of_slots = runtime.Spans(tuple(by_key[slot.feature] for slot in sharding.slots))
+        keyless = jagged._replace(keys=None)
+        call = self._call(checked, trains, jagged.weights)
+        inputs = weights if trains and self.update is None else [weight.detach() for weight in weights]
+        anchor = torch.empty(0, device=weights[0].device, requires_grad=trains and self.update is not None)
+        return _Pooled.apply(self, call, keyless, of_slots, step, parts, jagged.weights, anchor, *inputs)  # type: ignore[no-any-return]
+
+    def _call(self, checked: CheckedInput, trains: bool, per_sample: torch.Tensor | None) -> ForwardCall:
+        tables, update = None, self.update
+        if trains and update is not None:
+            states = [list(of_table.values()) for of_table in update.states]
+            tables = Tables(update.optimizer, self.weights(), states, update.learning_rate, update.step)
+        versions = None
+        if tables is not None and per_sample is not None and per_sample.requires_grad:
+            versions = tuple(weight._version for weight in tables.weights)
+        return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions)
+
+    def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
+        """Update the tables by the sum of all ranks' gradients. step: the number of updates of sharded tables, before theirs."""
+        assert of.tables is not None
+        of.is_updated = True
+        of.tables.step.copy_(of.tables.step if step is None else step)
+        of.tables.step.add_(1)
+        runtime.update(of, flat, self.group, self.deadline_s)
+
+    def end_accumulation(self, step: torch.Tensor | None) -> None:
+        """Update the tables once, by the sum of the gradients that were kept."""
+        collected, self.collected = self.collected, None
+        if collected:
+            of, total = collected[0]
+            for other, flat in collected[1:]:
+                other.is_updated, total = True, total + flat
+            # Before anything is updated: the learning rate may have changed since the last backward.
+            what = "the end of accumulate() of data-parallel tables"
+            runtime.compare(of, what, self.group, total.device, self.deadline_s)
+            with torch.no_grad():
+                self.apply(of, total, step)
+
+
+def _require_finite(
+    tables: ReplicatedTables, of: ForwardCall, grad: torch.Tensor, of_parts: torch.Tensor | None
+) -> None:
+    """Raise `RefusedError` on every rank if a gradient is infinite or NaN: also one of sharded tables, which are updated later."""
+    bad = nonfinite_tables(of.plan.sharding, 0, grad)
+    if of_parts is not None and not of_parts.isfinite().all():
+        bad.append("sharded tables")
+    refuse_nonfinite(bad, tables.group, grad.device, tables.deadline_s)
+
+
+class _Pooled(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tables: ReplicatedTables, of: ForwardCall, jagged: JaggedInput, spans: runtime.Spans, step: Any,
+        parts: torch.Tensor | None, per_sample: torch.Tensor | None, anchor: torch.Tensor, *weights: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
+        ctx.tables, ctx.of, ctx.spans, ctx.step, ctx.has_parts = tables, of, spans, step, parts is not None
+        kept = weights if of.tables is None else ()
+        ctx.save_for_backward(jagged.values, jagged.offsets, per_sample, *kept)
+        sharding = of.plan.sharding
+        out = torch.empty(
+            of.checked.global_batch, sharding.total_dim, dtype=sharding.dtype, device=jagged.values.device
+        )
+        warn = pool_alone(of.plan, list(weights), jagged, of.checked, out)
+        if warn is not None:
+            warn()
+        return None if parts is None else parts.view_as(parts), out
+
+    @staticmethod
+    @once(NAME)
+    def backward(ctx: Any, saved: Sequence[Any], of_parts: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        tables, of = ctx.tables, ctx.of
+        values, offsets, per_sample, *kept = saved
+        jagged = JaggedInput(None, values, offsets, per_sample)
+        of_weights: Sequence[Any] = [None] * len(of.plan.sharding.tables)
+        of_per_sample = None
+        with together(f"backward of {NAME}", tables.group, grad, tables.deadline_s):
+            of.require_first()
+            weights = kept if of.tables is None else of.tables.weights
+            if ctx.needs_input_grad[6]:
+                if of.tables is not None:
+                    of.require_values_of_forward()
+                of_per_sample = device_code(grad.device).gradients_of_weights(of, jagged, weights, grad.contiguous())
+            if of.tables is not None or any(ctx.needs_input_grad[8:]):
+                if of.tables is not None:
+                    of.tables.require_intact(of.plan.sharding, 0)
+                    if of.tables.optimizer.nonfinite == "raise":
+                        _require_finite(tables, of, grad, of_parts)
+                flat = runtime.local_gradients(of, jagged, ctx.spans, grad)
+                flat = runtime.reduced(flat, of, tables.group, tables.deadline_s)
+                if of.tables is None:
+                    of_weights = runtime.gradients(of, flat)
+                elif tables.collected is not None:
+                    tables.collected.append((of, flat))
+                else:
+                    tables.apply(of, flat, ctx.step)
+        return None, None, None, None, None, of_parts, of_per_sample, None, *of_weights

@@ -1,0 +1,136 @@
+"""Rows of tables on their way: ids go to the owners of their rows, rows come back, and gradients of rows go to the owners.
+
+    ids       of this rank's samples, one after the other: (part of a table, row in it) each
+    sent      the same ids in the order of (rank of the part, part), or each different one once
+    arrived   [part of this rank][source rank]
+    rows      the way back, into the order of `ids`
+
+The host waits once, for the numbers of ids. Each rank tells every other how many ids it has for each of its parts, and how many it
+has for each rank. So every rank knows what every rank would receive. If that is more than `max_ids` for any rank, all ranks raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from weft.embedding.partition import Partition
+from weft.nn.id_bound import require_bound
+from weft.nn.partitioned_input import occurrences
+from weft.runtime.collectives import all_to_all_single
+from weft.runtime.embedding_rows import sums_of_equal
+from weft.runtime.unfused.turn import turn_on
+from weft.words import counted
+
+
+@dataclass(frozen=True)
+class RowRoute:
+    """The way of one batch. to_sent: for each id its place among the sent ones. order: the inverse, without duplicates removed.
+
+    out, into: ids to and from each rank. counts: of [source rank][part of this rank].
+    """
+
+    to_sent: torch.Tensor
+    order: torch.Tensor | None
+    out: list[int]
+    into: list[int]
+    counts: list[int]
+
+
+class RowDist:
+    """The exchange for the parts of `partition`. Every method is collective."""
+
+    def __init__(
+        self, partition: Partition, group: dist.ProcessGroup, dedup: bool, max_ids: int | None, deadline_s: float | None
+    ) -> None:  # fmt: skip
+        self.group, self.dedup, self.max_ids, self.deadline_s = group, dedup, max_ids, deadline_s
+        self.rank, self.world = group.rank(), group.size()
+        self.partition = partition
+        order = sorted(range(len(partition.parts)), key=lambda number: partition.parts[number].rank)
+        self.place_of_part = {number: place for place, number in enumerate(order)}
+        """The place of each part among all, sorted by rank."""
+        self.parts_of_rank = [[n for n in order if partition.parts[n].rank == rank] for rank in range(self.world)]
+        self._most_rows = max(part.rows for part in partition.parts)
+        self._what = f"rows of {counted(len(partition.tables), 'table')}"
+
+    def send(
+        self, places: torch.Tensor, rows: torch.Tensor, bad: Sequence[torch.Tensor] = ()
+    ) -> tuple[RowRoute, list[torch.Tensor], list[int]]:
+        """Send ids to their owners. Return the way, the rows that arrive for each part of this rank, and `bad` as numbers.
+
+        places: of each id's part. rows: in the part; out of range rows travel as they are. bad: numbers that the host needs.
+        """
+        if self.dedup:
+            # Rows out of range are next to all others, and not equal to one of another part.
+            width = self._most_rows + 2
+            keys, to_sent = torch.unique(places * width + rows.clamp(-1, self._most_rows) + 1, return_inverse=True)
+            sent_places, sent, order = keys // width, keys % width - 1, None
+        else:
+            order = places.argsort(stable=True)
+            to_sent = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+            sent_places, sent = places[order], rows[order]
+        counts = occurrences(sent_places, len(self.place_of_part))
+        out, received, numbers = self._numbers(counts, bad)
+        own = self.parts_of_rank[self.rank]
+        into = [sum(received[r * len(own) : (r + 1) * len(own)]) for r in range(self.world)]
+        route = RowRoute(to_sent, order, out, into, received)
+        arrived = self._exchanged("ids", sent, out, into)
+        return route, self._by_part(arrived, route), numbers
+
+    def _numbers(self, counts: torch.Tensor, bad: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
+        """Return ids to each rank, ids from [source][part of this rank], and `bad`. Raise if a rank would receive too many."""
+        sizes = [len(parts) for parts in self.parts_of_rank]
+        of_rank = torch.stack([part.sum() for part in counts.split(sizes)])
+        send = torch.cat([torch.cat([part, of_rank]) for part in counts.split(sizes)])
+        words, mine = [size + self.world for size in sizes], sizes[self.rank] + self.world
+        received = self._exchanged("numbers", send, words, [mine] * self.world)
+        host = torch.cat([received, of_rank, *(one.view(1) for one in bad)]).tolist()
+        lines = [host[source * mine : (source + 1) * mine] for source in range(self.world)]
+        totals = [sum(line[sizes[self.rank] + rank] for line in lines) for rank in range(self.world)]
+        if self.max_ids is not None:
+            require_bound(totals, self.max_ids, "" if self.dedup else "dedup=True, ")
+        end = self.world * mine
+        of_parts = [count for line in lines for count in line[: sizes[self.rank]]]
+        return host[end : end + self.world], of_parts, host[end + self.world :]
+
+    def back(self, rows: Sequence[torch.Tensor], route: RowRoute) -> torch.Tensor:
+        """Return the rows of all ids of this rank's samples. rows: those of each part, in the order in which ids arrived."""
+        leaving = self._by_source(rows, route)
+        arrived = self._exchanged("rows", leaving, route.into, route.out)
+        return arrived.index_select(0, route.to_sent)
+
+    def to_owners(self, grads: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
+        """Return the gradients of rows that arrive for each part of this rank. grads: of all ids, [n, columns]."""
+        if route.order is None:
+            leaving = sums_of_equal(route.to_sent, sum(route.out), grads.contiguous())
+        else:
+            leaving = grads.index_select(0, route.order)
+        return self._by_part(self._exchanged("gradients of rows", leaving, route.out, route.into), route)
+
+    def _by_part(self, arrived: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
+        """Return what has arrived for each part, source by source."""
+        parts = len(self.parts_of_rank[self.rank])
+        blocks = arrived.split(route.counts) if parts else ()
+        return [torch.cat([blocks[source * parts + part] for source in range(self.world)]) for part in range(parts)]
+
+    def _by_source(self, of_parts: Sequence[torch.Tensor], route: RowRoute) -> torch.Tensor:
+        parts = len(of_parts)
+        blocks = [one.split(route.counts[part::parts]) for part, one in enumerate(of_parts)]
+        return torch.cat([blocks[part][source] for source in range(self.world) for part in range(parts)])
+
+    def _exchanged(self, what: str, send: torch.Tensor, out: list[int], into: list[int]) -> torch.Tensor:
+        if self.world == 1:
+            return send
+        received = send.new_empty(sum(into), *send.shape[1:])
+        turn = turn_on(self.group, send.device, self._what, self.deadline_s)
+        turn.run(f"all_to_all of {what}", all_to_all_single, received, send.contiguous(), into, out, group=self.group)
+        return received
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Return where blocks of `sizes` begin, and the end of the last one."""
+    return list(accumulate(sizes, initial=0))

@@ -1,0 +1,129 @@
+"""Backward of data-parallel tables: every rank has the tables, pools its own samples, and gets the sum of all ranks' gradients.
+
+    dense      [rows, columns] float32 of each table: this rank's gradient; then 1 for each row that it has read
+    parts      all ranks' values of a range of elements, all_to_all_single; summed in the order of ranks
+    reduced    the sums of all ranges, all_gather
+
+So the sum is the same on every rank, to the bit, and does not depend on how torch's backends reduce. It depends on the number of
+ranks: each rank sums its own samples first. Rows that some rank has read are updated, as those of other tables are.
+
+Tables are updated as unpooled ones are (`weft.runtime.embedding_rows`): each row's gradient is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.embedding import EmbeddingSharding, JaggedInput
+from weft.embedding.forward_call import ForwardCall
+from weft.embedding.hashing import rows_of_hashes
+from weft.runtime.collectives import all_gather_single, all_to_all_single
+from weft.runtime.embedding_backward import compare_ranks, device_code
+from weft.runtime.embedding_rows import RowGradients, update_rows
+from weft.runtime.meeting import Topic
+from weft.runtime.unfused.turn import turn_on
+from weft.words import counted
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the ids of each slot are in the values, known to the host."""
+
+    of_slot: tuple[tuple[int, int], ...]
+
+
+def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: torch.Tensor) -> torch.Tensor:
+    """Return the float32 gradients of all tables, flat, and behind them 1 for each row that this rank has read.
+
+    grad: [samples, columns of all tables].
+    """
+    device = device_code(grad.device)
+    plain = replace(of, sparse=False, factor=1.0)
+    found = device.gradients_of_tables(plain, device.sorted_rows(plain, jagged), grad.contiguous(), torch.float32)
+    return torch.cat([*(dense.flatten() for dense in found), _rows_read(of, jagged, spans)])
+
+
+def _rows_read(of: ForwardCall, jagged: JaggedInput, spans: Spans) -> torch.Tensor:
+    sharding, device = of.plan.sharding, jagged.values.device
+    sizes = [table.num_embeddings for table in sharding.tables]
+    bases = [0, *accumulate(sizes)]
+    of_slots = [(sizes[slot.table], bases[slot.table]) for slot in sharding.slots]
+    counts = torch.tensor([end - begin for begin, end in spans.of_slot], device=device)
+    total = sum(end - begin for begin, end in spans.of_slot)
+    of_ids = torch.tensor(of_slots, device=device).repeat_interleave(counts, 0, output_size=total)
+    ids, (rows, base) = torch.cat([jagged.values[begin:end] for begin, end in spans.of_slot]), of_ids.unbind(1)
+    row = rows_of_hashes(ids, rows) if of.plan.options.hash else ids.to(torch.int64)
+    read = torch.zeros(bases[-1] + 1, dtype=torch.float32, device=device)
+    read[torch.where((row >= 0) & (row < rows), base + row, bases[-1])] = 1.0  # the last one is of ids without a row
+    return read[:-1]
+
+
+def reduced(flat: torch.Tensor, of: ForwardCall, group: dist.ProcessGroup, deadline_s: float | None) -> torch.Tensor:
+    """Return the sum of all ranks' `flat`, equal on all ranks to the bit. Collective."""
+    world = group.size()
+    if world == 1:
+        return flat
+    what = f"gradients of {counted(len(of.plan.sharding.tables), 'data-parallel table')}"
+    compare(of, f"backward of {what}", group, flat.device, deadline_s)
+    each = -(-flat.numel() // world)
+    padded = torch.nn.functional.pad(flat, (0, world * each - flat.numel()))
+    turn = turn_on(group, flat.device, what, deadline_s)
+    parts = torch.empty_like(padded)
+    turn.run("all_to_all of rows", all_to_all_single, parts, padded, group=group)
+    total, *others = parts.view(world, each).unbind()
+    total = total.clone()
+    for other in others:
+        total += other
+    turn.run("all_gather of sums", all_gather_single, padded, total, group=group)
+    return padded[: flat.numel()]
+
+
+def compare(
+    of: ForwardCall, what: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> None:
+    """Compare optimizers and learning rates of ranks on CPU. Collective."""
+    if device.type == "cpu" and group.size() > 1:
+        of = replace(of, checked=of.checked._replace(batch_sizes=()))  # which differ
+        compare_ranks(symm.communicator(group, device), Topic(what, of.plan.sharding.written), of, deadline_s)
+
+
+def of_tables(flat: torch.Tensor, sharding: EmbeddingSharding) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each table's gradient, [rows, columns], and a flag for each row: True if a rank has read it."""
+    shapes = [(table.num_embeddings, table.embedding_dim) for table in sharding.tables]
+    dense, read = flat.split([sum(rows * columns for rows, columns in shapes), sum(rows for rows, _ in shapes)])
+    grads = dense.split([rows * columns for rows, columns in shapes])
+    flags = (read > 0).split([rows for rows, _ in shapes])
+    return [(grad.view(shape), flag) for grad, shape, flag in zip(grads, shapes, flags, strict=True)]
+
+
+def update(of: ForwardCall, flat: torch.Tensor, group: dist.ProcessGroup, deadline_s: float | None) -> None:
+    """Update each row that a rank has read. `flat`: the sum of all ranks' gradients. The number of updates is counted before."""
+    tables = of.tables
+    assert tables is not None
+    tables.require_intact(of.plan.sharding, of.rank)
+    given = []
+    for number, (config, (grad, is_read)) in enumerate(
+        zip(of.plan.sharding.tables, of_tables(flat, of.plan.sharding), strict=True)
+    ):
+        rows = config.num_embeddings
+        ids = torch.where(is_read, torch.arange(rows, device=flat.device), rows)
+        given.append(RowGradients(config, number, ids, grad))
+    update_rows(given, tables, of.factor, group, deadline_s)
+
+
+def gradients(of: ForwardCall, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the gradient of each table in its dtype: dense, or a coalesced sparse COO tensor, which waits for the device."""
+    found = []
+    for config, (grad, is_read) in zip(of.plan.sharding.tables, of_tables(flat, of.plan.sharding), strict=True):
+        grad = (grad * of.factor).to(config.dtype)
+        if of.sparse:
+            at = is_read.nonzero().t()
+            grad = torch.sparse_coo_tensor(at, grad[at[0]], grad.shape, is_coalesced=True, check_invariants=False)
+        found.append(grad)
+    return found

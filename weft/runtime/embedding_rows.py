@@ -1,0 +1,125 @@
+"""Updates of tables by gradients of rows: each id has a gradient of its own, as in backward of unpooled embeddings.
+
+Tables are a call to the code that updates pooled tables, in which every bag has one id. Equal ids are summed in the order in which
+they are given, in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput
+from weft.embedding.check import CheckedInput
+from weft.embedding.forward_call import ForwardCall, Tables
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
+from weft.runtime.embedding_backward import device_code, scale_of_norm
+
+
+class RowGradients(NamedTuple):
+    """Gradients of rows of a table, number `number` of all. ids: [n] int64; out of range they have no row. grads: [n, columns]."""
+
+    table: EmbeddingBagConfig
+    number: int
+    ids: torch.Tensor
+    grads: torch.Tensor
+
+
+def update_rows(
+    given: Sequence[RowGradients], tables: Tables, factor: float, group: dist.ProcessGroup, deadline_s: float | None
+) -> None:
+    """Update the rows of all ids. tables: those of `given`, in order. Collective if the optimizer clips by norm."""
+    prepared = []
+    for places in _similar(given, tables):
+        of, jagged, grads = _call([given[place] for place in places], factor, _some(tables, places, given), False)
+        device = device_code(grads.device)
+        prepared.append((device, of, device.sorted_rows(of, jagged), grads))
+    scale = None
+    if (clip_norm := tables.optimizer.clip_norm) is not None:
+        squares = torch.zeros((), dtype=torch.float64, device=tables.step.device)
+        for device, of, rows, grads in prepared:
+            squares = squares + device.sum_of_squares(of, of.tables, rows, grads)
+        scale = scale_of_norm(squares, clip_norm, group, deadline_s)
+    for device, of, rows, grads in prepared:
+        device.update(of, of.tables, rows, grads, scale)
+
+
+def _similar(given: Sequence[RowGradients], tables: Tables) -> list[list[int]]:
+    """Return groups of tables with similar numbers of ids: a group is one call, whose arrays have room for the most.
+
+    With random rounding each table is alone: its random bits must not depend on the others."""
+    groups: dict[int, list[int]] = {}
+    is_stochastic = tables.optimizer.rounding == "stochastic"
+    for place, one in enumerate(given):
+        groups.setdefault(-place if is_stochastic else one.ids.numel().bit_length(), []).append(place)
+    return list(groups.values())
+
+
+def gradient_of_table(
+    given: RowGradients, factor: float, sparse: bool, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the gradient of the table: dense, or a coalesced sparse COO tensor, for which it waits for the device."""
+    of, jagged, grads = _call([given], factor, None, sparse)
+    device: Any = device_code(grads.device)
+    (found,) = device.gradients_of_tables(of, device.sorted_rows(of, jagged), grads, dtype)
+    return found  # type: ignore[no-any-return]
+
+
+def sums_of_equal(inverse: torch.Tensor, count: int, grads: torch.Tensor) -> torch.Tensor:
+    """Return the sums of gradients with equal `inverse`, [count, columns], in float32 and in their order.
+
+    inverse: [n], numbers below `count`, each of which occurs. It waits for the device.
+    """
+    rows = 1 << max(0, count - 1).bit_length()  # few different tables, whose descriptions are kept
+    dtype = grads.dtype
+    table = EmbeddingBagConfig(max(1, rows), grads.shape[1], "equal ids", ("row",), dtype=dtype)
+    if not len(inverse):
+        return grads.new_empty(0, grads.shape[1])
+    return gradient_of_table(RowGradients(table, 0, inverse, grads), 1.0, True).values()
+
+
+def _call(
+    given: Sequence[RowGradients], factor: float, tables: Tables | None, sparse: bool
+) -> tuple[ForwardCall, JaggedInput, torch.Tensor]:
+    """Return a call whose slot t has a bag for each id of `given[t]`, its input, and its gradients [most ids, all columns]."""
+    counts, device = [one.ids.numel() for one in given], given[0].ids.device
+    most, grads = max(counts), given[0].grads
+    if len(given) == 1:
+        ids, offsets = given[0].ids, torch.arange(most + 1, device=device)
+    else:
+        ids = torch.cat([one.ids for one in given])
+        of_slot = torch.tensor(
+            [(end - count, count) for end, count in zip(accumulate(counts), counts, strict=True)], device=device
+        )
+        begins = of_slot[:, :1] + torch.minimum(torch.arange(most, device=device), of_slot[:, 1:])
+        offsets = torch.cat([begins.flatten(), torch.tensor([sum(counts)], device=device)])
+        grads = grads.new_empty(most, sum(one.grads.shape[1] for one in given))
+        for one, columns in zip(given, grads.split([one.grads.shape[1] for one in given], dim=1), strict=True):
+            columns[: len(one.grads)] = one.grads
+    plan = _plan_of(tuple(one.table for one in given))
+    checked = CheckedInput(tuple(range(len(given))), (most,), most)
+    return ForwardCall(plan, 0, checked, 0, tables, factor, sparse), JaggedInput(None, ids, offsets, None), grads
+
+
+def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
+    """Return some of the tables. A table alone has a seed of its own, since its number in the call is that of every other."""
+    optimizer = tables.optimizer
+    if len(places) == 1:
+        seed = (optimizer.seed + given[places[0]].number * 0x9E3779B97F4A7C15) % 2**63
+        optimizer = replace(optimizer, seed=seed)
+    weights, states = ([of[place] for place in places] for of in (tables.weights, tables.states))
+    return Tables(optimizer, weights, states, tables.learning_rate, tables.step)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of(tables: tuple[EmbeddingBagConfig, ...]) -> EmbeddingPlan:
+    """Return a plan of tables that one feature each reads, by sums."""
+    alone = tuple(replace(one, feature_names=(f"row of {number}",), pooling="sum") for number, one in enumerate(tables))
+    return EmbeddingPlan(EmbeddingSharding(alone, (0,) * len(alone), 1), EmbeddingOptions("direct"))
