@@ -23,6 +23,7 @@ from weft.operator.layers import replicated
 
 if TYPE_CHECKING:
     from weft.nn.load_planner import LoadPlanner
+    from weft.nn.parts_state import ModelState
 
 __all__ = [
     "ColumnParallelLinear",
@@ -31,6 +32,7 @@ __all__ = [
     "FusedOptimizer",
     "FusedOptimizers",
     "LoadPlanner",
+    "ModelState",
     "ParallelAttention",
     "ParallelMLP",
     "RMSNorm",
@@ -47,6 +49,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch.distributed.checkpoint, which takes most of a second, only for those who use it."""
+    if name == "ModelState":
+        from weft.nn.parts_state import ModelState
+
+        return ModelState
     if name == "LoadPlanner":
         from weft.nn.load_planner import LoadPlanner
 

@@ -56,11 +56,14 @@ class FusedOptimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of this rank's tables (not copies), learning rates and numbers of updates. Waits for the device."""
-        state: dict[str, dict[str, torch.Tensor]] = {}
+        state: dict[str, dict[str, Any]] = {}
+        parts = {path for path, module in self._modules.items() if hasattr(module, "partition")}
         numbers: dict[str, dict[str, torch.Tensor]] = {}
         for path, module in self._modules.items():
             optimizer, update = _of(module)
-            for name, parameter in module.named_parameters():
+            if path in parts:
+                state |= _states_of_parts(path, module, optimizer)
+            for name, parameter in () if path in parts else module.named_parameters():
                 if states := optimizer.state.get(parameter):
                     state[f"{path}.{name}" if path else name] = dict(states)
             lr = torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float64)
@@ -73,19 +76,22 @@ class FusedOptimizers:
             raise ValueError(
                 f"the state dict has no {' and no '.join(missing)}: pass what FusedOptimizers.state_dict() returned"
             )
+        from weft.nn.parts_state import local_tensors  # imports torch's ShardedTensor, which few need
+
         own, copies = self.state_dict(), list[tuple[torch.Tensor, torch.Tensor]]()
         for parameter, states in own["state"].items():
             for name, state in states.items():
                 given = state_dict["state"].get(parameter, {}).get(name)
                 if given is None:
                     raise ValueError(f"the state dict has no state {name!r} of {parameter!r}")
-                check_tensor(f"{parameter}.{name}", given)
-                if given.shape != state.shape or given.dtype != state.dtype:
+                for tensor in local_tensors(given):
+                    check_tensor(f"{parameter}.{name}", tensor)
+                if given.size() != state.size() or given.dtype != state.dtype:
                     raise ValueError(
-                        f"state {name!r} of {parameter!r} is {given.dtype} {list(given.shape)} and must be {state.dtype} "
-                        f"{list(state.shape)}"
+                        f"state {name!r} of {parameter!r} is {given.dtype} {list(given.size())} and must be {state.dtype} "
+                        f"{list(state.size())}"
                     )
-                copies.append((state, given))
+                copies += zip(local_tensors(state), local_tensors(given), strict=True)
         for path, numbers in own["param_groups"].items():
             if missing := [name for name in numbers if name not in state_dict["param_groups"].get(path, {})]:
                 raise ValueError(f"the state dict has no param_groups.{path}.{missing[0]}")
@@ -97,6 +103,22 @@ class FusedOptimizers:
             optimizer, update = _of(module)
             optimizer.param_groups[0]["lr"] = float(state_dict["param_groups"][path]["lr"])
             update.step.fill_(int(state_dict["param_groups"][path]["step"]))
+
+
+def _states_of_parts(path: str, module: Any, optimizer: FusedOptimizer) -> dict[str, dict[str, Any]]:
+    """Return the states of a module with tables in parts, under the names of the tables."""
+    from weft.nn.parts_state import names_of_parts, whole
+
+    found: dict[str, dict[str, Any]] = {}
+    named = list(names_of_parts(module))
+    own = [list(optimizer.state.get(weight, {}).values()) for _, weight in module.parts()]
+    for place, state in enumerate(module._update.optimizer.states):
+        values = whole(module, [(part, of_part[place]) for (part, *_), of_part in zip(named, own, strict=True)])
+        for number, value in values.items():
+            table = next(of_table for part, _, of_table in named if part.table == number)
+            name = module.partition.tables[number].name
+            found.setdefault(f"{path}.{table}" if path else table, {})[f"{name}.{state}"] = value
+    return found
 
 
 def _of(module: Any) -> tuple[FusedOptimizer, FusedUpdate]:

@@ -29,6 +29,7 @@ from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
+from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
 from weft.nn.embedding_table import Table, filler_of, first_values
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
@@ -36,6 +37,7 @@ from weft.nn.partitioned_input import PartitionedInput
 from weft.nn.replicated_tables import ReplicatedTables
 from weft.nn.table_parts import load_full, parts_of_rank
 from weft.operator.together import together
+from weft.ops.embedding_all_to_all import buffer_bytes, plan_in
 from weft.runtime.opaque import opaque
 
 NAME = "ShardedEmbeddingBagCollection"
@@ -260,6 +262,16 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 replicated.collected = None
 
     # --- handling ---
+
+    def memory(self) -> EmbeddingMemory:
+        """Return the bytes as for whole tables. Reduced gradients of data-parallel tables, which backward holds, are not in it."""
+        weights = {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
+        parts, batches, rank = self._parts, BatchesInFlight(), 0
+        buffers: list[int] = []
+        if parts is not None:
+            batches, rank = parts._batches, self.rank
+            buffers = buffer_bytes(plan_in(*parts._form), self.group, self._speaks_on())
+        return memory_of(weights, self._update, batches, self.sharding, rank, buffers)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if self._parts is not None:

@@ -1,0 +1,115 @@
+"""Parts of tables under the names of their tables, for checkpoints that another sharding may load.
+
+    <path>.embedding_bags.users[0:15].weight   in `module.state_dict()`: this rank's part
+    <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
+
+Data-parallel and whole tables are plain tensors, as those of a module without parts. A state with one number for a row has a number
+for each part of a column-wise table: it is [rows, parts] there, and fits only the same number of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from weft.embedding.partition import DataParallel, Partition, TablePart
+from weft.nn.sharded_tensors import Part, sharded_tensor
+
+
+class OfTable(NamedTuple):
+    """A tensor of this rank for a part: the table's weight, or a state of it. name: of the parameter, without the module's path."""
+
+    part: TablePart
+    name: str
+    tensor: torch.Tensor
+
+
+def partitioned(model: nn.Module) -> dict[str, Any]:
+    """Return the modules of `model` that have tables in parts, by path."""
+    return {path: one for path, one in model.named_modules() if isinstance(getattr(one, "partition", None), Partition)}
+
+
+def names_of_parts(module: Any) -> Iterator[tuple[TablePart, str, str]]:
+    """Yield this rank's parts, with the names of the parameter and of the table's parameter."""
+    names = [name for name, _ in module.named_parameters()]
+    for (part, _), name in zip(module.parts(), names, strict=True):
+        attribute = name.partition(".")[0]
+        yield part, name, f"{attribute}.{module.partition.tables[part.table].name}.weight"
+
+
+def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, Any]:
+    """Return one value for each table of which this rank has parts: a plain tensor, or a ShardedTensor of all ranks' parts.
+
+    own: the weights of this rank's parts, or one state of them.
+    """
+    partition: Partition = module.partition
+    found: dict[int, Any] = {}
+    for number in dict.fromkeys(part.table for part, _ in own):
+        table, mine = partition.tables[number], [tensor for part, tensor in own if part.table == number]
+        parts = [partition.parts[place] for place in partition.parts_of(number)]
+        if isinstance(partition.shardings[number], DataParallel) or len(parts) == 1:
+            found[number] = mine[0]
+            continue
+        size, places = (table.num_embeddings, table.embedding_dim), list[Part]()
+        columns_are_cut = len({part.column for part in parts}) > 1
+        for place, part in enumerate(parts):
+            if mine[0].dim() == 2:
+                places.append(Part(part.rank, (part.row, part.column), (part.rows, part.columns)))
+            elif columns_are_cut:
+                places.append(Part(part.rank, (0, place), (part.rows, 1)))
+            else:
+                places.append(Part(part.rank, (part.row,), (part.rows,)))
+        if mine[0].dim() == 1:
+            size = (table.num_embeddings, len(parts)) if columns_are_cut else (table.num_embeddings,)  # type: ignore[assignment]
+            mine = [one[:, None] if columns_are_cut else one for one in mine]
+        found[number] = sharded_tensor(size, places, mine, mine[0].dtype, mine[0].device, module.group)
+    return found
+
+
+def local_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of this rank in a value of a checkpoint."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+class ModelState:
+    """The state dict of `model`, with tables in parts under the names of their tables, for `torch.distributed.checkpoint`.
+
+    Use it in the place of the model if a module has tables in parts. A checkpoint of whole tables loads into it, and one of
+    it into a model with whole tables, or with other parts:
+
+        state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder, planner=weft.nn.LoadPlanner())
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of this rank (not copies)."""
+        found = self._model.state_dict()
+        for path, module in partitioned(self._model).items():
+            prefix, names, own = f"{path}." if path else "", dict[int, str](), list[tuple[TablePart, torch.Tensor]]()
+            for part, name, of_table in names_of_parts(module):
+                own.append((part, found.pop(prefix + name)))
+                names[part.table] = prefix + of_table
+            found |= {names[number]: value for number, value in whole(module, own).items()}
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy values that are not in place already. Raises as `nn.Module.load_state_dict` does."""
+        given = dict(state_dict)
+        for path, module in partitioned(self._model).items():
+            prefix, tensors = f"{path}." if path else "", dict[str, list[torch.Tensor]]()
+            for _, name, of_table in names_of_parts(module):
+                if prefix + of_table not in tensors:
+                    tensors[prefix + of_table] = local_tensors(given.pop(prefix + of_table, None))
+                if tensors[prefix + of_table]:
+                    given[prefix + name] = tensors[prefix + of_table].pop(0)
+        self._model.load_state_dict(given)
