@@ -48,9 +48,10 @@ def test_memory_is_counted(pair: Pool) -> None:
 
 
 @needs_torchrec
-def test_torchrecs_pipeline_learns_as_a_plain_loop(pair: Pool) -> None:
+@pytest.mark.parametrize("kinds", [None, {"users": "row_wise", "pairs": "column_wise"}], ids=str)
+def test_torchrecs_pipeline_learns_as_a_plain_loop(pair: Pool, kinds: dict[str, str] | None) -> None:
     plain, pipelined = (
-        pair.run(torchrec_loops.pipelines, "weft", how, ranks=2, timeout_s=120) for how in (False, True)
+        pair.run(torchrec_loops.pipelines, "weft", how, True, kinds, ranks=2, timeout_s=120) for how in (False, True)
     )
     assert pipelined == plain
     assert [len(losses) for losses in pipelined] == [6, 6]
@@ -63,7 +64,15 @@ def by_fbgemm(group: dist.ProcessGroup) -> bool:
 
 
 @needs_torchrec
-@pytest.mark.parametrize("options", [{"optimizer": torchrec_loops.ADAGRAD}, {"kernel": "dense"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": torchrec_loops.ADAGRAD},
+        {"kernel": "dense"},
+        {"optimizer": torchrec_loops.ADAGRAD, "kinds": {"users": "row_wise"}},
+    ],
+    ids=str,
+)
 def test_a_loop_learns_as_with_torchrecs_sharder(pair: Pool, options: dict[str, Any]) -> None:
     ours = pair.run(torchrec_loops.trains, "weft", options, ranks=2, timeout_s=120)
     assert all(torch.isfinite(torch.tensor(one["losses"])).all() for one in ours)

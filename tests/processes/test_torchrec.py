@@ -32,6 +32,7 @@ from support.torchrec_loops import (
     sharded,
     tables_of,
     trains,
+    unpooled_loop,
 )
 from torch import nn
 
@@ -52,6 +53,8 @@ pytestmark = pytest.mark.skipif(
         {"optimizer": {"optimizer": "Adagrad", "lr": 0.1, "eps": 1e-8}, "data_type": "FP16"},
         {},
         {"kernel": "dense"},
+        {"optimizer": ADAGRAD, "kinds": {"users": "row_wise", "pairs": "row_wise"}},
+        {"optimizer": ADAGRAD, "kinds": {"users": "column_wise"}},
     ],
     ids=str,
 )
@@ -69,18 +72,48 @@ def test_a_loop_learns_as_with_torchrecs_sharder(pool: Pool, options: dict[str, 
                 torch.testing.assert_close(swapped["tables"][name], value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_a_loop_without_pooling_learns_as_with_torchrecs_sharder(pool: Pool, kind: str) -> None:
+    for world in (2, 1):
+        theirs, ours = (pool.run(unpooled_loop, by, kind, ranks=world) for by in ("torchrec", "weft"))
+        for stock, swapped in zip(theirs, ours, strict=True):
+            assert swapped["names"] == stock["names"]
+            assert swapped["lengths"] == stock["lengths"]
+            assert swapped["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+            assert swapped["tables"].keys() == stock["tables"].keys()
+            for name, value in stock["tables"].items():
+                torch.testing.assert_close(swapped["tables"][name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loop_without_pooling_has_gradients(pool: Pool) -> None:
+    """Not beside TorchRec: with kernel "dense" its row-wise EmbeddingCollection corrupts memory on CPU."""
+    first, second = (pool.run(unpooled_loop, "weft", kind, "dense", ranks=2) for kind in ("row_wise", "table_wise"))
+    for one, other in zip(first, second, strict=True):
+        assert one["losses"][0] != one["losses"][-1]
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
+
+
 # --- pipelines and planner ---
 
 
+@pytest.mark.parametrize("kinds", [None, {"users": "row_wise", "pairs": "column_wise"}], ids=str)
 @pytest.mark.parametrize("has_two", [False, True])
-def test_torchrecs_pipeline_learns_the_same(pool: Pool, has_two: bool) -> None:
+def test_torchrecs_pipeline_learns_the_same(pool: Pool, has_two: bool, kinds: dict[str, str] | None) -> None:
     plain, pipelined, theirs = (
-        pool.run(pipelines, *how, has_two, ranks=2) for how in (("weft", False), ("weft", True), ("torchrec", True))
+        pool.run(pipelines, *how, has_two, kinds, ranks=2)
+        for how in (("weft", False), ("weft", True), ("torchrec", True))
     )
     assert pipelined == plain
     assert [len(losses) for losses in pipelined] == [6, 6]
     for ours, stock in zip(pipelined, theirs, strict=True):
         assert ours == pytest.approx(stock, rel=1e-5)
+
+
+def test_a_pipeline_without_pooling_learns_the_same(pool: Pool) -> None:
+    plain, pipelined = (pool.run(unpooled_loop, "weft", "row_wise", "fused", how, ranks=2) for how in (False, True))
+    for one, other in zip(plain, pipelined, strict=True):
+        assert other["lengths"] == one["lengths"]
+        assert all(torch.equal(other["tables"][name], value) for name, value in one["tables"].items())
 
 
 def planned(group: dist.ProcessGroup) -> tuple[set[tuple[str, str]], float]:
@@ -219,7 +252,7 @@ def test_each_loads_the_others_checkpoints(pool: Pool, tmp_path: Path, writer: s
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, row_wise, table_wise
     from torchrec.distributed.types import BoundsCheckMode, ShardingEnv
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -239,30 +272,41 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     def shard(plan: Any, **fused_params: Any) -> Any:
         return weft.torchrec.EmbeddingBagCollectionSharder(fused_params).shard(ebc, plan, env, torch.device("cpu"))
 
-    by_rows = construct_module_sharding_plan(
-        ebc, {name: row_wise() for name in RANKS}, local_size=group.size(), world_size=group.size(), device_type="cuda"
+    copied = construct_module_sharding_plan(
+        ebc,
+        {name: data_parallel() for name in RANKS},
+        local_size=group.size(),
+        world_size=group.size(),
+        device_type="cpu",
     )
     lacking = plan_with()
     del lacking["pairs"]
-    module = shard(plan_with())
+    by_rows = construct_module_sharding_plan(
+        ebc, {name: row_wise(compute_kernel="fused") for name in RANKS}, local_size=group.size(), world_size=group.size(),
+        device_type="cpu",
+    )  # fmt: skip
+    module, cut = shard(plan_with()), shard(by_rows)
     few = KeyedJaggedTensor(["u"], torch.zeros(2, dtype=torch.int64), lengths=torch.ones(2, dtype=torch.int64))
     strided = KeyedJaggedTensor(
         ["i", "u", "friend"], torch.arange(6), lengths=torch.ones(6, dtype=torch.int64),
         stride_per_key_per_rank=[[1], [2], [3]],
     )  # fmt: skip
     calls = {
-        "row_wise": lambda: shard(by_rows),
+        "data_parallel": lambda: shard(copied),
+        "table_row_wise": lambda: shard(plan_with(sharding_type="table_row_wise")),
         "fused_uvm_caching": lambda: shard(plan_with(compute_kernel="fused_uvm_caching")),
         "ssd_virtual_table": lambda: shard(plan_with(compute_kernel="ssd_virtual_table")),
         "one kernel": lambda: shard(plan_with(compute_kernel="dense")),
         "pairs' is not in the plan": lambda: shard(lacking),
-        "one rank of 0 to": lambda: shard(plan_with(ranks=[5])),
+        "names rank 5": lambda: shard(plan_with(ranks=[5])),
+        "one rank of 0 to": lambda: shard(plan_with(ranks=[0, 1])),
         "LAMB is not supported": lambda: shard(plan_with(), optimizer=EmbOptimType.LAMB),
         "gradient_clipping=True": lambda: shard(plan_with(), gradient_clipping=True),
         "uvm_host_mapped": lambda: shard(plan_with(), uvm_host_mapped=True),
         "weight_decay": lambda: shard(plan_with(), weight_decay=0.1),
         "differ": lambda: shard(plan_with(bounds_check_mode=BoundsCheckMode.FATAL)),
         "friend": lambda: module(few),
+        "needs feature": lambda: cut(few),
         "stride": lambda: module(strided),
         "resharding": lambda: weft.torchrec.EmbeddingBagCollectionSharder().reshard(module, {}, env),
     }

@@ -87,9 +87,19 @@ def full_weights(data_type: torch.dtype = torch.float32) -> dict[str, torch.Tens
     return {name: torch.randn(rows, dim, generator=generator).to(data_type) for rows, dim, name, *_ in TABLES}
 
 
+def _sharding(kind: str, rank: int, world: int, kernel: str) -> Any:
+    from torchrec.distributed import sharding_plan
+
+    if kind == "row_wise":
+        return sharding_plan.row_wise(compute_kernel=kernel)
+    if kind == "column_wise":
+        return sharding_plan.column_wise(ranks=list(range(world)), compute_kernel=kernel)
+    return sharding_plan.table_wise(rank=rank, compute_kernel=kernel)
+
+
 def sharded(
     group: dist.ProcessGroup, by: str, kernel: str = "fused", optimizer: dict[str, Any] | None = None,
-    ranks: dict[str, int] = RANKS, has_two: bool = False, **options: Any,
+    ranks: dict[str, int] = RANKS, has_two: bool = False, kinds: dict[str, str] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Return a DistributedModelParallel with fixed first values. by: whose sharder, "torchrec" or "weft". has_two: a weighted
     collection beside the other."""
@@ -97,7 +107,7 @@ def sharded(
     from torchrec.distributed import collective_utils
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -114,7 +124,8 @@ def sharded(
     world, stock, plan = group.size(), EmbeddingBagCollectionSharder(), {}
     for name, ebc in model.sparse.named_children():
         of_tables = {
-            c.name: table_wise(rank=ranks[c.name] % world, compute_kernel=kernel) for c in ebc.embedding_bag_configs()
+            c.name: _sharding((kinds or {}).get(c.name, "table_wise"), ranks[c.name] % world, world, kernel)
+            for c in ebc.embedding_bag_configs()
         }
         plan[f"sparse.{name}"] = construct_module_sharding_plan(
             ebc, of_tables, sharder=stock, local_size=world, world_size=world, device_type=device_here().type
@@ -181,10 +192,12 @@ def trains(group: dist.ProcessGroup, by: str, options: dict[str, Any]) -> dict[s
     return {"losses": losses, "rates": rates, "names": names, "tables": tables_of(model)}
 
 
-def pipelines(group: dist.ProcessGroup, by: str, pipelined: bool, has_two: bool = False) -> list[float]:
+def pipelines(
+    group: dist.ProcessGroup, by: str, pipelined: bool, has_two: bool = False, kinds: dict[str, str] | None = None
+) -> list[float]:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    model = sharded(group, by, optimizer=ADAGRAD, has_two=has_two)
+    model = sharded(group, by, optimizer=ADAGRAD, has_two=has_two, kinds=kinds)
     optimizer, losses = optimizers_of(model), []
     data = batches(group.rank(), 6, has_two=has_two)
     if not pipelined:
@@ -206,3 +219,81 @@ def pipelines(group: dist.ProcessGroup, by: str, pipelined: bool, has_two: bool 
             assert (model.module.sparse.ebc.weft_module.memory().in_flight > 0) == is_ahead
     assert all(module.is_pipelined for module in model.module.sparse.children())
     return losses
+
+
+class Unpooled(nn.Module):
+    def __init__(self, ec: Any) -> None:
+        super().__init__()
+        self.ec = ec
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.ec(batch.sparse_features)
+        losses = [
+            (rows[key].values() - 0.1 * number).square().mean() for number, key in enumerate(("u", "friend", "i"))
+        ]
+        return losses[0] + losses[1] + losses[2], rows["i"].lengths()
+
+
+def unpooled_loop(
+    group: dist.ProcessGroup, by: str, kind: str, kernel: str = "fused", pipelined: bool = False
+) -> dict[str, Any]:
+    """Train an EmbeddingCollection. Return losses, names, and this rank's tables and states."""
+    import torchrec
+    from torchrec.distributed import collective_utils
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.modules.embedding_configs import EmbeddingConfig
+    from torchrec.modules.embedding_modules import EmbeddingCollection
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    import weft.torchrec
+
+    collective_utils._INITIALIZED = False
+    configs = [
+        EmbeddingConfig(num_embeddings=30, embedding_dim=8, name="users", feature_names=["u", "friend"]),
+        EmbeddingConfig(num_embeddings=21, embedding_dim=8, name="films", feature_names=["i"]),
+    ]
+    model = Unpooled(EmbeddingCollection(tables=configs, device=torch.device("meta")))
+    if kernel == "fused":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, model.ec.parameters(), {"lr": 0.1})
+    world, stock = group.size(), EmbeddingCollectionSharder()
+    of_tables = {c.name: _sharding(kind, place % world, world, kernel) for place, c in enumerate(configs)}
+    plan = construct_module_sharding_plan(
+        model.ec, of_tables, sharder=stock, local_size=world, world_size=world, device_type=device_here().type
+    )
+    sharder = stock if by == "torchrec" else weft.torchrec.EmbeddingCollectionSharder(deadline_s=30.0)
+    sharded_model = DistributedModelParallel(
+        model, device=device_here(), plan=ShardingPlan({"ec": plan}), sharders=[sharder], init_data_parallel=False
+    )
+    generator = torch.Generator().manual_seed(4)
+    whole = {f"ec.embeddings.{c.name}.weight": torch.randn(c.num_embeddings, 8, generator=generator) for c in configs}
+    sharded_model.load_state_dict(dict(whole))
+    dense = [p for p in sharded_model.parameters() if p.numel()] if kernel == "dense" else []
+    optimizer = torch.optim.SGD([*dense, torch.zeros(1, requires_grad=True)], lr=0.3)
+    losses: list[float] = []
+    lengths: list[Any] = []
+    pipeline = TrainPipelineSparseDist(sharded_model, optimizer, device_here()) if pipelined else None
+    data = batches(group.rank())
+    for _ in range(STEPS):
+        if pipeline is not None:
+            lengths.append(pipeline.progress(data).tolist())
+            continue
+        loss, of_bags = sharded_model(next(data))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+        lengths.append(of_bags.tolist())
+    names = [(name, type(value).__name__, tuple(value.shape)) for name, value in sharded_model.state_dict().items()]
+    found = {}
+    for name, value in sharded_model.state_dict().items():
+        found |= {f"{name} {s.metadata.shard_offsets}": s.tensor.detach().cpu().clone() for s in value.local_shards()}
+    for states in sharded_model.fused_optimizer.state_dict()["state"].values():
+        for name, value in states.items():
+            found |= {f"{name} {s.metadata.shard_offsets}": s.tensor.cpu().clone() for s in value.local_shards()}
+    return {"losses": losses, "lengths": lengths, "names": names, "tables": found}

@@ -115,7 +115,7 @@ class ShardedEmbeddingCollection(nn.Module):
                     raise ValueError(f"{name}={value!r} must be True or False")
             check_max_ids(max_ids)
             device = device_for(group, device)
-            configs = [_config_of(table) for table in tables]
+            configs = [config_of(table) for table in tables]
             if placement is None:
                 placement = list(place_tables(configs, group.size(), rows_read=rows_read).rank_of_table)
             partition = partition_tables(configs, group.size(), placement=placement, rows_read=rows_read, hash=hash)
@@ -457,7 +457,7 @@ class _Rows(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _config_of(table: Any) -> EmbeddingBagConfig:
+def config_of(table: Any) -> EmbeddingBagConfig:
     """Return TorchRec's `EmbeddingConfig`, which has no pooling, as ours."""
     if isinstance(table, EmbeddingBagConfig) or hasattr(table, "pooling"):
         return EmbeddingBagConfig.of(table)

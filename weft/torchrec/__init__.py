@@ -18,6 +18,13 @@ except ImportError as error:
 
 from weft.torchrec.fused_optimizer import FusedOptimizer
 from weft.torchrec.sharded import ShardedEmbeddingBagCollection
-from weft.torchrec.sharder import EmbeddingBagCollectionSharder
+from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
+from weft.torchrec.sharder import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
-__all__ = ["EmbeddingBagCollectionSharder", "FusedOptimizer", "ShardedEmbeddingBagCollection"]
+__all__ = [
+    "EmbeddingBagCollectionSharder",
+    "EmbeddingCollectionSharder",
+    "FusedOptimizer",
+    "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
+]

@@ -1,63 +1,69 @@
-"""A module's part of TorchRec's plan, as weft's placement: which rank owns a table, by which kernel, in which order of columns."""
+"""A module's part of TorchRec's plan as weft's placement: the sharding of each table, the kernel, the order of columns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed import embeddingbag
+from torchrec.distributed import embedding, embeddingbag
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 
-from weft.embedding import EmbeddingBagConfig
+from weft.embedding import ColumnWise, EmbeddingBagConfig, RowWise, TableSharding, TableWise
+from weft.embedding.partition import Partition
 from weft.torchrec.options import TableOptions, options_of
 
 KERNELS = ("fused", "dense")
-SHARDINGS = ("table_wise",)
+SHARDINGS = ("table_wise", "row_wise", "column_wise")
 
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """The tables of a collection in TorchRec's order of output columns, with the rank that owns each.
+    """The tables of a collection in TorchRec's order of output columns, with the sharding of each.
 
     is_fused: backward updates the tables by `options.optimizer`; otherwise they have gradients.
     """
 
-    tables: tuple[EmbeddingBagConfig, ...]
-    placement: tuple[int, ...]
+    partition: Partition
     is_fused: bool
     options: TableOptions
+
+    @property
+    def placement(self) -> list[TableSharding] | list[int]:
+        """The placement for weft's modules: ranks, unless a table is cut."""
+        shardings = self.partition.shardings
+        ranks = [sharding.rank for sharding in shardings if isinstance(sharding, TableWise)]
+        return ranks if len(ranks) == len(shardings) else list(shardings)
 
 
 def read_plan(
     module: Any, plan: Mapping[str, ParameterSharding], env: ShardingEnv, device: torch.device | None,
-    fused_params: dict[str, Any] | None,
+    fused_params: dict[str, Any] | None, config_of: Callable[[Any], EmbeddingBagConfig],
 ) -> ModulePlan:  # fmt: skip
-    """Return the plan of `module`, an EmbeddingBagCollection. Raise `ValueError` for what weft lacks, by the table's name."""
+    """Return the plan of `module`, a collection. Raise `ValueError` for what weft lacks, by the table's name.
+
+    config_of: reads TorchRec's description of a table.
+    """
     check_env(env)
-    configs = {config.name: config for config in module.embedding_bag_configs()}
-    for name in configs:
-        _check(name, plan.get(name), env.world_size)
+    is_pooled = hasattr(module, "embedding_bag_configs")
+    given = module.embedding_bag_configs() if is_pooled else module.embedding_configs()
+    configs = {config.name: config_of(config) for config in given}
+    shardings = {name: _sharding(configs[name], plan.get(name), env.world_size) for name in configs}
     kernels = {plan[name].compute_kernel: name for name in configs}
     if len(kernels) > 1:
         said = ", ".join(f"{kernel!r} of table {name!r}" for kernel, name in kernels.items())
         raise ValueError(f"compute kernels {said}: plan one kernel for all tables of a collection")
-    # TorchRec groups tables by rank, then by pooling and others: its own code determines the order of columns.
-    infos = embeddingbag.create_sharding_infos_by_sharding_device_group(
-        module, dict(plan), "embedding_bags.", fused_params
-    )
-    names: list[str] = []
-    for group in infos.values():
-        sharding = embeddingbag.ShardedEmbeddingBagCollection.create_embedding_bag_sharding(
-            group, env, device, permute_embeddings=True
+    if is_pooled:
+        infos = embeddingbag.create_sharding_infos_by_sharding_device_group(
+            module, dict(plan), "embedding_bags.", fused_params
         )
-        grouped: Any = sharding
-        for of_rank in grouped._grouped_embedding_configs_per_rank:
-            names += [table.name for config in of_rank for table in config.embedding_tables]
-    tables = tuple(EmbeddingBagConfig.of(configs[name]) for name in names)
-    given = {info.embedding_config.name: info.fused_params or {} for group in infos.values() for info in group}
-    options = {table.name: options_of(table.name, table.dtype, given[table.name]) for table in tables}
+        names = _in_order_of_columns(infos, env, device)
+    else:
+        infos = embedding.create_sharding_infos_by_sharding_device_group(module, dict(plan), fused_params)
+        names = list(configs)
+    of_table = {info.embedding_config.name: info.fused_params or {} for group in infos.values() for info in group}
+    options = {name: options_of(name, configs[name].dtype, of_table[name]) for name in names}
     first = names[0]
     for name, other in options.items():
         if other != options[first]:
@@ -65,8 +71,24 @@ def read_plan(
                 f"tables {first!r} and {name!r} differ: {options[first]} and {other}. Put tables of another optimizer or "
                 "output into a collection of their own"
             )
-    ranks = tuple((plan[name].ranks or [0])[0] for name in names)
-    return ModulePlan(tables, ranks, next(iter(kernels)) == "fused", options[first])
+    partition = Partition(
+        tuple(configs[name] for name in names), tuple(shardings[name] for name in names), env.world_size
+    )
+    return ModulePlan(partition, next(iter(kernels)) == "fused", options[first])
+
+
+def _in_order_of_columns(infos: Mapping[Any, Any], env: ShardingEnv, device: torch.device | None) -> list[str]:
+    """Return tables as TorchRec orders their columns: by kind of sharding, then rank, then pooling and others."""
+    found: dict[str, None] = {}
+    for group in infos.values():
+        sharding: Any = embeddingbag.ShardedEmbeddingBagCollection.create_embedding_bag_sharding(
+            group, env, device, permute_embeddings=True
+        )
+        table_of = {
+            name: info.embedding_config.name for info in group for name in info.embedding_config.embedding_names
+        }
+        found |= dict.fromkeys(table_of[name] for name in sharding.embedding_names())
+    return list(found)
 
 
 def check_env(env: ShardingEnv) -> None:
@@ -79,21 +101,39 @@ def check_env(env: ShardingEnv) -> None:
         raise ValueError("output_dtensor=True is not supported: the state dict has ShardedTensors, leave it out")
 
 
-def _check(name: str, sharding: ParameterSharding | None, world_size: int) -> None:
-    at = f"table {name!r}"
+def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, world_size: int) -> TableSharding:
+    """Return the sharding of a table. Raise `ValueError` for what weft lacks."""
+    at = f"table {table.name!r}"
     if sharding is None:
         raise ValueError(f"{at} is not in the plan: plan all tables of the collection")
     if sharding.sharding_type not in SHARDINGS:
         raise ValueError(
-            f"{at}: sharding_type={sharding.sharding_type!r} is not supported: plan {' or '.join(SHARDINGS)}"
+            f"{at}: sharding_type={sharding.sharding_type!r} is not supported: plan {', '.join(SHARDINGS[:-1])} or "
+            f"{SHARDINGS[-1]}"
         )
     if sharding.compute_kernel not in KERNELS:
         raise ValueError(
             f"{at}: compute_kernel={sharding.compute_kernel!r} is not supported, tables are in device memory: plan "
             f"{' or '.join(KERNELS)}"
         )
-    ranks = sharding.ranks or []
-    if len(ranks) != 1 or not 0 <= ranks[0] < world_size:
-        raise ValueError(f"{at}: ranks={sharding.ranks} must be one rank of 0 to {world_size - 1}")
     if sharding.key_value_params is not None:
         raise ValueError(f"{at}: key_value_params is not supported, tables are in device memory: leave it out")
+    ranks, shards = sharding.ranks or [], getattr(sharding.sharding_spec, "shards", None) or []
+    if bad := [rank for rank in ranks if not 0 <= rank < world_size]:
+        raise ValueError(f"{at}: ranks={ranks} names rank {bad[0]}: ranks are 0 to {world_size - 1}")
+    if sharding.sharding_type == "row_wise":
+        each = -(-table.num_embeddings // world_size)
+        begins = [shard.shard_offsets[0] for shard in shards if shard.shard_sizes[0]]
+        if begins != list(range(0, table.num_embeddings, each)):
+            raise ValueError(f"{at}: parts begin at rows {begins}: plan {each} rows on each of {world_size} ranks")
+        return RowWise()
+    if sharding.sharding_type == "column_wise":
+        if len(set(ranks)) != len(ranks) or len(ranks) != len(shards):
+            raise ValueError(f"{at}: ranks={ranks} for {len(shards)} parts of columns: plan one part on each rank")
+        placed = sorted(
+            zip((shard.shard_offsets[1] for shard in shards), ranks, shards, strict=True), key=lambda p: p[0]
+        )
+        return ColumnWise(tuple(rank for _, rank, _ in placed), tuple(shard.shard_sizes[1] for _, _, shard in placed))
+    if len(ranks) != 1:
+        raise ValueError(f"{at}: ranks={sharding.ranks} must be one rank of 0 to {world_size - 1}")
+    return TableWise(ranks[0])

@@ -12,70 +12,68 @@ same calls in the same order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionAwaitable, EmbeddingBagCollectionContext
 from torchrec.distributed.types import Awaitable, EmbeddingModuleShardingPlan, LazyAwaitable, NoWait, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 import weft.nn
-from weft.embedding import JaggedInput
+from weft.embedding import EmbeddingBagConfig, JaggedInput
 from weft.embedding.check import no_tables_on
 from weft.nn.input_dist import BegunBatch, SentBatch
-from weft.nn.sharded_tensors import Part, sharded_tensor
 from weft.operator.together import together
-from weft.torchrec.fused_optimizer import FusedOptimizer
+from weft.torchrec.parts import is_cut
 from weft.torchrec.plan import read_plan
-from weft.words import kind
+from weft.torchrec.tables import ShardedTables
+
+_Lengths: TypeAlias = dict[tuple[int, str], torch.Tensor]
 
 
 class _Batch(Multistreamable):
-    """This rank's features of all samples, and the number of samples of each rank."""
+    """This rank's features of all samples, and the number of samples of each rank. lengths: of bags of row-wise means."""
 
-    def __init__(self, jagged: JaggedInput, batch_sizes: tuple[int, ...]) -> None:
-        self.jagged, self.batch_sizes = jagged, batch_sizes
+    def __init__(self, jagged: JaggedInput, batch_sizes: tuple[int, ...], lengths: _Lengths) -> None:
+        self.jagged, self.batch_sizes, self.lengths = jagged, batch_sizes, lengths
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (self.jagged.values, self.jagged.offsets, self.jagged.weights):
+        for tensor in (self.jagged.values, self.jagged.offsets, self.jagged.weights, *self.lengths.values()):
             if tensor is not None:
                 tensor.record_stream(stream)
 
 
 class _Sent(Awaitable[Any]):
-    def __init__(self, module: ShardedEmbeddingBagCollection, sent: SentBatch) -> None:
+    def __init__(self, module: ShardedEmbeddingBagCollection, sent: SentBatch, lengths: _Lengths) -> None:
         super().__init__()
-        self._module, self._sent = module, sent
+        self._module, self._sent, self._lengths = module, sent, lengths
 
     def _wait_impl(self) -> Any:
         with self._module._distribution() as distribution:
-            return _Batch(*distribution.arrive(self._sent))
+            jagged, batch_sizes = distribution.arrive(self._sent)
+        return _Batch(jagged, batch_sizes, self._lengths)
 
 
 class _Begun(Awaitable[Awaitable[Any]]):
-    def __init__(self, module: ShardedEmbeddingBagCollection, begun: BegunBatch) -> None:
+    def __init__(self, module: ShardedEmbeddingBagCollection, begun: BegunBatch, lengths: _Lengths) -> None:
         super().__init__()
-        self._module, self._begun = module, begun
+        self._module, self._begun, self._lengths = module, begun, lengths
 
     def _wait_impl(self) -> Awaitable[Any]:
         with self._module._distribution() as distribution:
             sent = distribution.send(self._begun)
-        self._module.weft_module._batches.keep(sent.features.received)
-        return _Sent(self._module, sent)
+        self._module._parts._batches.keep(sent.features.received)
+        return _Sent(self._module, sent, self._lengths)
 
 
 class ShardedEmbeddingBagCollection(
+    ShardedTables,
     ShardedEmbeddingModule[KJTList, list[torch.Tensor], KeyedTensor, EmbeddingBagCollectionContext],
-    FusedOptimizerModule,
 ):
     """TorchRec's `ShardedModule` of an EmbeddingBagCollection, made by `weft.torchrec.EmbeddingBagCollectionSharder`.
 
@@ -94,20 +92,16 @@ class ShardedEmbeddingBagCollection(
         """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: of weft's module."""
         super().__init__()
         self.module_sharding_plan, self._env = plan, env
-        read = read_plan(module, plan, env, device, fused_params)
+        read = read_plan(module, plan, env, device, fused_params, EmbeddingBagConfig.of)
         self._configs, self._output_dtype = module.embedding_bag_configs(), read.options.output_dtype
         made = weft.nn.ShardedEmbeddingBagCollection(
-            read.tables, group=env.process_group, device=device, placement=read.placement, is_weighted=module.is_weighted(),
+            read.partition.tables, group=env.process_group, device=device, placement=read.placement,
             optimizer=read.options.optimizer if read.is_fused else None, bounds_check=read.options.bounds_check,
-            gradients="mean" if gradient_division else "sum", **options,
+            gradients="mean" if gradient_division else "sum", is_weighted=module.is_weighted(), **options,
         )  # fmt: skip
-        self.__dict__["weft_module"] = made  # not a submodule: its parameters have TorchRec's places
-        self._is_fused = read.is_fused
-        self._optim: KeyedOptimizer = CombinedOptimizer([])
-        self.embedding_bags = nn.ModuleDict({config.name: nn.Module() for config in self._configs})
-        self._register()
-        self.register_state_dict_post_hook(_as_sharded_tensors)
-        self.register_load_state_dict_pre_hook(_as_local_tensors)
+        self._adopt(made, read, "embedding_bags")
+        self._keys = [slot.key for slot in read.partition.slots]
+        self._dims = [slot.dim for slot in read.partition.slots]
         if module.device.type not in ("meta", "cpu"):  # TorchRec, too, takes the values of a module on a GPU alone
             self.load_state_dict(module.state_dict(), strict=False)
 
@@ -120,34 +114,42 @@ class ShardedEmbeddingBagCollection(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Begin the distribution of this rank's samples. Collective, and so are both waits."""
-        refusal = ValueError(no_tables_on(self.weft_module.device)) if self.weft_module.device.type == "meta" else None
+        made, given, lengths = self.weft_module, cast(Any, features), _Lengths()
+        refusal: Exception | None = None
+        if made.device.type == "meta":
+            refusal = ValueError(no_tables_on(made.device))
         with self._distribution() as distribution:
-            return KJTListSplitsAwaitable([_Begun(self, distribution.begin(features, refusal))], ctx)
+            if refusal is None and is_cut(made):  # parts read features of their own
+                try:
+                    arranged = made._arrange(features, made.device)
+                    given, lengths = arranged.parts, arranged.lengths
+                except Exception as error:  # `send` raises it on every rank
+                    refusal = error
+            return KJTListSplitsAwaitable([_Begun(self, distribution.begin(given, refusal), lengths)], ctx)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[torch.Tensor]:
         """Return the pooled vectors of this rank's samples, [local batch, sum(D)]. Collective: it includes the all-to-all."""
-        batch = cast(Any, dist_input)[0]
-        pooled = self.weft_module._pooled(batch.jagged, batch.batch_sizes).values()
-        return [pooled if pooled.dtype == self._output_dtype else pooled.to(self._output_dtype)]
+        made, batch = self.weft_module, cast(Any, dist_input)[0]
+        values = self._parts._pooled(batch.jagged, batch.batch_sizes).values()
+        if is_cut(made):
+            values = made._output(values, None, batch.lengths).values()
+        return [values if values.dtype == self._output_dtype else values.to(self._output_dtype)]
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[torch.Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Name the columns of `compute`'s result."""
-        made = self.weft_module
-        return EmbeddingBagCollectionAwaitable([NoWait(output[0])], list(made._length_per_key), list(made._keys))
+        return EmbeddingBagCollectionAwaitable([NoWait(output[0])], list(self._dims), list(self._keys))
 
     @contextlib.contextmanager
     def _distribution(self) -> Any:
         """Enter one part of the distribution of ids: one call for the ranks. Like TorchRec's, it has no gradients."""
-        made = self.weft_module
+        made = self._parts
         with together(type(self).__name__, made.group, made._speaks_on, made.deadline_s), torch.no_grad():
             yield made._input_dist
 
-    # --- tables ---
-
     @property
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """The tables' optimizer (`weft.torchrec.FusedOptimizer`); with kernel "dense" one without parameters."""
-        return self._optim
+    def _parts(self) -> Any:
+        """The module of the tables' parts, which does all that crosses ranks."""
+        return self.weft_module._parts if is_cut(self.weft_module) else self.weft_module
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
@@ -158,92 +160,4 @@ class ShardedEmbeddingBagCollection(
         return list(self._configs)
 
     def is_weighted(self) -> bool:
-        return self.weft_module.is_weighted()
-
-    def reset_parameters(self) -> None:
-        """Fill this rank's tables with their initial values. Not collective."""
-        self.weft_module.reset_parameters()
-
-    def _register(self) -> None:
-        """Give this rank's tables, and empty parameters for the others, their names. Make the optimizer."""
-        made = self.weft_module
-        own = {name: cast(nn.Parameter, bag.weight) for name, bag in made.embedding_bags.items()}
-        for name, place in self.embedding_bags.items():
-            parameter: Any = own.get(name)
-            if parameter is None:
-                parameter = nn.Parameter(torch.empty(0, device=made.device), requires_grad=not self._is_fused)
-            place.register_parameter("weight", parameter)
-        if not self._is_fused:
-            return
-        params = {f"embedding_bags.{name}.weight": parameter for name, parameter in own.items()}
-        states = {
-            f"embedding_bags.{name}.weight": {
-                key: self._sharded(name, state) for key, state in made.fused_optimizer.state.get(parameter, {}).items()
-            }
-            for name, parameter in own.items()
-        }
-        self._optim = FusedOptimizer(made.fused_optimizer, params, states)
-        for name, place in self.embedding_bags.items():
-            weight: Any = place.weight
-            weight._in_backward_optimizers = [self._optim if name in own else EmptyFusedOptimizer()]
-
-    def _sharded(self, name: str, own: torch.Tensor | None) -> ShardedTensor:
-        """Return a table, or a state that has its rows. own: this rank's part."""
-        made = self.weft_module
-        index = self._index[name]
-        table = made.sharding.tables[index]
-        size: tuple[int, ...] = (table.num_embeddings, table.embedding_dim) if own is None else tuple(own.shape)
-        part = Part(made.sharding.rank_of_table[index], (0,) * len(size), size)
-        dtype = table.dtype if own is None else own.dtype
-        return sharded_tensor(size, [part], [] if own is None else [own], dtype, made.device, made.group)
-
-    @property
-    def _index(self) -> dict[str, int]:
-        return {table.name: index for index, table in enumerate(self.weft_module.sharding.tables)}
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Convert and move the tables: `to(...)`, `half()` and others of `nn.Module` end here."""
-        before = self.weft_module.device, self.weft_module.sharding.dtype
-        self.weft_module._apply(fn, recurse)
-        if before != (self.weft_module.device, self.weft_module.sharding.dtype):
-            self._register()
-        return self
-
-    def extra_repr(self) -> str:
-        return self.weft_module.extra_repr()
-
-
-def _as_sharded_tensors(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    own = module.weft_module.embedding_bags
-    for config in module._configs:
-        weight = own[config.name].weight if config.name in own else None
-        state_dict[f"{prefix}embedding_bags.{config.name}.weight"] = module._sharded(config.name, weight)
-
-
-def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace each table by this rank's part: of a ShardedTensor, or of the whole table.
-
-    Raise `ValueError` for another shape or plan before any table is copied."""
-    made = module.weft_module
-    local: dict[str, torch.Tensor] = {}
-    for table in made.sharding.tables:
-        key = f"{prefix}embedding_bags.{table.name}.weight"
-        value = state_dict.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, ShardedTensor) and type(value) not in (torch.Tensor, nn.Parameter):
-            raise ValueError(f"{key} is {kind(value)}: pass a ShardedTensor, or the whole table")
-        wanted = [table.num_embeddings, table.embedding_dim]
-        if list(value.size()) != wanted:
-            raise ValueError(f"{key} has shape {list(value.size())} and must have {wanted}, the whole table's")
-        shards = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-        if table.name not in made.embedding_bags:
-            local[key] = torch.empty(0)
-        elif len(shards) == 1 and list(shards[0].shape) == wanted:
-            local[key] = shards[0]
-        else:
-            raise ValueError(
-                f"{key} is sharded otherwise than this module's plan: load it by torch.distributed.checkpoint into this "
-                "module's state_dict()"
-            )
-    state_dict.update(local)
+        return self.weft_module.is_weighted()  # type: ignore[no-any-return]

@@ -5,23 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchrec.distributed import embeddingbag
+from torchrec.distributed import embedding, embeddingbag
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from weft.embedding.options import Transport
 from weft.torchrec.plan import KERNELS, SHARDINGS
 from weft.torchrec.sharded import ShardedEmbeddingBagCollection
+from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
 
 
 class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     """The sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, instead of TorchRec's.
 
-    Plans may be table-wise, with the kernels "fused" and "dense"; others are a `ValueError` that names the table. With this sharder
-    TorchRec's planner proposes no others. With "fused" the optimizer is that of `apply_optimizer_in_backward` or of `fused_params`,
-    by default FBGEMM's: SGD with learning rate 0.01. SGD, rowwise Adagrad, Adagrad, Adam and partial rowwise Adam are supported,
-    one for all tables of a collection. With "dense" the tables have gradients for an optimizer of torch.
+    Plans may be table-wise, row-wise and column-wise, with the kernels "fused" and "dense". Others are a `ValueError` that names
+    the table; with this sharder TorchRec's planner proposes none. With "fused" the optimizer is that of
+    `apply_optimizer_in_backward` or of `fused_params`, by default FBGEMM's: SGD with learning rate 0.01. SGD, rowwise Adagrad,
+    Adagrad, Adam and partial rowwise Adam are supported, one for all tables of a collection. With "dense" the tables have
+    gradients for an optimizer of torch.
 
     fused_params: FBGEMM's options by name, as in TorchRec. An option that weft lacks is a `ValueError`.
     transport, outputs, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.
@@ -67,3 +69,48 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     @property
     def sharded_module_type(self) -> Any:
         return ShardedEmbeddingBagCollection
+
+
+class EmbeddingCollectionSharder(embedding.EmbeddingCollectionSharder):
+    """The sharder of `EmbeddingCollection` for `DistributedModelParallel(sharders=[...])`, instead of TorchRec's.
+
+    Plans may be table-wise and row-wise, with the kernels "fused" and "dense"; others are a `ValueError` that names the table.
+    Optimizers are as for `EmbeddingBagCollectionSharder`.
+
+    fused_params, use_index_dedup: as in TorchRec. An option that weft lacks is a `ValueError`.
+    deadline_s: as for `weft.nn.ShardedEmbeddingCollection`.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        *,
+        use_index_dedup: bool = False,
+        deadline_s: float | None = None,
+    ) -> None:
+        super().__init__(fused_params=fused_params, use_index_dedup=use_index_dedup)
+        self._options = {"dedup": use_index_dedup, "deadline_s": deadline_s}
+
+    def shard(  # type: ignore[override]
+        self,
+        module: EmbeddingCollection,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection:
+        """Return the sharded module, with new tables on `device`. Collective."""
+        return ShardedEmbeddingCollection(
+            module, params, env, fused_params=self.fused_params, device=device, gradient_division=get_gradient_division(),
+            **self._options,
+        )  # fmt: skip
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [one for one in super().sharding_types(compute_device_type) if one in ("table_wise", "row_wise")]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [one for one in super().compute_kernels(sharding_type, compute_device_type) if one in KERNELS]
+
+    @property
+    def sharded_module_type(self) -> Any:
+        return ShardedEmbeddingCollection

@@ -1,0 +1,86 @@
+"""TorchRec's sharded EmbeddingCollection, a row for each id, with weft's lookup and update."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionContext
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
+from torchrec.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    LazyNoWait,
+    NoWait,
+    ShardingEnv,
+)
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+import weft.nn
+from weft.nn.embedding_collection import config_of
+from weft.torchrec.plan import read_plan
+from weft.torchrec.tables import ShardedTables
+
+
+class ShardedEmbeddingCollection(
+    ShardedTables,
+    ShardedEmbeddingModule[KJTList, list[torch.Tensor], dict[str, JaggedTensor], EmbeddingCollectionContext],
+):
+    """TorchRec's `ShardedModule` of an EmbeddingCollection, made by `weft.torchrec.EmbeddingCollectionSharder`.
+
+    It takes and returns TorchRec's objects; names are those of TorchRec's own module. `weft_module` is the
+    `weft.nn.ShardedEmbeddingCollection` inside. `input_dist` keeps the features: ids are distributed in `compute`, so a pipeline
+    runs but hides nothing. The constructor and calls are collective.
+    """
+
+    def __init__(
+        self, module: EmbeddingCollection, plan: EmbeddingModuleShardingPlan, env: ShardingEnv, *,
+        fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: of weft's module."""
+        super().__init__()
+        self.module_sharding_plan, self._env, self._configs = plan, env, module.embedding_configs()
+        read = read_plan(module, plan, env, device, fused_params, config_of)
+        self._output_dtype = read.options.output_dtype
+        made = weft.nn.ShardedEmbeddingCollection(
+            read.partition.tables, group=env.process_group, device=device, placement=read.placement,
+            optimizer=read.options.optimizer if read.is_fused else None, bounds_check=read.options.bounds_check,
+            gradients="mean" if gradient_division else "sum", **options,
+        )  # fmt: skip
+        self._adopt(made, read, "embeddings")
+        if module.device.type not in ("meta", "cpu"):  # TorchRec, too, takes the values of a module on a GPU alone
+            self.load_state_dict(module.state_dict(), strict=False)
+
+    def create_context(self) -> EmbeddingCollectionContext:
+        return EmbeddingCollectionContext()
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Keep the features for `compute`."""
+        return KJTListSplitsAwaitable([NoWait(NoWait(cast(Any, features)))], ctx)
+
+    def compute(self, ctx: EmbeddingCollectionContext, dist_input: KJTList) -> Any:
+        """Return the rows of all ids by feature. Collective."""
+        return self.weft_module(cast(Any, dist_input)[0])
+
+    def output_dist(self, ctx: EmbeddingCollectionContext, output: Any) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Make `compute`'s result TorchRec's JaggedTensors."""
+        found = {}
+        for key, one in output.items():
+            values = one.values().to(self._output_dtype)
+            found[key] = JaggedTensor(values, lengths=one.lengths(), weights=one.weights_or_none())
+        return LazyNoWait(found)
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        return EmbeddingCollection
+
+    def embedding_configs(self) -> list[Any]:
+        """Return the configs of all tables, as TorchRec's module was given them."""
+        return list(self._configs)
