@@ -244,11 +244,6 @@ class CompiledOperator:
         return group
 
     @property
-    def group_or_none(self) -> dist.ProcessGroup | None:
-        """The group; None if its last reference is gone."""
-        return self._group()
-
-    @property
     def rank(self) -> int:
         return 0 if self.comm is None else self.comm.rank
 

@@ -30,7 +30,7 @@ from weft.runtime.opaque import opaque
 from weft.schedule import Schedule
 from weft.schedule.text import fingerprint
 from weft.symm import Communicator
-from weft.symm.groups import group_of
+from weft.symm.groups import backend_device, group_of
 from weft.timeline import Timeline
 from weft.words import counted, kind
 
@@ -123,7 +123,7 @@ def _device_of(tensors: Any, group: dist.ProcessGroup) -> torch.device:
         for t in tensors.values():
             if isinstance(t, torch.Tensor) and t.device.type in ("cpu", "cuda"):
                 return t.device
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return backend_device(group)
 
 
 def _run(

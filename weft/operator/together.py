@@ -41,6 +41,7 @@ from weft.errors import PoisonedGroupError, RefusedError, WeftError
 from weft.operator.agreement import agreement_on
 from weft.runtime.meeting import published_on
 from weft.symm.calls import GroupCalls, calls_of
+from weft.symm.groups import backend_device
 
 _TOLD = "_weft_told"  # attribute of an error: peers have been notified
 
@@ -194,7 +195,7 @@ def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
         return like()
     if isinstance(like, torch.Tensor) and like.device.type in ("cpu", "cuda"):
         return like.device
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return backend_device(group)
 
 
 def _usable(deadline_s: Any) -> float | None:

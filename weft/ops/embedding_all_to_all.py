@@ -43,7 +43,7 @@ from weft.runtime.executor import Executor
 from weft.runtime.layouts import layout_of
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
-from weft.symm.groups import group_of, rank_of, size_of
+from weft.symm.groups import backend_device, group_of, rank_of, size_of
 from weft.timeline import Timeline
 from weft.words import counted, joined, kind
 
@@ -169,7 +169,7 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup | str | None
             return like.device
     except Exception:  # raised again by a check that notifies the other ranks
         pass
-    return torch.device("cuda" if dist.get_backend(group_of(group)) == "nccl" else "cpu")
+    return backend_device(group_of(group))
 
 
 class _Call(NamedTuple):

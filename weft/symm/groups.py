@@ -96,3 +96,8 @@ def size_of(group: dist.ProcessGroup | str | None) -> int:
     if isinstance(group, str) and torch.compiler.is_compiling():
         return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
     return group_of(group).size()
+
+
+def backend_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the type of device of the group's backend: peers receive a refusal there if a call's tensors name no device."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
