@@ -26,7 +26,7 @@ class EmbeddingMemory:
     gradients: `.grad` of tables without an optimizer.
     buffers: the symmetric memory of results, which modules with equal arguments share.
     in_flight: ids, offsets and weights of calls whose backward has not run, and what `accumulate()` keeps; also of batches that a
-        pipeline distributes ahead of their call.
+        pipeline distributes ahead of their call. On GPUs also the input of the last call, by which an error names bad ids.
     workspace: an estimate of what backward of the last differentiated call takes while it runs; not part of `total`.
     """
 

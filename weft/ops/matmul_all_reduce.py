@@ -274,9 +274,8 @@ class _MatmulAllReduce(Operator[_Call]):
     def drawn(self, p: MatmulAllReduce, rank: int, generator: torch.Generator) -> _Call:
         random = partial(normal, generator, p.dtype)
         x, w = random(p.m, p.k), random(p.n, p.k).t()
-        generator = torch.Generator(generator.device).manual_seed(
-            0
-        )  # bias, residual and norm are the same on all ranks
+        # Bias, residual and norm are the same on all ranks.
+        random = partial(normal, torch.Generator(generator.device).manual_seed(0), p.dtype)
         bias, residual = random(1, p.n) if p.bias else None, random(p.m, p.n) if p.residual else None
         return _Call(x, w, bias, residual, None if p.eps is None else random(1, p.n), p.eps)
 

@@ -360,7 +360,8 @@ def _fixed_numbers(
 def _numbers_of_gradients(of: ForwardCall, device: torch.device) -> torch.Tensor:
     """Return the numbers of a rule that updates nothing."""
     numbers = torch.zeros(device_code.NUMBERS, dtype=torch.float32, device=device)
-    numbers[device_code.FACTOR], numbers[device_code.CLIP] = of.factor, math.inf
+    for place, value in ((device_code.FACTOR, of.factor), (device_code.CLIP, math.inf)):
+        numbers[place].fill_(value)  # an assignment would copy from the host, which a captured graph cannot
     return numbers
 
 
