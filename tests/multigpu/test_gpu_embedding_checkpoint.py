@@ -47,7 +47,9 @@ def test_memory_is_counted(pair: Pool) -> None:
         assert before.tables == after.tables
         assert sum(after.states.values()) == 2 * sum(after.tables.values())
         assert before.in_flight == 0
-        assert 0 < max(one.in_flight for one in later) <= 2 * after.in_flight  # of one call, whose bags have random lengths
+        assert (
+            0 < max(one.in_flight for one in later) <= 2 * after.in_flight
+        )  # of one call, whose bags have random lengths
         assert after.workspace > 0
 
 
