@@ -209,7 +209,7 @@ class _Setup:
         require_one_version(entries)
         self.hosts = hosts_of(entries)
         if any(map(self._is_far, self.entries)):
-            self.control = hosts.ControlPort(self.rank, self.mine.token)
+            self.control = hosts.ControlPort(self.rank, self.mine.token, self.world_size)
             self.store.set(_port_key(self.mine), json.dumps(self.control.port))
         for other in range(self.rank):
             if self._is_far(other):
