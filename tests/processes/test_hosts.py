@@ -13,6 +13,7 @@ import socket
 import time
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ from support.pretended_hosts import claimed, on_two_hosts
 
 import weft
 from weft import symm
+from weft.embedding import ColumnWise, DataParallel, RowWise
 from weft.launch import Pool
-from weft.nn import ShardedEmbeddingBagCollection
+from weft.nn import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from weft.operator import between_hosts
 from weft.schedule import Draft
 from weft.schedule.expr import RANK, lookup
@@ -52,9 +54,9 @@ def set_up(group):
     return found, traces()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, 8])
 def test_ranks_meet_over_tcp_and_know_whose_memory_is_mapped(pool: Pool, world: int) -> None:
-    at = {2: "ab", 3: "aab", 4: "aabb"}[world]
+    at = {2: "ab", 3: "aab", 8: "aaaabbbb"}[world]
     for rank, ((names, mapped), left) in enumerate(pool.run(set_up, ranks=world)):
         assert names == tuple({"a": "alpha", "b": "beta"}[one] for one in at)
         assert mapped == tuple(one == at[rank] for one in at)
@@ -89,8 +91,8 @@ def no_way(group):
     """The first rank publishes a port on which nobody listens."""
     native = hosts.ControlPort.__init__
 
-    def closed(self, rank, token):
-        native(self, rank, token)
+    def closed(self, *given):
+        native(self, *given)
         with socket.create_server(("127.0.0.1", 0)) as other:
             self.port = hosts.Port(("127.0.0.1",), other.getsockname()[1])
 
@@ -341,7 +343,7 @@ def test_memory_is_shared_within_a_host(pool: Pool) -> None:
         assert local == [float(rank ^ 1)] * 2
 
 
-def trains(group):
+def trains(group, kind, placement):
     """The tables after three steps, on two hosts and on one: the same bits."""
     found = []
     for far in (True, False):
@@ -350,20 +352,34 @@ def trains(group):
             with claimed("beta" if far and group.rank() else "alpha"):
                 torch.manual_seed(5)
                 tables = [weft.EmbeddingBagConfig(50, 8, f"t{i}", [f"f{i}"]) for i in range(3)]
-                module = ShardedEmbeddingBagCollection(tables, group=own, optimizer=weft.RowwiseAdagrad(lr=0.1))
+                module = kind(tables, group=own, placement=placement, optimizer=weft.RowwiseAdagrad(lr=0.1))
                 generator = torch.Generator().manual_seed(group.rank())
                 for _ in range(3):
                     lengths = torch.randint(0, 4, (3 * 6,), generator=generator)
                     ids = torch.randint(50, (int(lengths.sum()),), generator=generator)
                     features = weft.KeyedJaggedTensor(["f0", "f1", "f2"], ids, lengths=lengths)
-                    module(features).values().square().sum().backward()
+                    pooled = module(features)
+                    rows = [one.values() for one in pooled.values()] if isinstance(pooled, dict) else [pooled.values()]
+                    torch.cat([one.flatten() for one in rows]).square().sum().backward()
                 found.append({name: t.detach().clone() for name, t in module.state_dict().items()})
                 assert symm.communicator(own, "cpu").all_mapped != far
     return all(torch.equal(found[0][name], found[1][name]) for name in found[1]), len(found[0])
 
 
-def test_embeddings_train_to_the_bits_of_one_host(pool: Pool) -> None:
-    for same, count in pool.run(trains, ranks=2):
+PARTS = [RowWise(), ColumnWise((0, 1)), DataParallel()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [
+        (ShardedEmbeddingBagCollection, None),
+        (ShardedEmbeddingBagCollection, PARTS),
+        (ShardedEmbeddingCollection, [RowWise(), 0, 1]),
+    ],
+    ids=["whole", "parts", "unpooled"],
+)
+def test_embeddings_train_to_the_bits_of_one_host(pool: Pool, kind: Any, placement: Any) -> None:
+    for same, count in pool.run(trains, kind, placement, ranks=2):
         assert same
         assert count
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -142,11 +141,3 @@ def test_a_cut_link_a_dead_rank_and_a_link_cut_for_ever(hosts: TwoHosts) -> None
             rf"DeadlineError: rank 1 waited 2 s for .* from rank 0 \(pid {ranks.pids[0]} on host alpha\)", there
         )
         assert time.monotonic() - start < 30
-
-
-def test_doctor_without_a_launcher_says_how_to_start_it() -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "weft.cli", "doctor", "--group"]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=END_S)
-    assert found.returncode == 2
-    assert "torchrun --nnodes 2 " in found.stdout

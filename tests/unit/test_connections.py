@@ -102,7 +102,7 @@ def test_what_is_not_the_peers_next_frame_is_refused(what: str) -> None:
 
 
 def test_a_handshake_makes_a_link_for_those_who_know_the_secret() -> None:
-    port = hosts.ControlPort(0, "the secret")
+    port = hosts.ControlPort(0, "the secret", 4)
     here = hosts.Port(("127.0.0.1",), port.port.number)
     dialing = hosts.Dialing(here, "the secret", 3, "an attempt")
     made, caller = None, None

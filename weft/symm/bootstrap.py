@@ -40,7 +40,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -50,7 +49,7 @@ from weft.reading import parse_json
 from weft.symm import hosts
 from weft.symm.connections import MAX_PACKET, BadFrameError, Connection, TcpConnection, UnixConnection, ours
 from weft.symm.entries import Entry as _Entry
-from weft.symm.entries import hosts_of, require_one_version
+from weft.symm.entries import has_ended, hosts_of, require_one_version
 from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
@@ -210,7 +209,7 @@ class _Setup:
         require_one_version(entries)
         self.hosts = hosts_of(entries)
         if any(map(self._is_far, self.entries)):
-            self.control = hosts.ControlPort(self.rank, self.mine.token)
+            self.control = hosts.ControlPort(self.rank, self.mine.token, self.world_size)
             self.store.set(_port_key(self.mine), json.dumps(self.control.port))
         for other in range(self.rank):
             if self._is_far(other):
@@ -461,7 +460,7 @@ class _Setup:
 
     def _raise_if_ended(self, rank: int) -> None:
         entry, text = self.entries.get(rank), self.ended(rank)
-        if entry is not None and entry.pids == self.mine.pids and _has_ended(entry.pid):
+        if entry is not None and entry.pids == self.mine.pids and has_ended(entry.pid):
             text = f"rank {rank} (pid {entry.pid}) died"
         if text:
             raise PeerLostError(f"{text}; rank {self.rank} was waiting for it to set up symmetric memory", rank)
@@ -477,16 +476,6 @@ class _Setup:
             f"{self.world_size} ranks, found {self.world_size - len(missing)}{before}. Every rank of the group must "
             "make the call within that time, which deadline_s or WEFT_SETUP_DEADLINE_S sets"
         )
-
-
-def _has_ended(pid: int) -> bool:
-    """True if the process has ended, even if its parent has not reaped it yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:  # no descriptor to look with
-        return False
 
 
 def _socket() -> socket.socket:

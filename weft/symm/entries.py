@@ -71,3 +71,13 @@ def hosts_of(entries: Sequence[Entry]) -> tuple[str, ...]:
         if len(same) > 1:
             name_of |= {kernel: f"{name} #{number}" for number, kernel in enumerate(same, 1)}
     return tuple(name_of[entry.kernel] for entry in entries)
+
+
+def has_ended(pid: int) -> bool:
+    """True if the process has ended, even if its parent has not reaped it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # no descriptor to look with
+        return False

@@ -41,7 +41,7 @@ _WHO = struct.Struct("!I16s32s")  # rank, attempt, nonce
 ANSWER_BYTES = _WHO.size + CODE_BYTES
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 3.0  # for one try of all addresses
-_MOST_CALLERS = 64  # that have not proved themselves: beyond this the oldest is closed
+_MOST_CALLERS = 64  # at least; they have not proved themselves, and beyond this the oldest is closed
 
 
 class Port(NamedTuple):
@@ -163,9 +163,10 @@ class Caller:
 class ControlPort:
     """The listening port of a rank, and connections to it that have not proved themselves yet. token: the rank's secret."""
 
-    def __init__(self, rank: int, token: str) -> None:
+    def __init__(self, rank: int, token: str, world_size: int) -> None:
         self._rank, self._token = rank, token
-        self._socket, self.port = listen(128)
+        self._most = max(_MOST_CALLERS, 2 * world_size)  # all higher ranks may call at once
+        self._socket, self.port = listen(self._most)
         self._callers: dict[socket.socket, Caller] = {}
 
     def sockets(self) -> list[socket.socket]:
@@ -178,7 +179,7 @@ class ControlPort:
             with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
                 accepted, address = sock.accept()
                 self._callers[accepted] = Caller(accepted, f"{address[0]} port {address[1]}", self._token)
-            if len(self._callers) > _MOST_CALLERS:
+            if len(self._callers) > self._most:
                 self._refuse(next(iter(self._callers)))
             return None
         try:

@@ -1,0 +1,38 @@
+"""`weft doctor --group`: what it prints of seats and paths, and how to start it. `tests/processes/test_two_hosts.py` runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.cli.doctor_group import GroupReport, Seat, _path, print_group, run
+
+CPU = Seat("alpha", 1, "", 2, "cpu")
+GPUS = [
+    Seat(host, pid, "H100", 8, f"cuda:{i}", (1 - i,)) for pid, (host, i) in enumerate([("a", 0), ("a", 1), ("b", 0)])
+]
+
+
+def test_without_a_launcher_it_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert run() == 2
+    assert "torchrun --nnodes 2 " in capsys.readouterr().out
+
+
+def test_paths_of_gpus() -> None:
+    assert _path(GPUS[0], GPUS[1]) == "peer access"
+    assert _path(GPUS[0], GPUS[2]) == "NCCL"
+    assert _path(GPUS[0], GPUS[0]) == "the same GPU"
+    assert _path(GPUS[0], Seat("a", 9, "H100", 8, "cuda:3")) == "no peer access"
+    assert _path(GPUS[0], CPU) == "none: one rank has a GPU, the other has not"
+
+
+def test_ranks_of_a_host_stand_together(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = {(low, high): _path(GPUS[low], GPUS[high]) for high in range(3) for low in range(high)}
+    print_group(GroupReport(tuple(GPUS), paths, 210.0))
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "3 ranks on 2 hosts\n\na:\n  rank 0  pid 0  cuda:0, H100\n  rank 1  pid 1  cuda:1, H100\nb:\n  rank 2"
+    )
+    assert "\npeer access: pairs 0-1\n\nNCCL: pairs 0-2, 1-2\n\na meeting of all ranks: 210 us" in text
