@@ -43,8 +43,9 @@ SAME_AS = "the same schedule as "
 
 HOPELESS = 2.5
 """Multiple of the fastest prediction: schedules with a higher lower bound are not simulated."""
-HOPELESS_OF_MANY = 1.05
-"""The same for more than `_MANY_RANKS` ranks, whose simulations take long."""
+HOPELESS_OF_MANY, HOPELESS_US = 1.1, 10.0
+"""The same for more than `_MANY_RANKS` ranks, whose simulations take long: a multiple of the fastest prediction that can be
+chosen, and microseconds beyond it. Both exceed the margins within which the planner prefers simple schedules."""
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Called before each piece of work, with its name and the fraction of all work that was done since the last call."""
@@ -358,16 +359,28 @@ def _times(
     least = 0.0 if mode == "single" else least_us(problem, model)
     there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
     bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
+    few = problem.world_size <= _MANY_RANKS
     best, best_captured = float("inf"), float("inf")
-    hopeless = HOPELESS if problem.world_size <= _MANY_RANKS else HOPELESS_OF_MANY
+    most_host_us = 0.0  # of a choice; serial is the first to be simulated
     times: dict[str, float | str] = {}
     for number, name in enumerate(sorted(bounds, key=lambda name: (name not in needed, bounds[name])), 1):
         progress(f"simulating {number} of {len(bounds)}: {name}", 0.5 / len(bounds))
         one, schedule = there[name]
-        if bounds[name] > hopeless * (best if one.row.reads_on_host else best_captured) and name not in needed:
+        fastest = best if one.row.reads_on_host else best_captured
+        hopeless = HOPELESS * fastest if few else HOPELESS_OF_MANY * fastest + HOPELESS_US
+        if bounds[name] > hopeless and name not in needed:
             times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
             continue
+        host_us = replace(one.row, model=model).host_us if mode == "queued" and not one.row.reads_on_host else 0.0
+        if not few and host_us > max(hopeless, most_host_us) and name not in needed:
+            times[name] = f"{AT_LEAST} {host_us:.1f} us of the host"  # it is slower than the best, or than its host
+            continue
         times[name] = us = predict(schedule, model, mode, least)
+        if name == "serial":
+            most_host_us = max(us, replace(one.row, model=model).host_us)
+        rough = one.row.rough and not problem.rounds_sums
+        if not few and (rough or host_us > max(us, most_host_us)):
+            continue  # it cannot be chosen, so it rules out no other
         best = min(best, us)
         best_captured = best_captured if one.row.reads_on_host else min(best_captured, us)
     return times

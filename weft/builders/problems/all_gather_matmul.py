@@ -114,11 +114,14 @@ class AllGatherMatmul(Problem):
         return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
 
     def takes(self, candidate: Candidate) -> bool:
-        """Refuse schedules that cut shards into W pieces for more than 32 ranks.
+        """Refuse schedules of more than 32 ranks that cut shards into W pieces, or whose ranks compute different parts.
 
-        Each rank sends a thousand pieces or more, which hosts cannot issue in time, and planning takes longer than for all others.
+        Planning them takes longer than planning all others together: each rank sends a thousand pieces or more, which hosts cannot
+        issue in time, or each rank has to be simulated.
         """
-        return self.world_size <= 32 or not candidate.pieces_grow
+        given = dict(candidate.parameters)
+        differ = candidate.builder == "ficco_1d_collective" and (given["start"], given["gemms"]) == ("hetero", "fused")
+        return self.world_size <= 32 or not (candidate.pieces_grow or differ)
 
     @property
     def m(self) -> int:
