@@ -219,13 +219,17 @@ class ShardedEmbeddingBagCollection(nn.Module):
         return ShardedEmbeddingBagCollection.forward(self, features, batch_sizes=batch_sizes)
 
     def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
+        called = []
+
         def form(group: dist.ProcessGroup | str | None) -> Any:
             own, training = self._own_features(features), self._training()
-            if not torch.compiler.is_compiling() and training is not NOT_TRAINED:
-                self._batches.note(own, len(own.keys or self._own))
+            if training is not NOT_TRAINED:
+                called.append(own)
             return form_of(self._form, self._weights(), own, self.rank, batch_sizes, training)
 
         (values,) = made(OPERATOR, self.group, self._speaks_on, form, deadline_s=self.deadline_s)
+        if called and not torch.compiler.is_compiling():
+            self._batches.note(called[0], len(called[0].keys or self._own))
         return KeyedTensor(self._keys, self._length_per_key, values)
 
     @property
