@@ -76,9 +76,10 @@ def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: 
                 late(late_s)
             with made[number].poisoned():
                 found.append(made[number](group, schedule=name))
+        by_library = name.startswith("collective")
         try:
             for call, ys, expected in zip(made, found, wanted, strict=False):
-                call.check(group, ys, expected)
+                call.check(group, ys, _with_twice_the_error(expected) if by_library else expected)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
         assert _repeats(made[0], name, found), f"{name}: other bits at the next call"
@@ -86,6 +87,13 @@ def every_schedule(group: dist.ProcessGroup, operator: str, case: Case, late_s: 
         if alike and not (made[0].reduces and name == "serial"):
             assert same_everywhere(group, *alike), f"{name}: other bits on other ranks"
     return names
+
+
+def _with_twice_the_error(expected: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return (exact, usual) with usual twice as far off. gloo rounds 16-bit sums after each addition, in an order that depends on
+    the number of rows."""
+    exact, usual = expected
+    return exact, [(e + 2 * (u.double() - e)).to(u.dtype) for e, u in zip(exact, usual, strict=True)]
 
 
 def gradients(
