@@ -35,7 +35,7 @@ MANY = 4 * len(KINDS) * len(OPERATORS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "count"), [(1, SHORT), (2, SHORT // 2)])
+@pytest.mark.parametrize(("hosts", "count"), [(1, SHORT), (2, SHORT // 3)])
 def test_a_short_campaign(tmp_path: Path, hosts: int, count: int) -> None:
     """A short campaign passes, run like `make chaos`, on pretended hosts too; if it fails, its traces are shown."""
     path = tmp_path / "short.jsonl"
