@@ -36,7 +36,7 @@ class _Gradients:
     def multiply_back(
         self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None = None, *, add: bool = False
     ) -> LaneDraft:
-        """Compute this rank's part of these rows of x's gradient. add: accumulate into `out`."""
+        """Compute this rank's contribution to some rows of x's gradient. add: accumulate into `out`."""
         for i, (g, wt) in enumerate(zip(self.gs, self.wts, strict=True)):
             lane.matmul(out, g.part(rows=rows), wt.part(), accumulate=add or i > 0)
         return lane
@@ -69,7 +69,7 @@ def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "red
     if not p.has_work:
         raise NotApplicableError("there is nothing to multiply")
     if add == "gemm" and len(p.n) > 1:
-        raise NotApplicableError(f"the sum would be rounded behind each of {len(p.n)} weights' GEMMs: use add=reduce")
+        raise NotApplicableError(f"the sum would be rounded after each of {len(p.n)} weights' GEMMs: use add=reduce")
     o = _Gradients("direct", p)
     d, peers = o.d, [peer(world, distance) for distance in range(1, world)]
     sources = [peer(world, -distance) for distance in range(1, world)]

@@ -158,7 +158,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The costs of the page above. Bandwidths in bytes a second."""
+    """The constants of the cost model that this module describes. Bandwidths in bytes a second."""
 
     world: int
     samples: int

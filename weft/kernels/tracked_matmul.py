@@ -55,7 +55,8 @@ _TRACK = tl.constexpr(
 
 @triton.jit
 def _count(counter, sets, PTX: tl.constexpr):
-    """Increment a counter when all threads of this program have stored. With its last increment, set its flags."""
+    """Increment a counter when all threads of this program have stored. The program that makes the counter's last increment also
+    sets the counter's flags."""
     if PTX:
         tl.inline_asm_elementwise(
             _TRACK, "=r,l,l", [counter.to(tl.int64), sets.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1

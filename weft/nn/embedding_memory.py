@@ -64,7 +64,7 @@ class BatchesInFlight:
         self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Add tensors, as long as anything refers to them."""
+        """Count these tensors until nothing refers to them any more."""
         self._kept = [one for one in self._kept if not one[0].expired()]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):

@@ -35,8 +35,11 @@ from weft.timeline import Timeline
 
 @contextlib.contextmanager
 def whole(comm: Communicator, what: str) -> Iterator[None]:
-    """Guard set-up with several exchanges between ranks. An error on this rank alone (a broken file, no memory, Ctrl-C) makes the
-    group fail. Otherwise peers would wait for this rank in the next exchange until their deadline."""
+    """Guard a set-up that consists of several exchanges between ranks.
+
+    An error on this rank alone (a broken file, no memory, Ctrl-C) makes the
+    group fail. Otherwise peers would wait for this rank in the next exchange until their deadline.
+    """
     try:
         yield
     except (WeftError, NotApplicableError):  # every rank raises it, or it has made the group fail

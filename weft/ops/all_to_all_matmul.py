@@ -368,7 +368,7 @@ def check_experts(name: str, rows: torch.Tensor, fix: str, w: torch.Tensor, **ta
         raise ValueError(f"{name} has shape {shape}: pass {fix}")
     for other, t in {"w_experts": w, **tables}.items():
         if t.device != rows.device:
-            raise ValueError(f"{other} is on {t.device} and {name} on {rows.device}: move it there")
+            raise ValueError(f"{other} is on {t.device}, but {name} is on {rows.device}: move {other} to {rows.device}")
     if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
         raise ValueError(
             f"w_experts has shape {tuple(w.shape)}: pass [E, K={shape[1]}, N] to match {name} {shape}, with E and N of "

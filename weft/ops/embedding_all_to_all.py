@@ -334,8 +334,8 @@ class _EmbeddingAllToAll(Operator[_Call]):
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Save ids, offsets and per-sample weights; tables only for gradients of per-sample weights, and only without an
-        optimizer, which changes them while other calls wait for their backward."""
+        """Save ids, offsets and per-sample weights. Save tables too if per-sample weights need gradients and there is no
+        optimizer: an optimizer changes the tables while other calls wait for their backward."""
         is_read = wanted[len(call.weights) + _OF_VALUES] and not call.optimizer
         return [call.values, call.offsets, call.per_sample_weights, *(call.weights if is_read else [])]
 

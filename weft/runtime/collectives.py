@@ -1,4 +1,4 @@
-"""torch's collectives under the names of this torch version, and waits for them on CPU.
+"""torch's collectives under the names of this torch version, and functions that wait for them on CPU.
 
 Synchronous collectives are called on the process group itself. `torch.distributed`'s functions do so too, after checks of their
 own. On GPUs, for small calls one by one, these checks and torch's log of collectives take as long as NCCL's launch.

@@ -31,7 +31,7 @@ def issue_times(program: LoweredSchedule, model: Model) -> dict[tuple[int, int],
 
 
 def _is_whole(program: LoweredSchedule) -> bool:
-    """True if `program` has a task for each issued step. Steps that only the run knows to be empty are issued too.
+    """True if `program` has a task for each issued step. Steps that turn out to be empty only at run time are issued too.
 
     False if tiles set signals, which rank 0's lanes alone do not reproduce.
     """

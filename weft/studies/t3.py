@@ -112,7 +112,10 @@ class SublayerRow:
 
     @property
     def less_moved(self) -> float | None:
-        """The fraction of serial's bytes that is saved, without the all-gather, which is the same as in serial."""
+        """The fraction of the serial schedule's bytes that is saved.
+
+        The all-gather is not counted: both schedules move the same bytes for it.
+        """
         return 1 - sum(self.moved[1].values()) / sum(self.moved[0].values()) if self.moved else None
 
 
@@ -159,7 +162,7 @@ def simulated(
 
 
 def _alone_ms(p: MatmulReduceScatter, model: Model, op: Literal["reduce_scatter", "all_gather"]) -> float:
-    """Return the time of NCCL's collective on the sum, one of a sequence of such calls."""
+    """Return the time per call of NCCL's collective on the sum, in a sequence of such calls."""
     d = Draft(op, p.world_size)
     whole, part = d.buffer("whole", p.m, p.n, p.dtype, "scratch"), d.buffer("part", p.rows, p.n, p.dtype, "scratch")
     lane = d.lane("compute")

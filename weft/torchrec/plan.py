@@ -68,8 +68,8 @@ def read_plan(
     for name, other in options.items():
         if other != options[first]:
             raise ValueError(
-                f"tables {first!r} and {name!r} differ: {options[first]} and {other}. Put tables of another optimizer or "
-                "output into a collection of their own"
+                f"tables {first!r} and {name!r} differ: {options[first]} and {other}. Put tables with different optimizers "
+                "or outputs into separate collections"
             )
     partition = Partition(
         tuple(configs[name] for name in names), tuple(shardings[name] for name in names), env.world_size

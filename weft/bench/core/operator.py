@@ -194,7 +194,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
-        """Return the cells of `head`, from any record of a configuration."""
+        """Return the cells below the headings `head`. All records of a configuration agree on them."""
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:

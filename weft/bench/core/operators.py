@@ -29,7 +29,10 @@ _HOMES = {
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:
-    """Return the operator and dtype under which `name` is planned and measured; raise `ValueError` for a dtype other than fp8."""
+    """Return the operator and dtype under which `name` is planned and measured.
+
+    Scaled operators take fp8 alone: raise `ValueError` for another dtype.
+    """
     if name not in SCALED:
         return name, dtype
     if dtype not in (None, "fp8"):

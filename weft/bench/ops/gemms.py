@@ -39,7 +39,7 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A shape to measure, [m, k] @ [k, n], n on each rank; shapes of one name are equal.
+    """A shape to measure, [m, k] @ [k, n], n on each rank; two shapes of the same name compare equal.
 
     symmetric: peers can read the input in place. own: the operator's own options. written: the syntax of a shape. example: a
     small shape.

@@ -91,7 +91,7 @@ class Turn:
             self.begin(collective, function, *arguments, group=group).wait()
 
     def done(self, name: str, result: T, bytes: int = 0) -> T:
-        """Return `result`. Mark on the timeline that it was computed or sent since the previous step."""
+        """Return `result`. Mark the time since the previous step on the timeline, as spent on computing or sending it."""
         if self._marks is not None:
             self._marks.mark(name, bytes)
         return result
