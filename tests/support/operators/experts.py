@@ -101,7 +101,10 @@ class ExpertsCall(Call):
             "other dtype": ({w: W.half()}, f"{w} is torch.float16 and {x} torch.float32"),
             "splits of floats": ({"splits": splits.float()}, "splits is torch.float32: use torch.int64"),
             "splits of a rank": ({"splits": splits[:2]}, "splits has shape (2,): pass [4], "),
-            "splits elsewhere": ({"splits": splits.to("meta")}, f"splits is on meta and {x} on cpu"),
+            "splits elsewhere": (
+                {"splits": splits.to("meta")},
+                f"splits is on meta, but {x} is on cpu: move splits to cpu",
+            ),
             "capacity of 64 bits": ({"capacity": 1 << 63}, f"capacity={1 << 63} {size}"),
             "capacity of many bits": ({"capacity": 10**5000}, f"capacity=a number of 16610 bits {size}"),
             "capacity": ({"capacity": 3}, "capacity=3 must be at least 1, and at least the 8 "),
@@ -234,7 +237,10 @@ class MatmulAllToAllCall(ExpertsCall):
             "no table": ({"received": None}, "received is a NoneType: pass a torch.Tensor"),
             "received of floats": ({"received": received.float()}, "received is torch.float32: use torch.int64"),
             "received of one": ({"received": received[0]}, "received has shape (2,): pass [2, 2], for 2 experts"),
-            "received elsewhere": ({"received": received.to("meta")}, "received is on meta and h on cpu"),
+            "received elsewhere": (
+                {"received": received.to("meta")},
+                "received is on meta, but h is on cpu: move received to cpu",
+            ),
             "rows": ({"rows": -1}, f"rows=-1 {size}"),
             "cannot": ({"rows": 8, "schedule": "combine[chunks=1,by=dma]"}, "copy engines take sizes from the host"),
         }
