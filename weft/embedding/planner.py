@@ -38,7 +38,7 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class Load:
-    """What one rank has of a table: bytes that stay, seconds of a step."""
+    """A rank's part of a table: bytes that stay, seconds of a step."""
 
     nbytes: float
     seconds: float

@@ -34,10 +34,10 @@ from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.errors import WeftError
-from weft.nn.embedding_table import Table, filler_of, first_values
+from weft.nn.embedding_table import Table, filler_of
 from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.id_bound import check_max_ids
-from weft.nn.making import agree_on_module, device_for, fill_together, rank_in
+from weft.nn.making import agree_on_parts, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import ends_of_keys
 from weft.nn.row_dist import RowDist, RowRoute, starts
 from weft.nn.table_parts import load_full, parts_of_rank
@@ -124,12 +124,7 @@ class ShardedEmbeddingCollection(nn.Module):
             refusal = error
         said: dict[str, Any] = {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients, "hash": hash}
         said |= {"dedup": dedup, "max_ids": max_ids, "bounds_check": bounds_check}
-        whole = None
-        if partition is not None:
-            said["placement"] = repr(partition.shardings)
-            said["first values"] = [first_values(table) for table in partition.tables]
-            whole = EmbeddingSharding(partition.tables, (0,) * len(partition.tables), group.size())
-        _, seed = agree_on_module(group, device, whole, said, refusal, self.deadline_s)
+        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s)
         self.partition, self.device = cast(Partition, partition), cast(torch.device, device)
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s)

@@ -1,4 +1,4 @@
-"""What ranks do together when they make a module with embedding tables: compare arguments, choose a seed, fill tables."""
+"""The set-up of a module with embedding tables, by all ranks together: compare arguments, choose a seed, fill tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from weft import env, symm
 from weft.embedding.check import DEVICE_TYPES
+from weft.embedding.partition import Partition
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
+from weft.nn.embedding_table import first_values
 from weft.nn.id_bound import check_max_ids
 from weft.words import by_rank
 
@@ -90,6 +92,26 @@ def agree_on_module(
             )
     assert sharding is not None
     return sharding, seed
+
+
+def agree_on_parts(
+    group: dist.ProcessGroup,
+    device: Any,
+    partition: Partition | None,
+    said: dict[str, Any],
+    refusal: Exception | None,
+    deadline_s: float | None,
+) -> int:
+    """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. Collective.
+
+    Raises errors as `agree_on_module` does.
+    """
+    whole = None
+    if partition is not None:
+        first = [first_values(table) for table in partition.tables]
+        said = {**said, "placement": repr(partition.shardings), "first values": first}
+        whole = EmbeddingSharding(partition.tables, (0,) * len(partition.tables), group.size())
+    return agree_on_module(group, device, whole, said, refusal, deadline_s)[1]
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:

@@ -30,9 +30,9 @@ from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.nn.embedding import ShardedEmbeddingBagCollection, mark_again
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
-from weft.nn.embedding_table import Table, filler_of, first_values
+from weft.nn.embedding_table import Table, filler_of
 from weft.nn.fused_optimizer import FusedOptimizer
-from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
+from weft.nn.making import agree_on_parts, check_input_options, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import PartitionedInput
 from weft.nn.replicated_tables import ReplicatedTables
 from weft.nn.table_parts import load_full, parts_of_rank
@@ -79,12 +79,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             "sparse": sparse,
         }
         said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, **options}
-        whole = None
-        if partition is not None:
-            said["placement"] = repr(partition.shardings)
-            said["first values"] = [first_values(table) for table in partition.tables]
-            whole = EmbeddingSharding(partition.tables, (0,) * len(partition.tables), group.size())
-        _, seed = agree_on_module(group, device, whole, said, refusal, self.deadline_s)
+        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s)
         self.partition, self._seed = cast(Partition, partition), seed
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self.device = cast(torch.device, device)

@@ -33,7 +33,7 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the ids of each slot are in the values, known to the host."""
+    """The places of the ids of each slot in the values, known to the host."""
 
     of_slot: tuple[tuple[int, int], ...]
 

@@ -161,7 +161,7 @@ unmeasured, for operands that tiles read from peers and add."""
 
 _FIRST_TILE_US = 3.0
 """The time from the start of a tracked GEMM to its first products: it reads its tables and tensor maps from memory. On an H100
-five GEMMs of 49 to 650 us took 5 to 7 us longer than their tiles, 2 us of which are the launch."""
+four GEMMs of 57 to 655 us took 5 to 7 us longer than their tiles, 2 us of which are the launch."""
 
 
 class Rates(NamedTuple):
