@@ -125,21 +125,26 @@ def informed(model: Model, machine: str) -> Model:
         return model
     before, known, found = _informed.get((machine, model.world_size), (None, None, model))
     if before is not model or known is not here:
-        slower = {shape: us * _slowdown(shape, here, model.sustained) for shape, us in here.items()}
-        found = model.with_measured({**model.measured_us, **slower})
+        found = model.with_measured({**model.measured_us, **_in_sustained_work(here, model.sustained)})
         _informed[machine, model.world_size] = model, here, found
     return found
 
 
-def _slowdown(shape: MatmulShape, known: Mapping[MatmulShape, float], sustained: float) -> float:
-    """Return the factor for a GEMM in sustained work. The pieces of a long GEMM, one after the other, are as long as it is."""
-    whole_us = max(us for other, us in known.items() if _is_piece(shape, other))
-    return 1 + (sustained - 1) * min(1.0, whole_us / _SUSTAINED_US)
-
-
-def _is_piece(shape: MatmulShape, of: MatmulShape) -> bool:
-    """True if `shape` is a part of the rows, the columns or K of another GEMM, or equals it."""
-    *sizes, dtype = shape
-    *sizes_of, dtype_of = of
-    smaller = [a != b for a, b in zip(sizes, sizes_of, strict=True)]
-    return dtype == dtype_of and sum(smaller) <= 1 and all(a <= b for a, b in zip(sizes, sizes_of, strict=True))
+def _in_sustained_work(known: Mapping[MatmulShape, float], sustained: float) -> dict[MatmulShape, float]:
+    """Return the times of GEMMs in sustained work. The pieces of a long GEMM, one after the other, are as long as it is."""
+    alike: dict[
+        tuple[object, ...], list[tuple[int, float]]
+    ] = {}  # GEMMs that differ in one size: that size, and the time
+    for shape, us in known.items():
+        for place, size in enumerate(shape[:3]):
+            alike.setdefault((place, *shape[:place], *shape[place + 1 :]), []).append((size, us))
+    found = {}
+    for shape, us in known.items():
+        whole_us = max(
+            whole
+            for place, least in enumerate(shape[:3])
+            for size, whole in alike[(place, *shape[:place], *shape[place + 1 :])]
+            if size >= least
+        )
+        found[shape] = us * (1 + (sustained - 1) * min(1.0, whole_us / _SUSTAINED_US))
+    return found
