@@ -99,9 +99,10 @@ def passing(group: dist.ProcessGroup, operator: str, wanted: bool) -> None:
         one(2 * (PASSING + 3))  # it comes back
         assert count() == PASSING + 1
         one(2 * (PASSING + 3))
-        one(2 * (PASSING + 40))  # a new size, while others recur
-        assert count() == PASSING + 2
-        one(2)
+        one(2 * (PASSING + 40))  # a new size: as many compiled sizes as before have not recurred
+        assert count() == PASSING + 1
+        one(2)  # now one fewer
+        one(2 * (PASSING + 41))
         assert count() == PASSING + 2
         dist.destroy_process_group(own)
     finally:

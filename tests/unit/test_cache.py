@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.operator.cache import KEPT, KEPT_BYTES, KEPT_LIGHT, WHILE, Table
+from weft.operator.cache import KEPT, KEPT_BYTES, KEPT_LIGHT, PASSING, WHILE, Table
 
 
 class _Group:
@@ -125,3 +125,34 @@ def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
         table.keep(group, "new", _Made())  # type: ignore[arg-type]
         kept.append(len(table.known(group)))  # type: ignore[arg-type]
     assert kept == [4, 4]
+
+
+def _call(table: Table, group: _Group, rows: int) -> bool:  # type: ignore[type-arg]
+    """Call a size. Return True if it is compiled, now or earlier."""
+    if table.find(group, rows) is not None:  # type: ignore[arg-type]
+        return True
+    here = table.of_group(group)  # type: ignore[arg-type]
+    if here.passes("family", rows) is not None:
+        return False
+    here.prepared("family", rows, table.keep(group, rows, _Made(light=True)))  # type: ignore[arg-type]
+    return True
+
+
+def test_sizes_that_all_recur_are_compiled_at_their_first_call() -> None:
+    """As batch sizes that are warmed up and captured one after the other."""
+    table, group = Table(), _Group()
+    assert all(_call(table, group, rows) for rows in range(10 * PASSING) for _ in range(2))
+
+
+def test_sizes_that_recur_now_and_then_do_not_make_new_sizes_compile() -> None:
+    table, group = Table(), _Group()
+    for rows in range(PASSING):
+        assert _call(table, group, rows)
+    for rows in range(PASSING, 10 * PASSING):
+        assert not _call(table, group, rows)
+        if rows % 4 == 0:
+            assert _call(table, group, rows), "a size that recurs is compiled"
+    for rows in range(PASSING):
+        assert _call(table, group, rows)
+    assert all(_call(table, group, 1000 + n) for n in range(PASSING)), "all compiled sizes have recurred"
+    assert not _call(table, group, 2000)

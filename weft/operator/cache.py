@@ -21,9 +21,7 @@ KEPT_LIGHT = (
 _AT_ONCE = 128  # shapes to drop at KEPT_LIGHT: finding them takes milliseconds
 KEPT_BYTES = 4 << 30  # symmetric memory on a GPU, of shapes that were not called for WHILE
 _SIGNATURES = 8192  # of an operator's calls on a group
-PASSING = (
-    16  # see `_OfGroup`: after so many new sizes of a family in a row without a repeated size, new sizes run unfused
-)
+PASSING = 16  # see `_OfGroup`: once so many compiled sizes of a family have not recurred, new sizes run unfused
 PASSING_ON = ["cuda"]  # device types; on CPU ranks meet before every call, and compiling costs less than that
 _SERVED = 1 << 16  # sizes to remember that ran unfused once
 WHILE = 1000  # calls of the operator: a training step repeats all its shapes in fewer
@@ -97,16 +95,17 @@ class _OfGroup(Generic[E]):
     operators of the shared group.
 
     Compiling for a size takes as long as several calls. That is wasted on sizes that never recur, such as sequences without
-    padding. So on GPUs, once `PASSING` new sizes of a family in a row have not recurred, a new size runs unfused. Then
-    hosts do not meet, and only NCCL and cuBLAS load kernels or wait. A size is compiled when it recurs. As soon as any size
-    recurs, all new sizes are compiled again. Ranks make the same calls, so their counts are equal.
+    padding. So on GPUs, while `PASSING` compiled sizes of a family have not recurred, a new size runs unfused. Then
+    hosts do not synchronise, and only NCCL and cuBLAS load kernels or wait. A size is compiled when it recurs. Where all sizes
+    recur, as in the warm-up and capture of each batch size, each is compiled at its first call. Ranks make the same calls, so
+    their counts are equal.
     """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, E] = {}
         self.by_signature: dict[Hashable, Known[E]] = {}
         self.calls = 0
-        self._new: dict[Hashable, int] = {}  # by family, the number of new sizes in a row that have not recurred
+        self._once: dict[Hashable, int] = {}  # by family, the number of compiled sizes that have not recurred
         self._served: dict[tuple[Hashable, int], None] = {}  # sizes that ran unfused, once
         self._typical: dict[Hashable, E] = {}  # by family
         self._room = 0  # number of further shapes that cannot reach a limit
@@ -121,13 +120,9 @@ class _OfGroup(Generic[E]):
         """
         size = family, rows
         if size in self._served:
-            if capturing:
-                return self._typical[family]
-            del self._served[size]  # it has recurred
-            self._new.pop(family, None)
-            return None
+            return self._typical[family] if capturing else None
         typical = self._typical.get(family)
-        if capturing or typical is None or typical.stale or self._new.get(family, 0) < PASSING:
+        if capturing or typical is None or typical.stale or self._once[family] < PASSING:
             return None
         if len(self._served) >= _SERVED:
             for old in list(itertools.islice(self._served, _SERVED // 2)):
@@ -140,13 +135,15 @@ class _OfGroup(Generic[E]):
         self.calls = prepared.called_at = self.calls + 1
         if not prepared.came_back:
             prepared.came_back = True
-            self._new.pop(prepared.family, None)
+            if prepared.family is not None:
+                self._once[prepared.family] -= 1
         return prepared
 
-    def prepared(self, family: Hashable, prepared: E) -> None:
-        """Note the compiled operator of a new size."""
-        prepared.family = family
-        self._new[family] = self._new.get(family, 0) + 1
+    def prepared(self, family: Hashable, rows: int, prepared: E) -> None:
+        """Note the compiled operator of a size: a new one, or one that ran unfused before."""
+        prepared.family, prepared.came_back = family, (family, rows) in self._served
+        self._served.pop((family, rows), None)
+        self._once[family] = self._once.get(family, 0) + (not prepared.came_back)
         self._typical[family] = prepared
 
     def make_room(self, capturing: bool) -> None:

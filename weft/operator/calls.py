@@ -207,6 +207,7 @@ def prepared_for(
         return prepared
     world, wanted = group.size(), op.wanted(call) if wanted is None else wanted
     family: Hashable = None
+    rows = 0
     if prepared is None and device.type in PASSING_ON and pinned is None and world > 1 and op.sizes_are_alike:
         p = _described(op, call, world)
         if p is not None and p.family[0] is not p and p.has_work:
@@ -240,7 +241,7 @@ def prepared_for(
         made = CompiledOperator(op, p, group, device, pinned, remembered, joined(said, given), joined(shown, given))
         prepared = table.keep(group, key, made)
         if family is not None:
-            table.of_group(group).prepared(family, prepared)
+            table.of_group(group).prepared(family, rows, prepared)
     prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))
     return prepared
 
