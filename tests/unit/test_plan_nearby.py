@@ -37,6 +37,24 @@ def test_sizes_of_a_half_octave_take_one_schedule_whichever_comes_first() -> Non
     assert first[0] == tuple(plan.choose(middle, model, mode=mode).candidate.name for mode in MODES)
 
 
+def test_the_choice_for_the_middle_is_not_taken_if_serial_is_faster_at_the_first_size() -> None:
+    plain, odd, middle = gpu("h200", 2), problem(4260), problem(4096)
+
+    def us(m: int, slower: float = 1.0) -> dict[tuple[int, int, int, str], float]:
+        return {(m, 4096, 8192, "bf16"): slower * plain.matmul_us(m, 4096, 8192, "bf16")}
+
+    usual = us(4096) | us(2048) | us(1024) | us(512)
+    model = plain.with_measured(usual | us(4260) | us(2130, 1.5) | us(1065, 2) | us(532, 3))  # here pieces take longer
+    of_middle, at_odd = plan.choose(middle, model, mode="queued"), plan.choose(odd, model, mode="queued")
+    serial = at_odd.row("serial").us
+    assert serial is not None
+    assert (at_odd.row(of_middle.candidate.name).us or serial) >= serial
+    for name in plan.names_near(odd, model, MODES):
+        us_taken = at_odd.row(name).us
+        assert us_taken is not None
+        assert us_taken <= serial
+
+
 def test_a_new_size_is_a_look_and_a_new_half_octave_a_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = gpu("h200", 2), []
     native = nearby.choose

@@ -1,8 +1,9 @@
 """Choices shared by nearby sizes: a new M of known weights costs a table lookup or a few simulations, without measurement.
 
 Sizes of a family of problems (`Problem.family`) are grouped by half octaves. The choice is made for the middle size of each
-group, regardless of the size that is called first. The first group of a family considers all candidates. Other groups consider
-only the fastest candidates of the first group, and candidates that are worth a try at any size (`Problem.worth_running`).
+group. If serial would be faster at the size that is called first, the choice for that size is taken. The first group of a family
+considers all candidates. Other groups consider only the fastest candidates of the first group, and candidates that are worth a
+try at any size (`Problem.worth_running`).
 """
 
 from __future__ import annotations
@@ -101,19 +102,30 @@ def names_near(
     here = octave(problem)
     planned = problem if itself else typical(problem)
     known = _families.get(key)
+    if known is not None and not itself and here in known.names:
+        return known.names[here]
+    choices = _choices(planned, model, modes, None if known is None else known.contenders, not itself)
     if known is None:
-        choices = _choices(planned, model, modes, None, not itself)
         near = {row.candidate.name for choice in choices for row in choice.rows[:CONTENDERS]}
         near |= {choice.candidate.name for choice in choices}
         near |= {candidate.name for candidate in candidates(problem) if problem.worth_running(candidate)}
         if len(_families) >= _MOST_FAMILIES:
             _families.pop(next(iter(_families)))
         known = _families[key] = _Family(base, frozenset(near))
-        names = tuple(choice.candidate.name for choice in choices)
-    elif itself or here not in known.names:
-        names = tuple(choice.candidate.name for choice in _choices(planned, model, modes, known.contenders, not itself))
-    else:
-        return known.names[here]
-    if not itself:
-        known.names[here] = names
+    if itself:
+        return tuple(choice.candidate.name for choice in choices)
+    known.names[here] = names = tuple(
+        _name_at(problem, model, mode, choice, known.contenders) for mode, choice in zip(modes, choices, strict=True)
+    )
     return names
+
+
+def _name_at(problem: Problem, model: Model, mode: Mode, choice: Choice, contenders: frozenset[str]) -> str:
+    """Return the schedule of a choice for the middle size, unless serial is faster at this size: then the choice for this size."""
+    name = choice.candidate.name
+    if name == "serial" or problem == choice.problem:
+        return name
+    pair = frozenset((name, "serial"))
+    if choose(problem, model, mode=mode, among=pair, near=True).candidate.name == name:
+        return name
+    return choose(problem, model, mode=mode, among=contenders, near=True).candidate.name
