@@ -71,19 +71,26 @@ _SHORT_K, _MEDIUM, _SMALL, _NARROW = CONFIGS[1], *CONFIGS[3:6]
 PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
 
 
-def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Config:
+def choose_config(
+    itemsize: int, rows_per_segment: float, n: int, k: int, segments: int = 0, multiprocessors: int = 0
+) -> Config:
     """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
-    segment, tiles of 64 rows waste less. With a short K, stores take a large part of the time: a tile is then stored in two
-    pieces, whose memory holds one more stage of operands.
+    segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles occupy more
+    of them: a multiprocessor loads at most about 110 GB/s (H100), and such GEMMs only read weights. With a short K, stores take
+    a large part of the time: a tile is then stored in two pieces, whose memory holds one more stage of operands.
+
+    segments: (source, expert) pairs of a launch; 0 if unknown.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
     if n <= 128:
         return _MEDIUM if rows_per_segment > 192 else _NARROW
     if rows_per_segment <= 192:
-        return _SMALL
+        row_tiles = segments * -(-rows_per_segment // _SMALL.block_m)
+        few = 2 * row_tiles * -(-n // _SMALL.block_n) <= multiprocessors
+        return _NARROW if few and segments else _SMALL
     return LARGE if k >= 768 else _SHORT_K
 
 

@@ -27,6 +27,7 @@ class Gemms:
         spare: int,
     ) -> None:
         from weft.runtime.cuda import grouped_matmul  # imported here: it needs a newer Triton than the rest
+        from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
 
         self._library, self._what, schedule = grouped_matmul, s, context.schedule
         self._back = isinstance(s, ReturningMatmul)
@@ -42,7 +43,10 @@ class Gemms:
         weights, x = schedule.buffer(s.weights), schedule.buffer(self._x)
         self._whole_k = self._k == (0, x.cols)
         self._world, item = context.comm.world_size, ITEM_BYTES[x.dtype]
-        self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, self._k[1])
+        self._config = grouped_matmul.choose_config(
+            item, expected_rows, weights.cols, self._k[1], s.n_sources * s.n_experts,
+            tma_and_multiprocessors(counts.device)[1] - spare,
+        )  # fmt: skip
         self._gemms = grouped_matmul.GroupedMatmulLauncher(
             self._of_k(slots), counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config,
             first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
