@@ -81,6 +81,9 @@ class Row:
     stages: bool = False
     """True if kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Models are least accurate
     for these."""
+    own_gemms: bool = False
+    """True if kernels of weft compute its GEMMs, which serial's NCCL and cuBLAS calls do not share: their times differ more than
+    those of pieces of the same GEMM."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The distinct cuBLAS GEMMs of a rank."""
     problem: Problem | None = field(default=None, repr=False)
@@ -267,6 +270,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         ),
         stages=any(map(_stages, schedule.walk()))
         or any(step.multiplies and ops[-1].at != 0 for _, step, ops, _ in each),
+        own_gemms=counts.grouped > 0,
         matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
     return _Built(row, schedule, tuple(lane for _, lane in lanes), counts.even)
