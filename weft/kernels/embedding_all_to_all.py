@@ -300,7 +300,9 @@ def embedding_all_to_all_kernel(
     unit0 = program
     sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, order)
     start0, end0, cut = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
-    grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
+    # Units of the first two rounds follow from the program's number. A counter assigns the others: programs increment one word,
+    # which takes a nanosecond each.
+    grabbed = program + programs
     unit1 = unit0
     sample1 = sample0
     slot1 = slot0 + 1
@@ -308,7 +310,7 @@ def embedding_all_to_all_kernel(
     if slot1 >= stop1:
         unit1 = grabbed
         sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, order)
-        grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
+        grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
     start1, end1, cut = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
     ids = _load_ids(values, start0, end0, id_lanes)
 
@@ -336,7 +338,7 @@ def embedding_all_to_all_kernel(
         if slot2 >= stop2:
             unit2 = grabbed
             sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, order)
-            grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
+            grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
         start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
         # The target: the row of the sample in its owner's output. It is read from memory each time, since registers are for

@@ -6,6 +6,7 @@ all ranks one after the other under Triton's interpreter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -33,7 +34,13 @@ _TILE = 1024  # elements in flight per program; measured on H200: 2048 costs reg
 _REGISTERS = {False: 168, True: 128}  # limits, by whether slices are staged; measured on H200 against 112 to 168
 _UNIT_BYTES = 16384  # bytes that a program takes at once: enough to hide the atomic, few enough to leave no tail
 _MAX_UNIT_SLOTS = 32
+# With `direct`, each program costs time to start and to arrive, one after the other. So small calls take fewer programs, measured
+# on H100: one for so many bags or bytes, and at least so many on an SM.
+_PROGRAM_BAGS = 24
+_PROGRAM_BYTES = 96 << 10
+_PROGRAMS_PER_SM = 8
 _CACHED_BATCHES = 64
+_PINNED = 1 << 14  # words at least, for the tables of a batch
 _INT32_POSITIONS = (1 << 31) - 64  # beyond this many values or offsets, positions take 64 bits
 
 
@@ -190,7 +197,8 @@ class EmbeddingKernel:
                 return words[:n_starts], of_samples[:batch], of_samples[batch : batch + n_order]
 
             words = n_starts + -(-(batch + n_order) // 2)
-            on_host = torch.empty(words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            # Pinned memory comes in powers of two, and the first block of a size takes milliseconds.
+            on_host = torch.empty(max(words, _PINNED), dtype=torch.int64, pin_memory=self.device.type == "cuda")[:words]
             numbers = on_host.numpy()  # whose slices take a fraction of a tensor's time
             numbers[:n_starts] = starts
             of_samples = numbers[n_starts:].view(np.int32)
@@ -204,7 +212,7 @@ class EmbeddingKernel:
     def _taken(self, words: int) -> torch.Tensor:
         """Take int64 [words] of lasting memory from a block for many batch sizes: `lasting` takes longer than a launch."""
         if words > self._room.numel():
-            block = 16 * (words + 1)
+            block = 16 * (max(words, _PINNED) + 1)
             self._room = lasting(self.device, lambda: torch.empty(block, dtype=torch.int64, device=self.device))
         # Tables begin at multiples of 16 bytes, as memory of their own does.
         taken, self._room = self._room[:words], self._room[words + words % 2 :]
@@ -220,6 +228,14 @@ class EmbeddingKernel:
             _MAX_UNIT_SLOTS, n, bags // (4 * 32 * self._sms), int(_UNIT_BYTES / bag_bytes) if bag_bytes > 1 else n
         )
         return 1 << (most.bit_length() - 1) if most else 1
+
+    def _programs(self, resident: int, units: int, n_values: int, batch: int) -> int:
+        """Return the number of programs of a launch."""
+        most = max(1, min(resident, units))
+        if self._staged:
+            return most
+        work = max(batch * len(self._slots) / _PROGRAM_BAGS, n_values * self._mean_bytes / _PROGRAM_BYTES)
+        return min(most, max(_PROGRAMS_PER_SM * self._sms, math.ceil(work)))
 
     # --- launching ---
 
@@ -292,7 +308,7 @@ class EmbeddingKernel:
             batch, units, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
             int(deadline_s * 1e9), max(1, work.per_sample), self._slices_before, self._slices_in_all,
         )  # fmt: skip
-        grid = max(1, min(variant.resident, units))
+        grid = self._programs(variant.resident, units, n_values, batch)
         kept = work.tables, memory.ranks, variant.tables
         if variant.compiled is None:
             here = [self.state if tensor is None else tensor for tensor in given]
