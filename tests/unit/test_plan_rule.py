@@ -53,7 +53,7 @@ def test_alike_is_what_differs_by_little_in_parts_or_in_microseconds(
     assert choice.candidate.name == (TWO if alike else ONE)
 
 
-@pytest.mark.parametrize(("gemms", "collectives", "taken"), [(11, 0, ONE), (12, 0, SERIAL), (12, 3, ONE)])
+@pytest.mark.parametrize(("gemms", "collectives", "taken"), [(10, 0, ONE), (11, 0, SERIAL), (11, 3, ONE)])
 def test_a_call_may_keep_the_host_as_busy_as_serials_does(
     monkeypatch: pytest.MonkeyPatch, gemms: int, collectives: int, taken: str
 ) -> None:

@@ -57,7 +57,7 @@ NO_POSITION = (1 << 62) - 1
 # Ids of a bag that are read at a time, one per lane.
 IDS = 32
 # The number of the kernel's pointer arguments, which come first.
-POINTERS = 15
+POINTERS = 14
 
 _EPOCH = tl.constexpr(EPOCH)
 _GRABBED = tl.constexpr(GRABBED)
@@ -112,12 +112,17 @@ def _row_of(id, rows, HASH: tl.constexpr):
 
 
 @triton.jit
-def _unit_at(unit, n_units, units, units_per_sample, order):
-    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first unit, which the caller ignores."""
+def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
+    """Return (sample, first slot, end slot) of a unit. Past the last unit, return the first unit, which the caller ignores.
+
+    Work begins with `first_sample`; sample 0 follows the last.
+    """
     u = tl.where(unit < n_units, unit, 0)
     position = u // units_per_sample
     entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
-    return tl.load(order + position), tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+    sample = position + first_sample
+    sample = tl.where(sample >= batch, sample - batch, sample)
+    return sample, tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
 
 
 @triton.jit
@@ -200,6 +205,7 @@ def _load_rows(
         "units_per_sample",
         "flags_before",
         "flags_total_per_sample",
+        "first_sample",
     ],
     # Nor on the alignment of the user's tensors; ALIGN states the alignment that matters (rows, outputs).
     do_not_specialize_on_alignment=[
@@ -210,7 +216,6 @@ def _load_rows(
         "per_sample_weights",
         "batch_starts",
         "owners",
-        "order",
         "out_addresses",
         "signal_addresses",
         "flag_addresses",
@@ -220,11 +225,11 @@ def _load_rows(
     ],
 )
 def embedding_all_to_all_kernel(
-    slots, values, offsets, per_sample_weights, timeline, units, batch_starts, owners, order,
+    slots, values, offsets, per_sample_weights, timeline, units, batch_starts, owners,
     out_addresses, signal_addresses, flag_addresses, staging, state, record,
     batch: tl.int32, n_units: tl.int32, n_values: tl.int64, out_slot: tl.int32,
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
-    units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32,
+    units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32, first_sample: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr,
@@ -236,7 +241,7 @@ def embedding_all_to_all_kernel(
 
     slots [n, SLOT_FIELDS], values [n_values], offsets [keys * batch + 1] (int32 or int64). timeline [n_units, 3]: start ns, end
     ns, bytes sent to peers. units [units_per_sample, UNIT_FIELDS], batch_starts [WORLD + 1]. owners [batch] (int32): the rank of
-    each sample. order [batch] (int32): the samples in the order of work. out_addresses, signal_addresses, flag_addresses [WORLD]:
+    each sample. first_sample: the first in the order of work. out_addresses, signal_addresses, flag_addresses [WORLD]:
     every rank's memory as mapped here. staging [programs, STAGE_WIDTH], state [STATE_WORDS]. record [RECORD_WORDS]: pinned host
     memory.
 
@@ -298,7 +303,7 @@ def embedding_all_to_all_kernel(
         started = now_ns(PTX)
 
     unit0 = program
-    sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, order)
+    sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
     start0, end0, cut = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
     # Units of the first two rounds follow from the program's number. A counter assigns the others: programs increment one word,
     # which takes a nanosecond each.
@@ -309,7 +314,7 @@ def embedding_all_to_all_kernel(
     stop1 = stop0
     if slot1 >= stop1:
         unit1 = grabbed
-        sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, order)
+        sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
         grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
     start1, end1, cut = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
     ids = _load_ids(values, start0, end0, id_lanes)
@@ -337,7 +342,7 @@ def embedding_all_to_all_kernel(
         stop2 = stop1
         if slot2 >= stop2:
             unit2 = grabbed
-            sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, order)
+            sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + 2 * programs
         start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 

@@ -98,11 +98,13 @@ class Row:
         """Return the approximate host time to issue a run.
 
         A collective costs 1.5 GEMMs. Any step of a schedule with several lanes, such as a signal or a copy, costs another 0.1
-        GEMM. Steps with dynamic sizes are launched from Python.
+        GEMM. Each run of a schedule other than serial costs 0.6 GEMMs more. Measured on 50 shapes on two H100s
+        (benchmarks/results/h100-never-slower.jsonl). Steps with dynamic sizes are launched from Python.
         """
         if self.model is None:
             return 0.0
         calls = self.gemms + 1.5 * self.collectives + (0.1 * self.steps if self.lanes > 1 else 0.0)
+        calls += 0.6 * (self.candidate.name != "serial")
         if self.dynamic:
             return self.model.host_dynamic_us + self.dynamic * self.model.host_late_us
         return calls * self.model.host_call_us

@@ -227,6 +227,11 @@ def cost_of_tiles(
     # The last wave may keep few units busy, and takes as long as a full one.
     waves = -(-units // model.compute_units) if of_kernel.whole else 1
     us = max(waves * longest, *taken.values())
+    if what == "matmul" and of_kernel == Rates():
+        gemms = [(operands, times) for step, operands, times in parts if step.multiplies]
+        a, *_, out = gemms[0][0]
+        segments = [(operands[-1].rows, times) for operands, times in gemms]
+        us = max(us, model.rounds_us(segments, out.cols, a.cols, a.dtype))
     if what == "matmul":  # neither memory time nor compute time hides all of the other
         us = max(us, (taken[_HBM] ** _BLEND + taken.get(_COMPUTE, 0.0) ** _BLEND) ** (1 / _BLEND))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]

@@ -49,6 +49,10 @@ class Matmul(NamedTuple):
     hbm_bytes: float
 
 
+_GROUPED_TILES = np.array([128, 128, 64, 64]), np.array([256, 128, 256, 128])
+"""Rows and columns of the tiles of grouped GEMMs."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A machine for the simulator. Rates are bytes or operations per microsecond; `inf` and 0 are legal."""
@@ -169,6 +173,18 @@ class Model:
         us = float(np.ceil(tiles[best] / self.compute_units) * tile_us[best])
         busy_us = float(tiles[best] * tile_us[best]) / self.compute_units
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
+
+    def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
+        """Return the least time of one kernel for all segments, whole rounds of tiles, of which each unit has one at a time.
+
+        segments: (rows, times). The tiles are those of `weft.kernels.grouped_matmul`.
+        """
+        rows, cols = _GROUPED_TILES
+        efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
+        rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
+        tiles = sum(times * np.maximum(1.0, m / rows + 0.5) for m, times in segments) * np.ceil(n / cols)
+        rounds = np.maximum(1.0, np.ceil(tiles / self.compute_units - 0.05))  # the number of rows is an estimate
+        return float((rounds * 2 * rows * cols * (k + self.tile_ramp) / rate).min())
 
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
         """Return the time of one tile on one unit, in a kernel that cuts a matmul into such tiles.

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from weft import _core, env
 from weft.builders.embedding_all_to_all import Unit
@@ -39,8 +38,8 @@ _MAX_UNIT_SLOTS = 32
 _PROGRAM_BAGS = 24
 _PROGRAM_BYTES = 96 << 10
 _PROGRAMS_PER_SM = 8
-_CACHED_BATCHES = 64
-_PINNED = 1 << 14  # words at least, for the tables of a batch
+_CACHED_BATCHES = 32
+_PINNED = 1 << 13  # words at least, for the tables of a batch
 _INT32_POSITIONS = (1 << 31) - 64  # beyond this many values or offsets, positions take 64 bits
 
 
@@ -67,8 +66,7 @@ class _Work(NamedTuple):
     """Tables for calls with the same batch sizes and the same size of units."""
 
     tables: Tables
-    """Units of a sample; first sample of each rank, and the end (int64); rank of each sample; samples in the order of work
-    (int32)."""
+    """Units of a sample; first sample of each rank, and the end (int64); rank of each sample (int32)."""
     per_sample: int
     """Units per sample."""
 
@@ -130,8 +128,9 @@ class EmbeddingKernel:
         self.record = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
-        self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._room = torch.empty(0, dtype=torch.int64)  # for further batch sizes
+        self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._room = torch.empty(0, 0, dtype=torch.int64)  # a row for the tables of each batch size
+        self._n_taken = 0  # rows of it
         self._works: dict[tuple[tuple[int, ...], int, int | None], _Work] = {}
         self._of_graphs: list[Any] = []  # tables that captured launches read in every replay
         self._variants: dict[VariantKey, _Variant] = {}
@@ -181,42 +180,44 @@ class EmbeddingKernel:
         self._units[slots_per_unit] = made = (self._device_table(rows, device_code.UNIT_FIELDS), len(rows), widest)
         return made
 
-    def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the first sample of each rank and the end (int64), the rank of each sample, and the samples in the order of work
-        (int32). Do not wait for the device: batch sizes may be new in every call."""
+    def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first sample of each rank and the end (int64), and the rank of each sample (int32). Do not wait for the
+        device: batch sizes may be new in every call."""
         tables = self._batches.get(batch_sizes)
         if tables is None:
             refuse_capture(self.device)
-            if len(self._batches) >= _CACHED_BATCHES:
-                self._batches.clear()
-            starts, batch = list(accumulate(batch_sizes, initial=0)), sum(batch_sizes)
-            n_starts, n_order = len(starts), max(1, batch)  # a program without work still reads the first unit's sample
-
-            def parts(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                of_samples = words[n_starts:].view(torch.int32)
-                return words[:n_starts], of_samples[:batch], of_samples[batch : batch + n_order]
-
-            words = n_starts + -(-(batch + n_order) // 2)
+            starts = list(accumulate(batch_sizes, initial=0))
+            n_starts, batch = len(starts), starts[-1]
+            words = n_starts + -(-batch // 2)
             # Pinned memory comes in powers of two, and the first block of a size takes milliseconds.
-            on_host = torch.empty(max(words, _PINNED), dtype=torch.int64, pin_memory=self.device.type == "cuda")[:words]
+            on_host = torch.empty(max(words, _PINNED), dtype=torch.int64, pin_memory=self.device.type == "cuda")
             numbers = on_host.numpy()  # whose slices take a fraction of a tensor's time
             numbers[:n_starts] = starts
             of_samples = numbers[n_starts:].view(np.int32)
             for rank, (begin, end) in enumerate(pairwise(starts)):
                 of_samples[begin:end] = rank
-            of_samples[batch : batch + n_order] = 0
-            of_samples[batch : 2 * batch] = work_order(batch_sizes, self.rank, self.plan.options.order)
-            self._batches[batch_sizes] = tables = parts(self._taken(words).copy_(on_host, non_blocking=True))
+            on_device = self._taken(words).copy_(on_host[:words], non_blocking=True)
+            tables = on_device[:n_starts], on_device[n_starts:].view(torch.int32)
+            self._batches[batch_sizes] = tables
         return tables
 
     def _taken(self, words: int) -> torch.Tensor:
-        """Take int64 [words] of lasting memory from a block for many batch sizes: `lasting` takes longer than a launch."""
-        if words > self._room.numel():
-            block = 16 * (max(words, _PINNED) + 1)
-            self._room = lasting(self.device, lambda: torch.empty(block, dtype=torch.int64, device=self.device))
-        # Tables begin at multiples of 16 bytes, as memory of their own does.
-        taken, self._room = self._room[:words], self._room[words + words % 2 :]
-        return taken
+        """Take int64 [words] of lasting memory from a block for many batch sizes, since allocating takes a millisecond.
+
+        When all of it is taken, tables are forgotten and their memory is taken again, in stream order; unless graphs read it.
+        """
+        full = self._n_taken == len(self._room)
+        if full or words > self._room.shape[1]:
+            if self._of_graphs or words > self._room.shape[1]:
+                # Tables begin at multiples of 16 bytes, as memory of their own does.
+                most = max(self._room.shape[1], _PINNED, 1 << (words - 1).bit_length())
+                shape = (_CACHED_BATCHES, most)
+                self._room = lasting(self.device, lambda: torch.empty(shape, dtype=torch.int64, device=self.device))
+            self._n_taken = 0
+            self._batches.clear()
+            self._works.clear()
+        self._n_taken += 1
+        return self._room[self._n_taken - 1, :words]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
         """Return how many pooled vectors a program takes at once with `direct`: about _UNIT_BYTES, but enough units for all
@@ -307,6 +308,7 @@ class EmbeddingKernel:
         numbers = (
             batch, units, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
             int(deadline_s * 1e9), max(1, work.per_sample), self._slices_before, self._slices_in_all,
+            first_sample(checked.batch_sizes, self.rank, self.plan.options.order),
         )  # fmt: skip
         grid = self._programs(variant.resident, units, n_values, batch)
         kept = work.tables, memory.ranks, variant.tables
@@ -403,7 +405,6 @@ class EmbeddingKernel:
             "offsets": key.offsets,
             "per_sample_weights": torch.float32 if key.weighted else torch.int64,
             "owners": torch.int32,
-            "order": torch.int32,
             "staging": self.plan.sharding.dtype,
         }
         pointers = [types.get(name, torch.int64) for name in kernel.arg_names[: device_code.POINTERS]]
@@ -424,12 +425,9 @@ def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | 
     return program
 
 
-def work_order(batch_sizes: tuple[int, ...], rank: int, order: str) -> NDArray[np.int32]:
-    """Return the samples of the global batch in the order in which `rank` pools them, int32 [sum(batch_sizes)].
+def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
+    """Return the sample of the global batch that `rank` pools first; it goes on with sample 0 after the last.
 
-    natural: in the order of the batch. remote_first: rotated, so that the samples of rank + 1 come first and its own last.
+    natural: sample 0. remote_first: the first sample of rank + 1, so that its own samples come last.
     """
-    first = 0 if order == "natural" else sum(batch_sizes[: rank + 1])
-    samples = np.arange(first, first + sum(batch_sizes), dtype=np.int32)
-    samples[len(samples) - first :] -= len(samples)
-    return samples
+    return 0 if order == "natural" else sum(batch_sizes[: rank + 1]) % max(1, sum(batch_sizes))
