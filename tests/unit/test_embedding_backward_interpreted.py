@@ -162,7 +162,11 @@ def _update(
         received[0] = float("nan")  # the first bags are empty
         received[-1] = float("inf")
     update.step.add_(1)
+    if len(updated) > rank:
+        device.sort_ahead(of, jagged)
+        assert of.sorted_ahead is not None
     rows, scale = device.sorted_rows(of, jagged), None
+    assert of.sorted_ahead is None
     if optimizer.clip_norm is not None:
         scale = optimizer.clip_norm / device.sum_of_squares(of, tables, rows, received).sqrt()
     skipped = device.update(of, tables, rows, received, scale)

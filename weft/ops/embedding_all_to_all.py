@@ -355,8 +355,11 @@ class _EmbeddingAllToAll(Operator[_Call]):
         versions = None
         if tables is not None and call.per_sample_weights is not None and call.per_sample_weights.requires_grad:
             versions = tuple(weight._version for weight in call.weights)
-        _, checked = _checked(call)
-        return ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse, versions)
+        jagged, checked = _checked(call)
+        made = ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse, versions)
+        if tables is not None and not in_backward:
+            embedding_backward.sort_ahead(made, jagged)
+        return made
 
     def require_backward(self, beside: ForwardCall) -> None:
         beside.require_first()

@@ -55,6 +55,8 @@ def gradients(
     if grad.device.type == "cpu":
         _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
     device = device_code(grad.device)
+    if wanted[0]:
+        sort_ahead(of, jagged)  # beside the exchange, unless forward has begun it
     received = to_owners(grad, sharding, of.rank, sizes, group, turn)
     if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
         _require_finite(of, received, group, turn.deadline_s)
@@ -200,6 +202,12 @@ def to_owners(
     turn.run("all_to_all of gradients", all_to_all_single, received, send, arriving, leaving, group=group)
     turn.done("all_to_all of gradients", received, (sum(leaving) - leaving[rank]) * send.itemsize)
     return received.view(sum(batch_sizes), columns[rank])
+
+
+def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
+    """Begin to sort the ids of a forward call for its backward, on GPUs: behind forward, and beside what follows."""
+    if jagged.values.device.type == "cuda" and of.collected is None:
+        device_code(jagged.values.device).sort_ahead(of, jagged)
 
 
 def device_code(device: torch.device) -> ModuleType:

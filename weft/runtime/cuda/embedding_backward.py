@@ -17,11 +17,11 @@ import torch
 from weft.embedding import JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.kernels import embedding_backward as device_code
-from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, occurrences, shape_of, sorted_rows
+from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, occurrences, shape_of, sort_ahead, sorted_rows
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.symm.lasting import lasting
 
-__all__ = ["gradients_of_tables", "gradients_of_weights", "sorted_rows", "sum_of_squares", "update"]
+__all__ = ["gradients_of_tables", "gradients_of_weights", "sort_ahead", "sorted_rows", "sum_of_squares", "update"]
 
 _GROUP = 512  # elements of the rows that a warp updates at once
 _ROWS = 8192  # elements of the sums that a program adds at once, of the longest runs

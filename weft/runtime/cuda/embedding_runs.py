@@ -18,6 +18,7 @@ import triton.language as tl
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
+from weft.runtime.capture import is_captured
 from weft.symm.lasting import lasting
 
 SEGMENT = 128  # occurrences
@@ -108,8 +109,55 @@ class Rows:
     counters: torch.Tensor
 
 
+class SortedAhead(NamedTuple):
+    """Rows that another stream computes, and the event at their end; None for rows of the current stream."""
+
+    rows: Rows
+    done: torch.cuda.Event | None
+
+
+def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
+    """Sort the ids of a call on a stream of its own, behind all work that is enqueued on the current stream.
+
+    `sorted_rows` of the same call returns the result. So the sort runs beside what follows: the dense part of the model, or the
+    exchange of gradients. While a graph is captured, it does nothing.
+    """
+    device = jagged.values.device
+    if of.sorted_ahead is not None or is_captured(device):
+        return
+    if device.type != "cuda":
+        of.sorted_ahead = SortedAhead(_sorted(of, jagged), None)
+        return
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        rows = _sorted(of, jagged)
+        of.sorted_ahead = SortedAhead(rows, side.record_event())
+    for given in (jagged.values, jagged.offsets, jagged.weights):
+        if given is not None:
+            given.record_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
     """Return the ids of this rank's tables, sorted by table, row, slot, sample and place in the bag."""
+    ahead, of.sorted_ahead = of.sorted_ahead, None
+    if ahead is None:
+        return _sorted(of, jagged)
+    if ahead.done is not None:
+        here = torch.cuda.current_stream(jagged.values.device)
+        here.wait_event(ahead.done)
+        for tensor in vars(ahead.rows).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(here)
+    return ahead.rows
+
+
+def _sorted(of: ForwardCall, jagged: JaggedInput) -> Rows:
     shape, ids = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged)
     count, device = ids.keys.numel(), ids.keys.device
 
