@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from support.on_ranks import own_group
 
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Ranks
@@ -25,7 +26,8 @@ NO_FBGEMM = pytest.mark.skipif(importlib.util.find_spec("fbgemm_gpu") is None, r
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:
-    return Ranks(group, group, torch.device("cpu"))
+    own = own_group(group)  # on which ranks have made as many calls
+    return Ranks(own, own, torch.device("cpu"))
 
 
 def _data(group: dist.ProcessGroup, preset: EmbeddingPreset) -> TrainingWorkload:
@@ -39,7 +41,8 @@ def _data(group: dist.ProcessGroup, preset: EmbeddingPreset) -> TrainingWorkload
             {"preset": "meta-2021"},
             "no preset 'meta-2021': give one of pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2",
         ),
-        ({"variants": ("put",)}, "no variant 'put': give fbgemm-deterministic, fbgemm, torch, weft"),
+        ({"variants": ("put",)}, "no variant 'put': give fbgemm-deterministic, fbgemm, torch, weft, weft-push"),
+        ({"variants": ("weft-push",)}, "variant .weft-push. cannot run here: kernels of GPUs"),
         ({"modes": ("graph",)}, "modes=.*supports only single, queued"),
     ],
 )
@@ -84,7 +87,7 @@ def test_variants_learn_the_same_as_float64(pool: Pool, variants: tuple[str, ...
     for row in rows:
         assert row["error"] < 1e-6
         assert 0 < row["roofline_ms"] < row["per_occurrence_ms"]
-        assert set(row["weft_parts_ms"]) == {"forward", "sort", "exchange", "update"}
+        assert set(row["weft_parts_ms"]) == {f"weft: {part}" for part in ("forward", "sort", "exchange", "update")}
         assert all(ms > 0 for ms in row["weft_parts_ms"].values())
         assert row["speedup_over"][rows[0]["variant"]] == row["speedup"]
 

@@ -19,6 +19,7 @@ from test_kernel_compiles import TARGETS, compiling_for  # noqa: E402
 from triton import language as tl  # noqa: E402
 
 from weft.kernels import embedding_backward as device_code  # noqa: E402
+from weft.kernels import embedding_push as push_code  # noqa: E402
 from weft.kernels import embedding_runs as runs_code  # noqa: E402
 from weft.runtime.cuda.embedding_runs import SEGMENT  # noqa: E402
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE  # noqa: E402
@@ -97,5 +98,19 @@ def test_kernels_of_runs_compile(wide: bool, target: str) -> None:
                 keys, I64, keys, F32, I64, I32, keys, keys, F32, 1000, 10**6, SCALED=wide, grid=(1,), **block
             ),
             runs_code.long_runs_kernel.warmup(I32, I64, I64, I32, I32, I32, BLOCK=256, SEGMENT=SEGMENT, grid=(1,)),
+        ]  # fmt: skip
+    assert all(kernel.asm[_binary(target)] for kernel in found)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_that_push_compile(target: str) -> None:
+    of_world = {"RANK": 1, "WORLD": 3, "WORLD_P2": 4, "PTX": target == "sm_90", "grid": (1,)}
+    with compiling_for(TARGETS[target]):
+        found = [
+            push_code.push_kernel.warmup(
+                torch.bfloat16, I64, I64, I64, I64, I64, 100, 200, 7, 640, 10**10, ROWS=8, BLOCK=512, ALIGN=8, ITEM_BYTES=2,
+                WAIT=True, **of_world,
+            ),
+            push_code.free_kernel.warmup(I64, I64, **of_world),
         ]  # fmt: skip
     assert all(kernel.asm[_binary(target)] for kernel in found)

@@ -6,6 +6,7 @@ All variants update the same tables. Each has its own states.
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -30,7 +31,7 @@ from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.runtime import embedding_backward
 from weft.runtime.unfused.turn import STRAIGHT
 
-WEFT, FBGEMM, DETERMINISTIC, TORCH = "weft", "fbgemm", "fbgemm-deterministic", "torch"
+WEFT, PUSH, FBGEMM, DETERMINISTIC, TORCH = "weft", "weft-push", "fbgemm", "fbgemm-deterministic", "torch"
 LR, EPS = 0.05, 1e-8
 
 
@@ -79,10 +80,11 @@ class TrainingStep(ABC):
 
 
 class WeftStep(TrainingStep):
-    """weft's operator, with the optimizer in its backward."""
+    """weft's operator, with the optimizer in its backward. pushes: with WEFT_PUSH_GRADIENTS=1."""
 
-    def __init__(self, work: TrainingData) -> None:
+    def __init__(self, work: TrainingData, pushes: bool = False) -> None:
         super().__init__(work)
+        self._pushes = pushes
         self.update = FusedUpdate(RowwiseAdagrad(lr=LR, eps=EPS), work.weights, device=work.ranks.device)
 
     @property
@@ -90,8 +92,9 @@ class WeftStep(TrainingStep):
         return self.update.tensors
 
     def __call__(self, which: int) -> torch.Tensor:
-        out = self._forward(which, self.update)
-        out.backward(self.work.grads[which])
+        with _pushing() if self._pushes else contextlib.nullcontext():
+            out = self._forward(which, self.update)
+            out.backward(self.work.grads[which])
         return out.detach()
 
     def _forward(self, which: int, update: FusedUpdate | None) -> torch.Tensor:
@@ -124,8 +127,9 @@ class WeftStep(TrainingStep):
 
     def _exchange(self, which: int) -> torch.Tensor:
         work, (of, _) = self.work, self._call
-        grad, sharding, sizes = work.grads[0], work.config.sharding, of.checked.batch_sizes
-        return embedding_backward.to_owners(grad, sharding, of.rank, sizes, work.ranks.group, STRAIGHT)
+        call = work.grads[0], work.config.sharding, of.rank, of.checked.batch_sizes, work.ranks.group, STRAIGHT
+        with _pushing() if self._pushes else contextlib.nullcontext(), embedding_backward.received(*call) as (found, _):
+            return found
 
     def parts(self) -> Mapping[str, Callable[[int], object]]:
         """Return the parts of a step. All but the forward take the first input set."""
@@ -235,6 +239,16 @@ class TorchStep(_ByHand):
 
 
 @contextlib.contextmanager
+def _pushing() -> Iterator[None]:
+    before = os.environ.get("WEFT_PUSH_GRADIENTS", "0")
+    os.environ["WEFT_PUSH_GRADIENTS"] = "1"
+    try:
+        yield
+    finally:
+        os.environ["WEFT_PUSH_GRADIENTS"] = before
+
+
+@contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """Ask torch and FBGEMM for sums in a fixed order, without filling new memory as torch otherwise does then."""
     filling: Any = torch.utils.deterministic
@@ -275,6 +289,6 @@ def why_no_fbgemm() -> str | None:
 
 
 def make_step(name: str, work: TrainingData) -> TrainingStep:
-    if name == WEFT:
-        return WeftStep(work)
+    if name in (WEFT, PUSH):
+        return WeftStep(work, name == PUSH)
     return TorchStep(work) if name == TORCH else FbgemmStep(work, name == DETERMINISTIC)

@@ -45,6 +45,7 @@ from weft.bench.ops.embedding_steps import (
     EPS,
     FBGEMM,
     LR,
+    PUSH,
     TORCH,
     WEFT,
     TrainingData,
@@ -198,8 +199,10 @@ class TrainingWorkload(TrainingData, Variants):
         notes = [] if why is None or TORCH not in names else [f"FBGEMM: {why}; plain torch stands in"]
         self.steps: dict[str, TrainingStep] = {name: make_step(name, self) for name in _ordered(names)}
         beside: dict[str, Call] = {}
-        if isinstance(own := self.steps.get(WEFT), WeftStep):
-            beside = {f"{WEFT}: {part} alone": call for part, call in own.parts().items()}
+        for name, own in self.steps.items():
+            if isinstance(own, WeftStep):
+                parts = own.parts() if name == WEFT else {"exchange": own.parts()["exchange"]}
+                beside |= {f"{name}: {part} alone": call for part, call in parts.items()}
         return self.steps, beside, notes
 
     def baseline(self, mode: Mode) -> str:
@@ -211,7 +214,7 @@ class TrainingWorkload(TrainingData, Variants):
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         per_occurrence = max(t.per_occurrence_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
         scale = self.config.scale
-        of_parts = {name.split()[1]: found.ms(mode, name) for name in self.beside}
+        of_parts = {name.removesuffix(" alone"): found.ms(mode, name) for name in self.beside}
         return {
             "scale": float(scale.batch), "rows_scale": float(scale.rows), "shape": self.config.describe(),
             "per_occurrence_ms": per_occurrence, "weft_parts_ms": of_parts, "fbgemm_missing": why_no_fbgemm(),
@@ -246,7 +249,7 @@ class TrainingWorkload(TrainingData, Variants):
             timed = time_variants(
                 {**calls, **self.beside}, self.ranks, mode, input_sets=self.input_sets, seconds=options.time_s,
                 repetitions=options.repetitions, waiting={TORCH},
-                claims=[(WEFT, other) for other in BASELINES if other in calls],
+                claims=[(own, other) for own in (WEFT, PUSH) for other in BASELINES if {own, other} <= set(calls)],
                 advance=partial(step, f"{self.name}: timing, {mode}"),
             )  # fmt: skip
             found.timings |= {(mode, name): timing for name, timing in timed.items()}
@@ -349,10 +352,12 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
 
     def check_options(self, options: BenchOptions) -> None:
         _find(options.preset)
-        known = (*BASELINES, WEFT)
+        known = (*BASELINES, WEFT, PUSH)
         for name in options.variants:
             if name not in known:
                 raise ValueError(f"no variant {name!r}: give {', '.join(known)}")
+            if name == PUSH and options.device == "cpu":
+                raise ValueError(f"variant {name!r} cannot run here: kernels of GPUs store gradients at their owners")
             if name in DEFAULT_FBGEMM and (why := why_no_fbgemm()):
                 raise ValueError(f"variant {name!r} cannot run here: {why}")
 
