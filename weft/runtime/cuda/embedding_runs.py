@@ -164,6 +164,8 @@ def _sorted(of: ForwardCall, jagged: JaggedInput) -> Rows:
     def new(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
+    # Sort first: its own memory is free again before the rest is allocated.
+    ordered, order = torch.sort(ids.keys, stable=True)
     at = torch.int32 if count < 2**31 else torch.int64
     starts, keys, places = new(count + 1, at), new(count, ids.keys.dtype), torch.empty_like(ids.places)
     scales = None if ids.scales is None else torch.empty_like(ids.scales)
@@ -173,7 +175,6 @@ def _sorted(of: ForwardCall, jagged: JaggedInput) -> Rows:
     if not count:
         runs = torch.zeros(1, dtype=torch.int64, device=device)
         return Rows(shape, 0, starts, keys, runs, places, scales, first_segment, run_of_segment, long_runs, counters)
-    ordered, order = torch.sort(ids.keys, stable=True)
     blocks = -(-count // _BLOCK)
     counts = new(blocks, torch.int64)
     device_code.count_runs_kernel[blocks, 1, 1](ordered, counts, count, shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split)
