@@ -31,18 +31,22 @@ SEGMENTS, LONG_RUNS = range(2)
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
 _LONG_RUNS = tl.constexpr(LONG_RUNS)
 _WIDE = tl.constexpr(32)
+_PARTS = tl.constexpr(128)
 
 
 @triton.jit
 def _bag_before(offsets, at, bags, BAG: tl.constexpr):
-    """Return the last of `bags` + 1 offsets that is not above `at`, or -1."""
+    """Return the last of `bags` + 1 offsets that is not above `at`, or -1. Each round of loads leaves one part of _PARTS."""
+    parts = tl.arange(0, _PARTS)
     low = tl.full([], -1, BAG)
     high = (low + 2 + bags).to(BAG)
     while high - low > 1:
-        middle = (low + high) // 2
-        is_before = tl.load(offsets + middle).to(tl.int64) <= at
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle)
+        step = (high - low + _PARTS - 1) // _PARTS
+        pivots = low + step * (1 + parts)
+        inside = pivots < high
+        before = inside & (tl.load(offsets + pivots, mask=inside, other=0).to(tl.int64) <= at)
+        low = (low + step * tl.sum(before.to(tl.int32), axis=0)).to(BAG)
+        high = tl.minimum(low + step, high).to(BAG)
     return low
 
 
