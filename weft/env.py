@@ -77,6 +77,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def push_gradients() -> bool:
+    """`WEFT_PUSH_GRADIENTS`: 1 (default 0): on GPUs of one host, a kernel stores embeddings' gradients into the memory of the
+    tables' owners, in place of NCCL's all-to-all. Set it alike on all ranks. Bits are the same."""
+    return _is_on("WEFT_PUSH_GRADIENTS")
+
+
 def quiet() -> bool:
     """`WEFT_QUIET`: 1 (default 0): do not warn when an operator runs without overlap."""
     return _is_on("WEFT_QUIET")
@@ -106,7 +112,7 @@ def cache_dir() -> Path:
 
 OWN = (
     "WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION", "WEFT_CACHE_DIR",
-    "WEFT_SOCKET_IFNAME",
+    "WEFT_SOCKET_IFNAME", "WEFT_PUSH_GRADIENTS",
 )  # fmt: skip
 """All variables of weft's own."""
 

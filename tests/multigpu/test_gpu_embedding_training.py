@@ -148,6 +148,46 @@ def test_a_large_batch(pair: Pool, ids: str) -> None:
         assert error < 1e-3
 
 
+def sorted_ahead(group: dist.ProcessGroup) -> bool:
+    """Steps with new ids each, which are freed or overwritten at once, learn as steps that sort in backward. Some forwards have no
+    backward."""
+    from weft.runtime.cuda import embedding_backward as backward
+
+    rank, device, rows, dim, batch = group.rank(), ranks.device(), 5000, 64, 4096
+    tables = [EmbeddingBagConfig(rows, dim, f"t{i}", (f"f{i}",)) for i in range(4)]
+    sharding, real = weft.place_tables(tables, 2, placement=[0, 1, 0, 1]), backward.sort_ahead
+    both: list[Any] = []
+    for is_ahead in (True, False):
+        backward.sort_ahead = real if is_ahead else (lambda of, jagged: None)
+        weights = [torch.ones(rows, dim, device=device) for _ in range(2)]
+        update = FusedUpdate(weft.RowwiseAdagrad(lr=0.1), weights)
+        ids = torch.empty(2 * batch * 20, dtype=torch.int64, device=device)
+        try:
+            for step in range(12):
+                generator = torch.Generator(device).manual_seed(100 * step + rank)
+                drawn = torch.randint(0, rows, ids.shape, generator=generator, device=device)
+                drawn[::3] = 7
+                values = ids.copy_(drawn) if step % 2 else drawn
+                offsets = torch.arange(2 * batch + 1, device=device) * 20
+                y = weft.embedding_all_to_all(weights, (values, offsets), sharding, group=group, update=update)
+                del drawn, values, offsets
+                if step % 4 == 3:
+                    del y  # its sort may still run
+                    continue
+                if step % 3 == 0:
+                    torch.cuda._sleep(20_000_000)
+                y.backward(torch.randn(y.shape, generator=generator, device=device))
+                del y
+        finally:
+            backward.sort_ahead = real
+        both.append([*weights, *update.tensors])
+    return all(torch.equal(one, two) for one, two in zip(*both, strict=True))
+
+
+def test_ids_that_are_sorted_ahead(pair: Pool) -> None:
+    assert pair.run(sorted_ahead, timeout_s=120) == [True, True]
+
+
 def replayed(group: dist.ProcessGroup, optimizer: EmbeddingOptimizer) -> bool:
     """Forward and backward in a CUDA graph, with another learning rate in each replay, as ordinary calls compute them."""
     p, rank, device = problem(2, (8, 16), 24), group.rank(), ranks.device()

@@ -45,7 +45,7 @@ class Case:
 FEW = problem(2, (8, 3), 7)
 CASES: dict[str, Case] = {
     "any width": Case(problem(2, (8, 3, 16, 1, 70), 9)),
-    "few rows, widths apart": Case(problem(2, (8, 300), 12, rows=2, longest=9)),
+    "few rows, widths apart": Case(problem(2, (8, 300), 12, rows=2, longest=60)),
     "weighted": Case(problem(3, (8, 3, 33), 7, weighted=True)),
     "features that share tables": Case(Problem(SHARED, (1, 0, 1), (4, 3), weighted=True)),
     "keys in another order": Case(Problem(SHARED, (1, 0, 1), (4, 3), weighted=True), keyed=True),
@@ -162,7 +162,11 @@ def _update(
         received[0] = float("nan")  # the first bags are empty
         received[-1] = float("inf")
     update.step.add_(1)
+    if len(updated) > rank:
+        device.sort_ahead(of, jagged)
+        assert of.sorted_ahead is not None
     rows, scale = device.sorted_rows(of, jagged), None
+    assert of.sorted_ahead is None
     if optimizer.clip_norm is not None:
         scale = optimizer.clip_norm / device.sum_of_squares(of, tables, rows, received).sqrt()
     skipped = device.update(of, tables, rows, received, scale)

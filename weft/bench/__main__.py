@@ -30,6 +30,7 @@ _EXAMPLES = """examples:
   weft bench embedding_all_to_all --preset dcnv2
   weft bench embedding_all_to_all --device cuda --ranks 2 --json results.jsonl
   weft bench embedding_all_to_all --preset pgas-weak --variants put-slice1,put-slice8,put-slice64 --mode queued
+  weft bench embedding_training --preset dcnv2,dcnv2-zipf1.05 --mode queued
   weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
   weft bench all_gather_matmul --shape 8192,4096,8192 --variants all --seconds 0.1
   weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
@@ -41,19 +42,21 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """
 _PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or
-grid-... all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on
-each rank; with -symmetric behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16:
-FiCCO's GEMMs, N over the ranks, M halved until it fits, or as in g1-m4 a quarter. Other GEMMs: the presets before FiCCO's;
-operators that end in reduce_scatter have t3 in place of mixtral-8x7b. all_to_all_matmul: mixtral-8x7b, deepseek-v3,
-qwen3-30b-a3b, cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the
-same names, their last matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each,
-forward and backward. inefficiency: g1 to g16, the paper's GEMMs. Default: all presets for the device"""
+grid-... embedding_training: pgas-weak, pgas-strong, 64x200k, 128x100k, dcnv2, dcnv2-zipf1.05. all_gather_matmul: measured,
+llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on each rank; with -symmetric
+behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16: FiCCO's GEMMs, N over the
+ranks, M halved until it fits, or as in g1-m4 a quarter. Other GEMMs: the presets before FiCCO's; operators that end in
+reduce_scatter have t3 in place of mixtral-8x7b. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or
+TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the same names, their
+last matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each, forward and
+backward. inefficiency: g1 to g16, the paper's GEMMs. Default: all presets for the device"""
 _VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and
-these with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (the planner's choice),
+these with -natural and -sliceN, such as put-natural-slice8. embedding_training: weft, fbgemm-deterministic, fbgemm, torch (each
+runs only if named; default: FBGEMM's and weft). all_gather_matmul: asynctp (baseline), weft (the planner's choice),
 autotune, heuristic (FiCCO's), all, or beginnings of schedules' names: shard, 'shard[chunks=2'. all_to_all_matmul: padded
 (baseline, always runs), weft, all, or beginnings of names: dispatch; each also as ...-bounded. matmul_all_to_all: weft, all,
 combine, likewise. tensor_parallel: serial (baseline), weft, weft-compiled, asynctp; default: all variants for the device"""
-_SCALE = """as 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: the largest that fits.
+_SCALE = """as 1/32 or 0.03; it is printed. Embeddings: shrink batch and tables. Default: the largest that fits.
 inefficiency: shrink M, N and K. Default: 1/32 on CPU; GEMMs that are still too large shrink further"""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,8 @@ class ForwardCall:
     versions: tuple[int, ...] | None = None
     """The versions of tables in forward, if gradients of per-sample weights need values that an optimizer may change."""
     is_updated: bool = field(default=False)
+    sorted_ahead: Any = field(default=None, init=False, repr=False)
+    """On GPUs, the ids that are being sorted on another stream (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
 
     @property
     def collected(self) -> list[Collected] | None:

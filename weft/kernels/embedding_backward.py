@@ -2,13 +2,16 @@
 
     g[row] = factor * sum over occurrences of row:  weight / (length of the bag, for a mean) * grad[sample, columns]
 
-An occurrence is one id of one bag. Before these kernels a stable sort has put the occurrences of each row together: a run. `order`
-has the numbers of occurrences, sorted; `starts` the begin of each run in it, and the end.
+An occurrence is one id of one bag. `weft.kernels.embedding_runs` has put the occurrences of each row together: a run. Its begin is
+in `starts`, the places of its gradients are in `places`.
 
-Order. The tiles of a run begin at its first occurrence and are summed one after the other. So a sum depends on the run and the
-constants alone: neither on programs and their order nor on other runs. A run of more than SEGMENT occurrences is cut into
-segments of that length, whose sums `segment_sums_kernel` leaves in `partials`; the update adds them, in order. So a row that is
-hit a million times keeps many programs busy, and nothing is added by atomics.
+Order. The occurrences of a run are added one after the other. A run of more than SEGMENT occurrences is cut into segments of that
+length, from its first occurrence on: `segment_sums_kernel` sums each, tile by tile, and `run_sums_kernel` their sums. So a sum
+depends on the run and the constants alone: neither on programs and their order nor on other runs. A row that is hit a million
+times keeps many programs busy, and nothing is added by atomics.
+
+Speed. Most rows occur once or twice. So the chain of loads (begin of the run, places, gradients and the row) is as long as the
+work. A program works on GROUP runs at once, and loads the begins of the next group meanwhile. `ALIGN` allows vector loads.
 
 Every program takes runs in strides until the number of runs, which only the device knows. The rules are those of
 `weft.embedding.optimizers`; numbers that change from call to call are in device memory, so that a captured launch can be replayed.
@@ -18,6 +21,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from weft.kernels.embedding_runs import LONG_RUNS, SEGMENTS
 
 # The table of tables (int64): addresses of weight, first state, second state and output; first linear row; columns; first run;
 # number of the table.
@@ -38,67 +43,75 @@ _REST2 = tl.constexpr(REST2)
 _CORRECTION1 = tl.constexpr(CORRECTION1)
 _CORRECTION2 = tl.constexpr(CORRECTION2)
 _CLIP = tl.constexpr(CLIP)
+_SEGMENTS = tl.constexpr(SEGMENTS)
+_LONG_RUNS = tl.constexpr(LONG_RUNS)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _sum(
-    order, places, scales, grads, begin, end, columns, inside,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of occurrences [begin, end), fp32 [BLOCK_D]."""
-    total = tl.zeros([BLOCK_D], tl.float32)
-    lanes = tl.arange(0, ROWS)
-    for i in range(begin, end, ROWS):
-        at = i + lanes
-        there = at < end
-        occurrence = tl.load(order + at, mask=there, other=0)
-        place = tl.load(places + occurrence, mask=there, other=0)
-        mask = there[:, None] & inside[None, :]
-        g = tl.load(grads + place[:, None] + columns[None, :], mask=mask, other=0).to(tl.float32)
-        if SCALED:
-            g = g * tl.load(scales + occurrence, mask=there, other=0)[:, None]
-        total += tl.sum(g, axis=0)
-    return total
+def _table_of(tables, count, row, STEPS: tl.constexpr):
+    """Return the entry of the table that has a linear row: the last of `count` whose first row is not above it.
+
+    STEPS: enough to halve `count` down to 1.
+    """
+    low = row * 0
+    high = low + count
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        is_before = tl.load(tables + middle * _TABLE_FIELDS + 4) <= row
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    return tables + low * _TABLE_FIELDS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count_of_tables"])
 def segment_sums_kernel(
-    order, places, scales, grads, starts, run_of_segment, first_segment, segments, tables_of, tables, partials,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr,
+    run_keys, places, scales, grads, starts, run_of_segment, first_segment, counters, tables, partials, count_of_tables,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
+    SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Sum each segment of long runs into its row of `partials`, [segments, BLOCK_D]."""
-    columns = tl.arange(0, BLOCK_D)
-    for segment in range(tl.program_id(0), tl.load(segments), tl.num_programs(0)):
+    columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
+    for segment in range(tl.program_id(0), tl.load(counters + _SEGMENTS), tl.num_programs(0)):
         run = tl.load(run_of_segment + segment)
         first, run_end = tl.load(starts + run), tl.load(starts + run + 1)
-        begin = first + (segment - tl.load(first_segment + run)) * SEGMENT
+        begin = first + ((segment - tl.load(first_segment + run)) * SEGMENT).to(first.dtype)
         end = tl.minimum(begin + SEGMENT, run_end)
-        table = tl.load(tables_of + tl.load(order + first))
-        inside = columns < tl.load(tables + table * _TABLE_FIELDS + 5)
-        total = _sum(order, places, scales, grads, begin, end, columns, inside, ROWS, BLOCK_D, SCALED)
+        inside = columns < BLOCK_D
+        if not UNIFORM:
+            entry = _table_of(tables, count_of_tables, tl.load(run_keys + run).to(tl.int64) // SPLIT, STEPS)
+            inside = columns < tl.multiple_of(tl.load(entry + 5), ALIGN)
+        total = tl.zeros([BLOCK_D], tl.float32)
+        for i in range(begin, end, ROWS):
+            at = i + lanes
+            there = at < end
+            place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
+            mask = there[:, None] & inside[None, :]
+            g = tl.load(grads + place[:, None] + columns[None, :], mask=mask, other=0).to(tl.float32)
+            if SCALED:
+                g = g * tl.load(scales + at, mask=there, other=0)[:, None]
+            total += tl.sum(g, axis=0)
         tl.store(partials + tl.cast(segment, tl.int64) * BLOCK_D + columns, total)
 
 
 @triton.jit
-def _reduced(
-    order, places, scales, grads, first, end, run, first_segment, partials, columns, inside,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr,
+def run_sums_kernel(
+    starts, long_runs, first_segment, counters, partials,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of a run: of its occurrences, or of its segments' sums."""
-    if end - first <= SEGMENT:
-        total = _sum(order, places, scales, grads, first, end, columns, inside, ROWS, BLOCK_D, SCALED)
-    else:
+    """Add the sums of the segments of each long run, in order, into the row of its first segment."""
+    columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
+    for number in range(tl.program_id(0), tl.load(counters + _LONG_RUNS), tl.num_programs(0)):
+        run = tl.load(long_runs + number)
+        first = tl.load(first_segment + run)
+        end = first + (tl.load(starts + run + 1) - tl.load(starts + run) + SEGMENT - 1) // SEGMENT
         total = tl.zeros([BLOCK_D], tl.float32)
-        lanes = tl.arange(0, ROWS)
-        segment = tl.load(first_segment + run)
-        segments_end = segment + (end - first + SEGMENT - 1) // SEGMENT
-        for i in range(segment, segments_end, ROWS):
+        for i in range(first, end, ROWS):
             at = i + lanes
-            mask = (at < segments_end)[:, None] & inside[None, :]
-            total += tl.sum(tl.load(partials + at[:, None] * BLOCK_D + columns[None, :], mask=mask, other=0), axis=0)
-    return total
+            part = tl.load(partials + at[:, None] * BLOCK_D + columns[None, :], mask=(at < end)[:, None], other=0)
+            total += tl.sum(part, axis=0)
+        tl.store(partials + first * BLOCK_D + columns, total)  # a column's sum needs all of its loads
 
 
 @triton.jit
@@ -132,114 +145,161 @@ def _at_random(x, random, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def update_rows_kernel(
-    keys, order, places, scales, grads, starts, runs, first_segment, partials, tables_of, tables, numbers, extra, skipped,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr,
-    DTYPE: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
+def _gradient(
+    places, scales, grads, at, there, columns, inside, SCALED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Reduce the gradient of every run, and apply the rule to its row.
+    """Return the gradients of one occurrence of each run, fp32 [GROUP, BLOCK_D]; zeros where there is none."""
+    place = tl.multiple_of(tl.load(places + at, mask=there, other=0), ALIGN)
+    g = tl.load(grads + place[:, None] + columns[None, :], mask=there[:, None] & inside, other=0).to(tl.float32)
+    if SCALED:
+        g = g * tl.load(scales + at, mask=there, other=0)[:, None]
+    return g
 
-    keys: sorted, (linear row) * SPLIT + a number below SPLIT. RULE: of `EmbeddingOptimizer`; 0 writes the gradient to the output,
-    SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares to the element of the run in `extra`, fp32.
-    DTYPE: of the tables, and of the output of rule 0. skipped: int64, counts rows that SKIP left alone. extra: for STOCHASTIC
-    the seed, int64 [1].
+
+@triton.jit(do_not_specialize=["count_of_tables"])
+def update_rows_kernel(
+    run_keys, places, scales, grads, starts, runs, first_segment, partials, tables, numbers, extra, skipped, count_of_tables,
+    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
+    SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
+    ITEM_BYTES: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Reduce the gradient of every run, and apply the rule to its row. A program works on GROUP runs at a time.
+
+    run_keys: (linear row) * SPLIT + a number below SPLIT, ascending. RULE: of `EmbeddingOptimizer`; 0 writes the gradient
+    to the output, SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares to the element of the run
+    in `extra`, fp32. UNIFORM: all tables have BLOCK_D columns. ALIGN: divides widths and places. count_of_tables, STEPS:
+    see `_table_of`. DTYPE: of the tables, and of the output of rule 0. skipped: int64, counts rows that SKIP left alone.
+    extra: for STOCHASTIC the seed, int64 [1].
     """
-    columns = tl.arange(0, BLOCK_D)
-    factor, rate = tl.load(numbers + _FACTOR), tl.load(numbers + _RATE)
-    for run in range(tl.program_id(0), tl.load(runs), tl.num_programs(0)):
-        first, end = tl.load(starts + run), tl.load(starts + run + 1)
-        entry = tables + tl.load(tables_of + tl.load(order + first)) * _TABLE_FIELDS
-        dim = tl.load(entry + 5)
-        row = tl.load(keys + first).to(tl.int64) // SPLIT - tl.load(entry + 4)
-        inside = columns < dim
-        g = factor * _reduced(
-            order,
-            places,
-            scales,
-            grads,
-            first,
-            end,
-            run,
-            first_segment,
-            partials,
-            columns,
-            inside,
-            ROWS,
-            BLOCK_D,
-            SCALED,
-            SEGMENT,
-        )
+    columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
+    factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(numbers + _RATE), tl.load(numbers + _CLIP)
+    total_runs = tl.load(runs)
+    stride = tl.num_programs(0) * GROUP
+    begin = tl.program_id(0) * GROUP
+    # The next group's runs are loaded while this group's rows arrive.
+    run = begin + lanes
+    valid = run < total_runs
+    first = tl.load(starts + run, mask=valid, other=0)
+    end = tl.load(starts + run + 1, mask=valid, other=0)
+    key = tl.load(run_keys + run, mask=valid, other=0)
+    while begin < total_runs:
+        next_run = run + stride
+        next_valid = next_run < total_runs
+        next_first = tl.load(starts + next_run, mask=next_valid, other=0)
+        next_end = tl.load(starts + next_run + 1, mask=next_valid, other=0)
+        next_key = tl.load(run_keys + next_run, mask=next_valid, other=0)
+
+        linear = key.to(tl.int64) // SPLIT
+        entry = _table_of(tables, count_of_tables, linear, STEPS)
+        row = linear - tl.load(entry + 4)
+        dim = tl.full([GROUP], BLOCK_D, tl.int64)
+        if not UNIFORM:
+            dim = tl.multiple_of(tl.load(entry + 5), ALIGN)
+        inside = valid[:, None] & (columns[None, :] < dim[:, None])
+        element = tl.multiple_of(row * dim, ALIGN)
+        weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+        weight = weight[:, None] + element[:, None] + columns[None, :]
+        w = tl.zeros([GROUP, BLOCK_D], tl.float32)
+        if (RULE != 0) & (RULE != 6):
+            w = tl.load(weight, mask=inside, other=0).to(tl.float32)
+
+        length = end - first
+        is_long = length > SEGMENT
+        length = tl.where(is_long, 0, length)
+        most = tl.max(length, axis=0)
+        g = tl.zeros([GROUP, BLOCK_D], tl.float32)
+        for i in range(0, most, 2):
+            one = _gradient(places, scales, grads, first + i, i < length, columns, inside, SCALED, ALIGN)
+            two = _gradient(places, scales, grads, first + i + 1, i + 1 < length, columns, inside, SCALED, ALIGN)
+            g = (g + one) + two
+        if tl.max(is_long.to(tl.int32), axis=0) > 0:
+            segment = tl.load(first_segment + run, mask=is_long, other=0)
+            part = partials + segment[:, None] * BLOCK_D + columns[None, :]
+            g += tl.load(part, mask=is_long[:, None] & inside, other=0)
+        g = factor * g
+
         stored = inside
+        keeps = valid
         if SKIP:
-            infinite = tl.sum((inside & ~(tl.abs(g) <= _LARGEST)).to(tl.int32), axis=0)
-            stored = inside & (infinite == 0)
-            if infinite > 0:
-                tl.atomic_add(skipped, 1)
-        clip = tl.load(numbers + _CLIP)
+            infinite = tl.sum((inside & ~(tl.abs(g) <= _LARGEST)).to(tl.int32), axis=1)
+            keeps = valid & (infinite == 0)
+            stored = inside & keeps[:, None]
+            count = tl.sum((valid & (infinite > 0)).to(tl.int64), axis=0)
+            if count > 0:
+                tl.atomic_add(skipped, count)
         g = tl.where(g > clip, clip, tl.where(g < -clip, -clip, g))  # NaN stays NaN
         if RULE == 6:
-            squares = tl.sum(tl.where(stored, g * g, 0), axis=0)
-            tl.store(extra + run, squares)
+            squares = tl.sum(tl.where(stored, g * g, 0), axis=1)
+            tl.store(extra + run, squares, mask=valid)
         elif RULE == 0:
             at = row
             if SPARSE:
                 at = run - tl.load(entry + 6)
-            out = tl.load(entry + 3).to(tl.pointer_type(DTYPE))
-            tl.store(out + at * dim + columns, g.to(DTYPE), mask=stored)
+            out = tl.multiple_of(tl.load(entry + 3).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+            tl.store(
+                out[:, None] + tl.multiple_of(at * dim, ALIGN)[:, None] + columns[None, :], g.to(DTYPE), mask=stored
+            )
         else:
-            weight = tl.load(entry).to(tl.pointer_type(DTYPE)) + row * dim + columns
-            w = tl.load(weight, mask=inside, other=0).to(tl.float32)
             g += tl.load(numbers + _DECAY) * w
             eps = tl.load(numbers + _EPS)
-            states1 = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
-            states2 = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
-            is_stored = tl.sum(stored.to(tl.int32), axis=0) > 0
-            mean = tl.sum(tl.where(inside, g * g, 0), axis=0) / dim.to(tl.float32)
+            states1 = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.float32)), ALIGN * ITEM_BYTES)
+            states2 = tl.multiple_of(tl.load(entry + 2).to(tl.pointer_type(tl.float32)), ALIGN * ITEM_BYTES)
+            places1 = states1[:, None] + element[:, None] + columns[None, :]
+            mean = tl.sum(tl.where(inside, g * g, 0), axis=1) / dim.to(tl.float32)
             if RULE == 2:  # rowwise Adagrad
-                s = tl.load(states1 + row) + mean
-                tl.store(states1 + row, s, mask=is_stored)
-                g = tl.div_rn(g, tl.sqrt_rn(s) + eps)
+                s = tl.load(states1 + row, mask=valid, other=1) + mean
+                tl.store(states1 + row, s, mask=keeps)
+                g = tl.div_rn(g, (tl.sqrt_rn(s) + eps)[:, None])
             if RULE == 3:  # Adagrad
-                s = tl.load(states1 + row * dim + columns, mask=inside, other=1) + g * g
-                tl.store(states1 + row * dim + columns, s, mask=stored)
+                s = tl.load(places1, mask=inside, other=1) + g * g
+                tl.store(places1, s, mask=stored)
                 g = tl.div_rn(g, tl.sqrt_rn(s) + eps)
             if RULE >= 4:  # Adam, partial rowwise Adam
-                m = tl.load(states1 + row * dim + columns, mask=inside, other=0)
+                m = tl.load(places1, mask=inside, other=0)
                 m = tl.load(numbers + _BETA1) * m + tl.load(numbers + _REST1) * g
-                tl.store(states1 + row * dim + columns, m, mask=stored)
+                tl.store(places1, m, mask=stored)
                 m = m * tl.load(numbers + _CORRECTION1)
                 if RULE == 4:
-                    v = tl.load(states2 + row * dim + columns, mask=inside, other=1)
+                    places2 = states2[:, None] + element[:, None] + columns[None, :]
+                    v = tl.load(places2, mask=inside, other=1)
                     v = tl.load(numbers + _BETA2) * v + tl.load(numbers + _REST2) * (g * g)
-                    tl.store(states2 + row * dim + columns, v, mask=stored)
+                    tl.store(places2, v, mask=stored)
                     g = tl.div_rn(m, tl.sqrt_rn(v * tl.load(numbers + _CORRECTION2)) + eps)
                 else:
-                    u = tl.load(numbers + _BETA2) * tl.load(states2 + row) + tl.load(numbers + _REST2) * mean
-                    tl.store(states2 + row, u, mask=is_stored)
-                    g = tl.div_rn(m, tl.sqrt_rn(u * tl.load(numbers + _CORRECTION2)) + eps)
+                    u = tl.load(states2 + row, mask=valid, other=1)
+                    u = tl.load(numbers + _BETA2) * u + tl.load(numbers + _REST2) * mean
+                    tl.store(states2 + row, u, mask=keeps)
+                    g = tl.div_rn(m, (tl.sqrt_rn(u * tl.load(numbers + _CORRECTION2)) + eps)[:, None])
             if rate != 0:  # otherwise the row keeps its bits, the sign of a zero too
                 if STOCHASTIC:
                     base = _mixed(tl.load(extra) + tl.load(entry + 7) * _GOLDEN).to(tl.int64, bitcast=True)
-                    random = _mixed(base + (row * dim + columns) * _GOLDEN)
+                    random = _mixed(base[:, None] + (element[:, None] + columns[None, :]) * _GOLDEN)
                     tl.store(weight, _at_random(w - rate * g, random, DTYPE), mask=stored)
                 else:
                     tl.store(weight, (w - rate * g).to(DTYPE), mask=stored)
+        begin += stride
+        run = next_run
+        valid = next_valid
+        first = next_first
+        end = next_end
+        key = next_key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "no_row", "count_of_tables"])
 def gradients_of_weights_kernel(
-    keys, places, grads, tables_of, tables, out, count,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr, NO_ROW: tl.constexpr,
+    keys, places, grads, tables, out, count, no_row, count_of_tables,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Write <grad[sample, columns], row> for each occurrence; 0 where an id has no row. keys: not sorted."""
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     for i in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         at = i + lanes
-        key = tl.load(keys + at, mask=at < count, other=NO_ROW)
-        there = (at < count) & (key != NO_ROW)
-        entry = tables + tl.load(tables_of + at, mask=there, other=0) * _TABLE_FIELDS
+        key = tl.load(keys + at, mask=at < count, other=no_row)
+        there = (at < count) & (key != no_row)
+        linear = tl.where(there, key.to(tl.int64) // SPLIT, 0)
+        entry = _table_of(tables, count_of_tables, linear, STEPS)
         dim = tl.load(entry + 5)
-        row = tl.where(there, key.to(tl.int64) // SPLIT - tl.load(entry + 4), 0)
+        row = linear - tl.load(entry + 4)
         mask = there[:, None] & (columns[None, :] < dim[:, None])
         weight = tl.load(entry).to(tl.pointer_type(DTYPE))
         w = tl.load(weight[:, None] + (row * dim)[:, None] + columns[None, :], mask=mask, other=0).to(tl.float32)

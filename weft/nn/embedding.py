@@ -36,6 +36,7 @@ from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
 from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
+from weft.nn.prefetching import Prefetched
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, buffer_bytes, form_of, plan_in, release
@@ -134,6 +135,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._update: FusedUpdate | None = None
         self._fused_optimizer: FusedOptimizer | None = None
         self._batches = BatchesInFlight()
+        self._prefetched: Prefetched | None = None
         self._is_frozen = False
         self._is_trained = optimizer is None  # tables require gradients, on ranks without tables too
         self.embedding_bags = nn.ModuleDict()
@@ -189,7 +191,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         Raises `ValueError` for a bad input: on every rank a `RefusedError`, such as for a table whose feature is missing.
         """
         is_trained = torch.is_grad_enabled() and (self._is_trained or self._optimizer)
-        if torch.compiler.is_compiling() and (is_trained or self._max_ids is not None):
+        is_opaque = is_trained or self._max_ids is not None or self._prefetched is not None
+        if torch.compiler.is_compiling() and is_opaque:
             return self._called(features, batch_sizes)  # opaque: the graph breaks here
         if self.input == "global_batch":
             return self._pooled(features, batch_sizes)
@@ -208,11 +211,54 @@ class ShardedEmbeddingBagCollection(nn.Module):
             return KeyedTensor(self._keys, self._length_per_key, local_batch.pooled(*call))
         with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
             # Several collectives, one call for the ranks.
-            if (bound := self._max_ids) is not None:
-                of_ranks = self._input_dist.features_of_rank
-                totals = totals_of_ranks(features, of_ranks, self.group, self._speaks_on(), self.deadline_s)
-                require_bound(totals, bound, "")
+            if self._prefetched is not None and refusal is None:
+                return self._pooled(*self._taken(features))
+            self._require_bound(features)
             return self._pooled(*self._input_dist(features, refusal))
+
+    def prefetch(self, features: Any) -> None:
+        """Begin to distribute the ids of the next batch, while earlier work runs. Collective; the next call must be of this batch.
+
+            module.prefetch(batches[0])
+            for batch, following in zip(batches, batches[1:]):
+                pooled = module(batch)
+                module.prefetch(following)
+                loss(pooled).backward()
+
+        On GPUs the numbers of ids are exchanged on a stream of its own, behind what is enqueued by then. So at the next call the
+        host waits for that exchange alone, and not for the device, and the ids travel beside the work enqueued in between. Do
+        not change the tensors of the batch before its call. Bad input raises at the call.
+
+        features: as for a call, the same object.
+
+        Raises `ValueError` with input="global_batch", with row-wise or data-parallel tables, or if a batch waits for its call.
+        """
+        with together(f"prefetch of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
+            if self.input != "local_batch":
+                raise ValueError(f"prefetch with input={self.input!r}: nothing is distributed, leave it out")
+            if self.device.type == "meta":
+                raise ValueError(no_tables_on(self.device))
+            if self._prefetched is not None:
+                raise ValueError("prefetch of a second batch: call the module with the first one before")
+            self._prefetched = Prefetched(self._input_dist, features)
+
+    def _taken(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
+        """Return the prefetched batch, distributed. Collective."""
+        prefetched = cast(Prefetched, self._prefetched)
+        if features is not prefetched.features:
+            raise ValueError(
+                "the module is called with another batch than the prefetched one: pass the same object to prefetch and to the "
+                "next call"
+            )
+        self._prefetched = None
+        return prefetched.arrived(lambda: self._require_bound(features))
+
+    def _require_bound(self, features: Any) -> None:
+        """Raise `RefusedError` on every rank if a rank would receive more than `max_ids` ids. Collective if there is a bound."""
+        if (bound := self._max_ids) is not None:
+            of_ranks = self._input_dist.features_of_rank
+            totals = totals_of_ranks(features, of_ranks, self.group, self._speaks_on(), self.deadline_s)
+            require_bound(totals, bound, "")
 
     @opaque
     def _called(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
@@ -423,13 +469,14 @@ class ShardedEmbeddingBagCollection(nn.Module):
         memo[id(self.group)] = self.group  # a process group cannot be copied
         # The optimizer is made anew: its group passes the learning rate on to the copied states.
         own = {name: value for name, value in self.__dict__.items() if name != "_fused_optimizer"}
+        own["_prefetched"] = None
         copied.__dict__.update(copy.deepcopy(own, memo), _fused_optimizer=None)
         copied._mark_tables()
         return copied
 
     def __copy__(self) -> Self:
         copied = self.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
+        copied.__dict__.update(self.__dict__, _prefetched=None)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

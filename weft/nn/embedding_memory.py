@@ -14,7 +14,7 @@ from weft.embedding.jagged import JaggedInput
 from weft.embedding.tables import EmbeddingSharding, bytes_text
 from weft.embedding.update import FusedUpdate
 
-_SORT_BYTES = {"cpu": 20, "cuda": 150}
+_SORT_BYTES = {"cpu": 20, "cuda": 60}
 """Bytes that backward takes for each id to sort them: docs/training_embeddings.md."""
 
 

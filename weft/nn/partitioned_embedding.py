@@ -194,6 +194,15 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 )
             return self._output(vectors, of_replicated, given.lengths)
 
+    def prefetch(self, features: Any) -> None:
+        parts = self._parts
+        if parts is None or self._arrange.is_needed:
+            with together(f"prefetch of {NAME}", self.group, self._speaks_on, self.deadline_s):
+                raise ValueError(
+                    "prefetch with row-wise or data-parallel tables: their ids are arranged in the call, leave it out"
+                )
+        parts.prefetch(features)
+
     @opaque
     def _opaque(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
         return PartitionedEmbeddingBagCollection.forward(self, features, batch_sizes=batch_sizes)

@@ -120,7 +120,7 @@ def embedding_all_to_all(
     Memory: `outputs` result buffers. "put" also stages the vectors to send (on CPU at most 4 MiB per thread, on GPUs one or two
     slices per program) and keeps 8 bytes per slice. "serial" keeps send and receive buffers instead. All are kept for each
     sharding and options until the group is destroyed, or the calling module is closed
-    (`weft.nn.ShardedEmbeddingBagCollection.close`). Backward has the gradients of pooled vectors, sent and received, about 20 bytes
+    (`weft.nn.ShardedEmbeddingBagCollection.close`). Backward has the gradients of pooled vectors, sent and received, up to 40 bytes
     for each id, and, without `update`, the gradients of tables.
 
     Raises `ValueError` for bad arguments. Every rank raises `RefusedError` if a rank refuses its input, `DisagreementError` if
@@ -355,8 +355,11 @@ class _EmbeddingAllToAll(Operator[_Call]):
         versions = None
         if tables is not None and call.per_sample_weights is not None and call.per_sample_weights.requires_grad:
             versions = tuple(weight._version for weight in call.weights)
-        _, checked = _checked(call)
-        return ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse, versions)
+        jagged, checked = _checked(call)
+        made = ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse, versions)
+        if tables is not None and not in_backward:
+            embedding_backward.sort_ahead(made, jagged)
+        return made
 
     def require_backward(self, beside: ForwardCall) -> None:
         beside.require_first()

@@ -19,12 +19,13 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from weft import symm
+from weft import env, symm
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.check import check_weights
 from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, joined_calls
@@ -55,20 +56,44 @@ def gradients(
     if grad.device.type == "cpu":
         _meet(symm.communicator(group, grad.device), of, turn.deadline_s)
     device = device_code(grad.device)
-    received = to_owners(grad, sharding, of.rank, sizes, group, turn)
-    if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
-        _require_finite(of, received, group, turn.deadline_s)
-    of_weights = device.gradients_of_weights(of, jagged, weights, received) if wanted[1] else None
-    of_tables = None
     if wanted[0]:
-        if of.tables is None:
-            of_tables = device.gradients_of_tables(of, device.sorted_rows(of, jagged), received)
-        elif (collected := of.collected) is not None:
-            collected.append(Collected(of, jagged, received))
-        else:
-            of.is_updated = True
-            _update(Collected(of, jagged, received), group, turn.deadline_s)
+        sort_ahead(of, jagged)  # beside the exchange, unless forward has begun it
+    with received(grad, sharding, of.rank, sizes, group, turn) as (found, ok):
+        if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
+            _require_finite(of, found, group, turn.deadline_s)
+        of_weights = device.gradients_of_weights(of, jagged, weights, found) if wanted[1] else None
+        of_tables = None
+        if wanted[0]:
+            if of.tables is None:
+                of_tables = device.gradients_of_tables(of, device.sorted_rows(of, jagged), found)
+            elif (collected := of.collected) is not None:
+                collected.append(Collected(of, jagged, found if ok is None else found.clone()))
+            else:
+                of.is_updated = True
+                _update(Collected(of, jagged, found), group, turn.deadline_s, ok)
     return of_tables, of_weights
+
+
+@contextlib.contextmanager
+def received(
+    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
+    """Yield the gradients of the vectors that this rank has pooled, [global batch, columns of its tables].
+
+    Also yield None if they are an ordinary tensor. Otherwise they are in memory that peers write, inside of the context only, and
+    the second is 1 on the device if all have come, else 0.
+    """
+    pushes = grad.device.type == "cuda" and sharding.world_size > 1 and env.push_gradients()
+    if not pushes or not (comm := symm.communicator(group, grad.device)).all_mapped:
+        yield to_owners(grad, sharding, rank, batch_sizes, group, turn), None
+        return
+    from weft.runtime.cuda.embedding_push import pushed_on  # needs Triton
+
+    exchange = pushed_on(comm)
+    try:
+        yield exchange.run(grad, sharding, batch_sizes, turn.deadline_s), exchange.ok
+    finally:
+        exchange.free()
 
 
 @contextlib.contextmanager
@@ -121,12 +146,17 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
         of.require_values_of_forward()
 
 
-def _update(call: Collected, group: dist.ProcessGroup, deadline_s: float | None) -> None:
+def _update(
+    call: Collected, group: dist.ProcessGroup, deadline_s: float | None, ok: torch.Tensor | None = None
+) -> None:
+    """Update the tables. ok: 0 on the device leaves them as they are."""
     of, tables = call.of, call.of.tables
     assert tables is not None
     _require_intact(of, tables.weights, False)
     device = device_code(call.received.device)
     rows, scale = device.sorted_rows(of, call.jagged), None
+    if ok is not None:
+        rows = replace(rows, runs=rows.runs * ok)
     if tables.optimizer.clip_norm is not None:
         squares = device.sum_of_squares(of, tables, rows, call.received)
         scale = scale_of_norm(squares, tables.optimizer.clip_norm, group, deadline_s)
@@ -193,13 +223,22 @@ def to_owners(
     for r, begin, end in column_runs(sharding):
         pieces[r].append(grad[:, first : first + end - begin])
         first += end - begin
-    send = torch.cat([torch.cat(of_rank, dim=1).flatten() for of_rank in pieces if of_rank])
     leaving = [batch_sizes[rank] * count for count in columns]
+    send = grad.new_empty(sum(leaving))
+    for part, of_rank, count in zip(send.split(leaving), pieces, columns, strict=True):
+        if of_rank:
+            torch.cat(of_rank, dim=1, out=part.view(batch_sizes[rank], count))
     arriving = [size * columns[rank] for size in batch_sizes]
     received = send.new_empty(sum(arriving))
     turn.run("all_to_all of gradients", all_to_all_single, received, send, arriving, leaving, group=group)
     turn.done("all_to_all of gradients", received, (sum(leaving) - leaving[rank]) * send.itemsize)
     return received.view(sum(batch_sizes), columns[rank])
+
+
+def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
+    """Begin to sort the ids of a forward call for its backward, on GPUs: behind forward, and beside what follows."""
+    if jagged.values.device.type == "cuda" and of.collected is None:
+        device_code(jagged.values.device).sort_ahead(of, jagged)
 
 
 def device_code(device: torch.device) -> ModuleType:

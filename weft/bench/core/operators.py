@@ -20,6 +20,8 @@ LAYERS = "tensor_parallel"
 """Layers that call several operators: measured as a whole, planned operator by operator."""
 _STUDY = "inefficiency"
 """The study of the cost of overlap: it is measured, but it is not an operator."""
+_TRAINING = "embedding_training"
+"""A training step of embeddings: forward, backward and update. It is measured as a whole, and planned as its forward."""
 _HOMES = {
     LAYERS: "weft.bench.ops.tensor_parallel:OPERATOR", _STUDY: "weft.studies.losses:OPERATOR",
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
@@ -46,8 +48,8 @@ def names() -> list[str]:
 
 
 def measured() -> list[str]:
-    """Return the names that benchmarks accept: all operators, and the study."""
-    return [*names(), _STUDY]
+    """Return the names that benchmarks accept: all operators, the training of embeddings, and the study."""
+    return [*names(), _TRAINING, _STUDY]
 
 
 def operator(name: str) -> Any:

@@ -22,7 +22,7 @@ class BenchOptions:
     """The options of a run.
 
     preset: names separated by commas; None: all presets that suit the device. modes: default: the operator's. scale
-    (embedding_all_to_all): None: the largest 1/2^k that fits (GPU: memory; CPU: memory, and about a second per variant, since
+    (embeddings): None: the largest 1/2^k that fits (GPU: memory; CPU: memory, and about a second per variant, since
     each thread of a call may read `read_mib` MiB of rows). seconds: for the slowest variant of a mode. quick: small inputs and
     few repetitions, to try things out. pictures: a folder, if the operator draws any. option: names and values of the operator's
     own options (`weft.builders.Problem.sized`).

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -44,20 +44,29 @@ class EmbeddingData(Workload):
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
         self.name, self.about, self.dtype = config.preset.name, config.preset.about, config.sharding.dtype
-        sharding, device, rank = config.sharding, ranks.device, ranks.rank
+        sharding, rank = config.sharding, ranks.rank
         self.slots = sharding.local_slots(rank)
         self.local_dim = sum(slot.dim for slot in self.slots)
         self.local_batch = config.batch_sizes[rank]
-        owned, generator = list(sharding.local_tables(rank)), torch.Generator(device)
-        shapes = [(sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim) for t in owned]
-        self.weights = [torch.empty(shape, dtype=sharding.dtype, device=device) for shape in shapes]
-        for t, weight in zip(owned, self.weights, strict=True):
-            weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
+        self.owned = list(sharding.local_tables(rank))
+        self.weights = self.new_tables(
+            [(sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim) for t in self.owned]
+        )
+        self.fill_tables()
         self.draw_inputs()
 
+    def new_tables(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Return memory for this rank's tables."""
+        return [torch.empty(shape, dtype=self.dtype, device=self.ranks.device) for shape in shapes]
+
+    def fill_tables(self) -> None:
+        """Fill the tables with the same numbers each time."""
+        generator = torch.Generator(self.ranks.device)
+        for t, weight in zip(self.owned, self.weights, strict=True):
+            weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
+
     def draw_inputs(self) -> None:
-        config, device = self.config, self.ranks.device
-        owned = list(config.sharding.local_tables(self.ranks.rank))
+        config, device, owned = self.config, self.ranks.device, self.owned
         bags, rows, law = (
             [config.bags[t] for t in owned],
             [len(weight) for weight in self.weights],

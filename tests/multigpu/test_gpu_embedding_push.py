@@ -1,0 +1,160 @@
+"""Gradients of embeddings that a kernel stores at the owners of tables, on GPUs (WEFT_PUSH_GRADIENTS=1): the all-to-all's bits."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import gpu_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from support.on_ranks import error_of
+from support.reference import Problem, problem, tables_of
+
+import weft
+from weft.embedding import FusedUpdate
+from weft.launch import Pool
+from weft.nn import ShardedEmbeddingBagCollection
+
+pytestmark = ranks.MARKS
+PROBLEMS: dict[str, Problem] = {
+    "any width": problem(2, (8, 3, 16, 1, 70, 300), 57, longest=40),
+    "larger than the one before": problem(2, (64,) * 6, 1301, longest=10),
+    "bf16": problem(2, (64,) * 6, 301, longest=10, dtype=torch.bfloat16),
+    "wide": problem(2, (1028, 2052, 4), 5),
+    "uneven": Problem(tables_of((8, 3, 16)), (1, 0, 1), (41, 0)),
+    "a rank without tables": Problem(tables_of((8, 3)), (1, 1), (5, 4)),
+    "an empty batch": problem(2, (8, 4), 0),
+}
+
+
+def learned(group: dist.ProcessGroup, pushes: bool, delays: bool) -> list[list[torch.Tensor]]:
+    """Tables and states of all problems, which share one inbox, after three steps each."""
+    os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
+    rank, device, found = group.rank(), ranks.device(), []
+    for number, p in enumerate(PROBLEMS.values()):
+        weights = [weight.clone() for weight in ranks.here(p.local_weights(rank))]
+        update = FusedUpdate(weft.RowwiseAdagrad(lr=0.1), weights, device=device)
+        features = tuple(ranks.here(p.tupled(rank)))
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * number + step)
+            upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=generator)
+            if delays and (step + rank) % 2:
+                time.sleep(0.01)
+                torch.cuda._sleep(20_000_000)
+            y = weft.embedding_all_to_all(
+                weights, features, p.sharding, group=group, batch_sizes=p.batch_sizes, update=update
+            )
+            y.backward(upstream[p.rows_of(rank)].to(device, p.sharding.dtype))
+            del y
+        found.append([one.cpu() for one in (*weights, *update.tensors)])
+    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
+    return found
+
+
+def test_bits_are_those_of_the_all_to_all(pair: Pool) -> None:
+    wanted = pair.run(learned, False, False, timeout_s=120)
+    for delays in (False, True):
+        for mine, others in zip(pair.run(learned, True, delays, timeout_s=120), wanted, strict=True):
+            for name, one, other in zip(PROBLEMS, mine, others, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), (name, delays)
+
+
+def two_backwards(group: dist.ProcessGroup, pushes: bool) -> list[torch.Tensor]:
+    """Two forwards before two backwards, with and without accumulation; and gradients of tables and per-sample weights."""
+    os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
+    p, rank, device = problem(2, (8, 16, 4), 12, weighted=True), group.rank(), ranks.device()
+    found: list[torch.Tensor] = []
+    for optimizer in (weft.Adagrad(lr=0.1), None):
+        module: Any = ShardedEmbeddingBagCollection(
+            p.tables, group=group, placement=[0, 1, 0], optimizer=optimizer, is_weighted=True, device=device,
+            input="global_batch",
+        )  # fmt: skip
+        module.load_full_weights({table.name: weight for table, weight in zip(p.tables, p.weights, strict=True)})
+        features = p.keyed(rank).to(device)
+        one, two = (module(features, batch_sizes=p.batch_sizes).values() for _ in range(2))
+        two.sum().backward()
+        (2 * one).sum().backward()
+        with module.accumulate():
+            one, two = (module(features, batch_sizes=p.batch_sizes).values() for _ in range(2))
+            (one.square().sum() + two.sum()).backward()
+        found += [weight.detach().cpu() for weight in module.parameters()]
+        found += [weight.grad.cpu() for weight in module.parameters() if weight.grad is not None]
+    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
+    return found
+
+
+def test_several_calls_in_flight(pair: Pool) -> None:
+    both = [pair.run(two_backwards, pushes, timeout_s=120) for pushes in (False, True)]
+    for one, other in zip(*both, strict=True):
+        assert len(one) == len(other) > 0
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def replayed(group: dist.ProcessGroup) -> bool:
+    """A captured step, replayed, learns as ordinary steps."""
+    os.environ["WEFT_PUSH_GRADIENTS"] = "1"
+    p, rank, device = problem(2, (8, 16), 24), group.rank(), ranks.device()
+    features, both = tuple(ranks.here(p.tupled(rank))), []
+    upstream = torch.randn(24, p.sharding.total_dim, generator=torch.Generator().manual_seed(2))[p.rows_of(rank)]
+    upstream = upstream.to(device)
+    for captured in (False, True):
+        weights = [weight.clone() for weight in ranks.here(p.local_weights(rank))]
+        update = FusedUpdate(weft.RowwiseAdagrad(lr=0.1), weights)
+
+        def step(weights: list[torch.Tensor] = weights, update: FusedUpdate = update) -> None:
+            y = weft.embedding_all_to_all(
+                weights, features, p.sharding, group=group, batch_sizes=p.batch_sizes, update=update
+            )
+            y.backward(upstream)
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        side.synchronize()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                step()
+        for _ in range(3):
+            graph.replay() if captured else step()
+        torch.cuda.synchronize()
+        both.append([*weights, *update.tensors])
+    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
+    return all(torch.equal(one, two) for one, two in zip(*both, strict=True))
+
+
+def test_a_step_in_a_graph(pair: Pool) -> None:
+    assert pair.run(replayed, timeout_s=120) == [True, True]
+
+
+def goes_back_alone(group: dist.ProcessGroup) -> tuple[str, str, bool]:
+    """Rank 0 goes back, rank 1 does not: rank 0's tables stay, and its next call says why."""
+    os.environ["WEFT_PUSH_GRADIENTS"] = "1"
+    p, rank = problem(2, (8, 4), 6), group.rank()
+    weights = ranks.here(p.local_weights(rank))
+    update = FusedUpdate(weft.SGD(lr=0.1), weights)
+    given = weights, tuple(ranks.here(p.tupled(rank))), p.sharding
+    for _ in range(2):  # sets up, on both
+        weft.embedding_all_to_all(*given, group=group, update=update).sum().backward()
+    torch.cuda.synchronize()
+    before = [weight.clone() for weight in weights]
+    y = weft.embedding_all_to_all(*given, group=group, update=update, deadline_s=2.0)
+    if rank == 0:
+        y.sum().backward()
+    torch.cuda.synchronize()
+    time.sleep(4)
+    same = all(torch.equal(one, two) for one, two in zip(before, weights, strict=True))
+    return *error_of(lambda: weft.embedding_all_to_all(*given, group=group, update=update)), same
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_go_back(pair: Pool) -> None:
+    with Pool(2, backend="nccl") as alone:
+        (kind, text, same), (other_kind, _, _) = alone.run(goes_back_alone, timeout_s=60)
+    assert same, "nothing is updated without all gradients"
+    assert kind in ("DeadlineError", "PoisonedGroupError")
+    assert "gradients" in text
+    assert other_kind in ("PeerLostError", "PoisonedGroupError")

@@ -1,0 +1,129 @@
+"""Gradients of pooled vectors, stored straight into the memory of the ranks that own the tables: one kernel, no all-to-all.
+
+    inbox      of each rank, in symmetric memory: [global batch, columns of its tables]
+    signals    of each rank, in symmetric memory: for each peer `free` (the last call whose gradients the peer has used), then for
+               each peer `arrived` (the last call whose gradients from that peer are here)
+
+    1. A program waits until every peer has freed its inbox of the last call.
+    2. It stores pieces of columns of blocks of samples at their owners, remote ones first.
+    3. The last program to finish sets `arrived` at every peer, with release, waits for `arrived` of every peer, and stores the
+       epoch. Its arrival counter is acquire-release at system scope, so the release covers the stores of all programs.
+    4. Kernels behind it in the stream read the inbox. Then `free_kernel` sets `free` at every peer.
+
+Every wait ends at a deadline, or when the watchdog writes POISON. Either leaves a record in pinned host memory, and 0 in the word
+OK of the state: the update behind it then updates nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.signals import POISON, store_release, wait_at_least, words
+
+# The table of pieces (int64): owner, first column here, first column there, width, columns of the owner's inbox.
+PIECE_FIELDS = 5
+# Words of the local state (int64, device memory).
+STATE_WORDS = 8
+EPOCH, ARRIVED, FAILED, OK = range(4)
+# Words of the record in pinned host memory (int64).
+RECORD_WORDS = 8
+R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND = range(5)
+# Values of R_STATUS.
+WAIT_FREE, WAIT_ARRIVED = 1, 2
+
+_PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
+_EPOCH = tl.constexpr(EPOCH)
+_ARRIVED = tl.constexpr(ARRIVED)
+_FAILED = tl.constexpr(FAILED)
+_OK = tl.constexpr(OK)
+_R_STATUS = tl.constexpr(R_STATUS)
+_R_EPOCH = tl.constexpr(R_EPOCH)
+_R_PEER = tl.constexpr(R_PEER)
+_R_WANTED = tl.constexpr(R_WANTED)
+_R_FOUND = tl.constexpr(R_FOUND)
+_WAIT_FREE = tl.constexpr(WAIT_FREE)
+_WAIT_ARRIVED = tl.constexpr(WAIT_ARRIVED)
+_POISON = tl.constexpr(POISON)
+
+
+@triton.jit
+def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexpr, PTX: tl.constexpr):
+    """Wait until all words have the value. Return 0, or 1 after a record of the failure."""
+    found = wait_at_least(words(word), wanted, deadline_ns, PTX)
+    lowest = tl.min(found, 0)
+    failed = ((lowest < wanted) | (tl.max(found, 0) >= _POISON)).to(tl.int32)
+    if failed != 0:
+        tl.store(record + _R_EPOCH, epoch)
+        tl.store(record + _R_PEER, tl.argmin(found, 0).to(tl.int64))
+        tl.store(record + _R_WANTED, wanted)
+        tl.store(record + _R_FOUND, lowest)
+        tl.store(record + _R_STATUS, STATUS)
+        tl.atomic_add(state + _FAILED, 1, sem="relaxed")
+    return failed
+
+
+@triton.jit(do_not_specialize=["samples", "first_sample", "count_of_pieces", "deadline_ns"])
+def push_kernel(
+    grad, pieces, inboxes, signals, state, record, samples, first_sample, count_of_pieces, stride, deadline_ns: tl.int64,
+    RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Store `grad`, [samples, stride], at the owners of its columns.
+
+    pieces [count_of_pieces, PIECE_FIELDS], each at most BLOCK columns wide. inboxes, signals [WORLD]: addresses of every rank's
+    memory as mapped here. first_sample: of this rank in the global batch. WAIT is off if one process runs all ranks.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(state + _EPOCH) + 1
+    ranks = tl.arange(0, WORLD_P2)
+    peer = (ranks < WORLD) & (ranks != RANK)
+    mine = tl.load(signals + RANK)
+    # Lanes without a peer read our own epoch, which the last program changes only when all have passed.
+    own = state.to(tl.int64) + 8 * _EPOCH
+    blocks = (samples + ROWS - 1) // ROWS
+    units = count_of_pieces * blocks
+    if WAIT:
+        free = tl.where(peer, mine + 8 * ranks, own)
+        if _waited(record, state, free, epoch - 1, epoch, deadline_ns, _WAIT_FREE, PTX) != 0:
+            units = units * 0
+
+    lanes, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    for unit in range(program, units, programs):
+        piece = pieces + (unit // blocks) * _PIECE_FIELDS
+        sample = (unit % blocks) * ROWS + lanes
+        owner, here, there = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+        width, of_owner = tl.load(piece + 3), tl.load(piece + 4)
+        mask = (sample < samples)[:, None] & (columns < tl.multiple_of(width, ALIGN))[None, :]
+        source = tl.multiple_of(sample.to(tl.int64) * stride + here, ALIGN)
+        inbox = tl.multiple_of(tl.load(inboxes + owner).to(grad.dtype), ALIGN * ITEM_BYTES)
+        target = tl.multiple_of((first_sample + sample.to(tl.int64)) * of_owner + there, ALIGN)
+        g = tl.load(grad + source[:, None] + columns[None, :], mask=mask)
+        tl.store(inbox + target[:, None] + columns[None, :], g, mask=mask)
+
+    tl.debug_barrier()
+    arrived = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel", scope="sys")
+    if arrived == programs - 1:
+        failed = tl.load(state + _FAILED, volatile=True)
+        if failed == 0:
+            theirs = tl.load(signals + tl.where(peer, ranks, RANK))
+            # Lanes without a peer write to our own word, which nobody reads.
+            at = tl.where(peer, theirs + 8 * (WORLD + RANK), mine + 8 * (WORLD + RANK))
+            store_release(words(at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
+            if WAIT:
+                from_peers = tl.where(peer, mine + 8 * (WORLD + ranks), mine + 8 * (WORLD + RANK))
+                failed += _waited(record, state, from_peers, epoch, epoch, deadline_ns, _WAIT_ARRIVED, PTX)
+        tl.store(state + _OK, (failed == 0).to(tl.int64))
+        tl.store(state + _ARRIVED, tl.full([], 0, tl.int64))
+        tl.store(state + _FAILED, tl.full([], 0, tl.int64))
+        tl.store(state + _EPOCH, epoch)
+
+
+@triton.jit
+def free_kernel(signals, state, RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, PTX: tl.constexpr):
+    """Tell every peer that this rank has used the gradients of the last call. One program."""
+    ranks = tl.arange(0, WORLD_P2)
+    peer = (ranks < WORLD) & (ranks != RANK)
+    theirs = tl.load(signals + tl.where(peer, ranks, RANK))
+    epoch = tl.full([WORLD_P2], 0, tl.int64) + tl.load(state + _EPOCH)
+    store_release(words(theirs + 8 * RANK), epoch, PTX)

@@ -1,0 +1,184 @@
+"""The ids of a batch as occurrences with keys, and the runs of equal rows after a sort of the keys.
+
+An occurrence is one id of one bag. Its key is the linear row (all tables of a rank, one behind the other) times SPLIT, plus the
+number of the slot among those of its table. Its place is that of the bag's gradient, in elements.
+
+    occurrences_kernel   ids and offsets into keys, places and scales. A program finds the bags of its first and last id by a search
+                         in all offsets, and those between by a search between the two.
+    (a stable sort)      keys, and the numbers of occurrences
+    count_runs_kernel    the number of runs that begin in each block of sorted keys
+    (a prefix sum)       of blocks
+    runs_kernel          begin and key of each run; places and scales in the order of runs
+    long_runs_kernel     the segments of runs of more than SEGMENT occurrences. Atomics number them: numbers differ from call to
+                         call, the sums do not.
+
+Everything stays on the device: its memory has room for the most runs and segments that there can be.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.embedding_all_to_all import _row_of
+
+# The table of slots (int64): table, rows, first linear row of the table, number among the table's slots, first column of the
+# gradient, 1 for mean pooling.
+SLOT_FIELDS = 6
+# Words that long_runs_kernel counts in (int64).
+SEGMENTS, LONG_RUNS = range(2)
+
+_SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
+_LONG_RUNS = tl.constexpr(LONG_RUNS)
+_WIDE = tl.constexpr(32)
+_PARTS = tl.constexpr(128)
+
+
+@triton.jit
+def _bag_before(offsets, at, bags, BAG: tl.constexpr):
+    """Return the last of `bags` + 1 offsets that is not above `at`, or -1. Each round of loads leaves one part of _PARTS."""
+    parts = tl.arange(0, _PARTS)
+    low = tl.full([], -1, BAG)
+    high = (low + 2 + bags).to(BAG)
+    while high - low > 1:
+        step = (high - low + _PARTS - 1) // _PARTS
+        pivots = low + step * (1 + parts)
+        inside = pivots < high
+        before = inside & (tl.load(offsets + pivots, mask=inside, other=0).to(tl.int64) <= at)
+        low = (low + step * tl.sum(before.to(tl.int32), axis=0)).to(BAG)
+        high = tl.minimum(low + step, high).to(BAG)
+    return low
+
+
+@triton.jit(do_not_specialize=["count", "bags", "batch", "keys_of_layer", "stride", "no_row"])
+def occurrences_kernel(
+    values, offsets, weights, of_key, slots, keys, places, scales, over_length,
+    count, bags, batch, keys_of_layer, stride, no_row,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, HASH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
+    BAG: tl.constexpr,
+):  # fmt: skip
+    """Write keys, places and scales of all occurrences, a layer of slots behind the other.
+
+    values [count], offsets [bags + 1]. of_key [layers, keys_of_layer]: the slot that reads each block of offsets, or -1. stride: of
+    the gradients of a sample. scales, fp32: per-sample weight over the length of the bag; over_length, fp32: the latter alone.
+    BAG: the type of numbers of bags. Grid: (blocks, layers).
+    """
+    block, layer = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
+    at = block + tl.arange(0, BLOCK)
+    inside = at < count
+    first = _bag_before(offsets, block, bags, BAG)
+    last = tl.maximum(_bag_before(offsets, tl.minimum(block + BLOCK, count) - 1, bags, BAG), first)
+    low = tl.zeros([BLOCK], BAG) + first
+    high = tl.zeros([BLOCK], BAG) + last + 1
+    span = last + 1 - first
+    while span > 1:
+        middle = (low + high) // 2
+        is_open = high - low > 1
+        is_before = tl.load(offsets + middle, mask=is_open, other=0).to(tl.int64) <= at
+        low = tl.where(is_open & is_before, middle, low)
+        high = tl.where(is_open & (is_before == 0), middle, high)
+        span = (span + 1) // 2
+    read = inside & (low >= 0) & (low < bags)  # values before the first offset and behind the last are of no bag
+    bag = tl.where(read, low, 0)
+    key = bag // batch
+    slot = tl.load(of_key + layer * keys_of_layer + key, mask=read, other=-1)
+    read = read & (slot >= 0)
+    entry = slots + slot * _SLOT_FIELDS
+    rows = tl.load(entry + 1, mask=read, other=1)
+    row = _row_of(tl.load(values + at, mask=inside, other=0), rows, HASH)
+    read = read & (row >= 0) & (row < rows)
+    base = tl.load(entry + 2, mask=read, other=0)
+    turn = tl.load(entry + 3, mask=read, other=0)
+    column = tl.load(entry + 4, mask=read, other=0)
+    place = tl.where(read, (bag - key * batch).to(tl.int64) * stride + column, 0)
+    out = layer * count + at
+    key = tl.where(read, (base + row) * SPLIT + turn, no_row)
+    tl.store(keys + out, key.to(keys.dtype.element_ty), mask=inside)
+    tl.store(places + out, place.to(places.dtype.element_ty), mask=inside)
+    scale = tl.full([BLOCK], 1.0, tl.float32)
+    if ANY_MEAN:
+        length = tl.load(offsets + bag + 1, mask=read, other=1) - tl.load(offsets + bag, mask=read, other=0)
+        is_mean = tl.load(entry + 5, mask=read, other=0) != 0
+        over = tl.div_rn(scale, tl.maximum(length, 1).to(tl.float32))
+        scale = tl.where(is_mean, over, scale)
+        tl.store(over_length + out, scale, mask=inside)
+    if WEIGHTED:
+        scale = tl.load(weights + at, mask=inside, other=0) * scale
+    if WEIGHTED or ANY_MEAN:
+        tl.store(scales + out, scale, mask=inside)
+
+
+@triton.jit
+def _begins(keys, at, count, no_row, SPLIT: tl.constexpr):
+    """Return (keys, where a run begins, where the keys without a row begin)."""
+    inside = at < count
+    key = tl.load(keys + at, mask=inside, other=no_row)
+    before = tl.load(keys + at - 1, mask=inside & (at > 0), other=no_row)
+    known = inside & (key != no_row)
+    is_first = (at == 0) | (before // SPLIT != key // SPLIT) | (before == no_row)
+    return key, known & is_first, inside & (known == 0) & ((at == 0) | (before != no_row))
+
+
+@triton.jit(do_not_specialize=["count", "no_row"])
+def count_runs_kernel(keys, counts, count, no_row, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """Write the number of runs that begin in each block of sorted keys. Grid: blocks."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _, begins, _ = _begins(keys, at, count, no_row, SPLIT)
+    tl.store(counts + tl.program_id(0), tl.sum(begins.to(tl.int32), axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["count", "no_row"])
+def runs_kernel(
+    keys, order, places, scales, ends, starts, run_keys, sorted_places, sorted_scales, count, no_row,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write begin and key of each run, the end of the last run, and places and scales in sorted order.
+
+    ends: the number of runs that begin in each block and all blocks before it. starts: room for a number more than runs.
+    Grid: blocks.
+    """
+    block = tl.program_id(0)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    key, begins, is_end = _begins(keys, at, count, no_row, SPLIT)
+    base = tl.load(ends + block - 1, mask=block > 0, other=0)
+    number = base + tl.cumsum(begins.to(tl.int32), axis=0) - 1
+    tl.store(starts + number, at.to(starts.dtype.element_ty), mask=begins)
+    tl.store(run_keys + number, key, mask=begins)
+    is_end = is_end | (((at + 1) == count) & (key != no_row))
+    end = tl.where(key != no_row, count, at)
+    runs = tl.load(ends + tl.num_programs(0) - 1)
+    tl.store(starts + runs + at * 0, end.to(starts.dtype.element_ty), mask=is_end)
+    occurrence = tl.load(order + at, mask=inside, other=0)
+    tl.store(sorted_places + at, tl.load(places + occurrence, mask=inside, other=0), mask=inside)
+    if SCALED:
+        tl.store(sorted_scales + at, tl.load(scales + occurrence, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def long_runs_kernel(
+    starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK: tl.constexpr, SEGMENT: tl.constexpr
+):
+    """Number the segments of long runs: first_segment of each long run, run_of_segment, and a list of long runs.
+
+    counters: zeros at first; then the numbers of segments and of long runs.
+    """
+    total = tl.load(runs)
+    for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
+        run = begin + tl.arange(0, BLOCK)
+        inside = run < total
+        first = tl.load(starts + run, mask=inside, other=0)
+        length = tl.load(starts + run + 1, mask=inside, other=0) - first
+        is_long = inside & (length > SEGMENT)
+        segments = tl.where(is_long, (length + SEGMENT - 1) // SEGMENT, 0).to(tl.int64)
+        most = tl.max(segments, axis=0)
+        if most > 0:
+            at = tl.atomic_add(counters + run * 0, segments, mask=is_long, sem="relaxed")
+            tl.store(first_segment + run, at, mask=is_long)
+            number = tl.atomic_add(counters + _LONG_RUNS + run * 0, is_long.to(tl.int64), mask=is_long, sem="relaxed")
+            tl.store(long_runs + number, run, mask=is_long)
+            lanes = tl.arange(0, _WIDE)
+            for segment in range(0, most, _WIDE):
+                mask = is_long[:, None] & (segment + lanes[None, :] < segments[:, None])
+                where = run_of_segment + at[:, None] + segment + lanes[None, :]
+                tl.store(where, run[:, None] + lanes[None, :] * 0, mask=mask)

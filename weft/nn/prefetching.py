@@ -1,0 +1,52 @@
+"""The distribution of a batch's ids before the batch is called, beside other work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.embedding.jagged import JaggedInput
+from weft.nn.input_dist import InputDist
+
+
+class Prefetched:
+    """A batch on its way to the ranks that own its tables. Made, and ended, on every rank.
+
+    On GPUs this happens on a stream of its own. The numbers of ids leave at once, behind all work that is enqueued by then. The ids
+    follow at the call of the batch, when the host needs to wait for that stream alone, and not for the work enqueued since.
+
+    features: a batch, as for `InputDist`. Errors are raised by `arrived`.
+    """
+
+    def __init__(self, distribution: InputDist, features: Any) -> None:
+        self.features, self._distribution = features, distribution
+        self._side = None
+        if distribution.device.type == "cuda":
+            self._side = _side_stream(distribution.device)
+            self._side.wait_stream(torch.cuda.current_stream(distribution.device))
+        with self._aside():
+            self._begun = distribution.begin(features)
+
+    def arrived(self, before_ids_leave: Callable[[], None]) -> tuple[JaggedInput, tuple[int, ...]]:
+        """Send the ids, and return the results of `InputDist`'s call, valid in the order of the current stream."""
+        with self._aside():
+            before_ids_leave()
+            sent = self._distribution.send(self._begun)
+        if self._side is not None:
+            here = torch.cuda.current_stream(self._distribution.device)
+            here.wait_stream(self._side)
+            for tensor in sent.features.received:
+                tensor.record_stream(here)
+        return self._distribution.arrive(sent)
+
+    def _aside(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

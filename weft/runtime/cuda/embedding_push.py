@@ -1,0 +1,233 @@
+"""The exchange of embeddings' gradients by `weft.kernels.embedding_push`: one for each communicator, which all modules share.
+
+The host never waits, except where memory grows. The device notes a missed deadline in pinned memory; the next exchange or the
+watching thread then fails the group.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+
+from weft import env
+from weft.embedding import EmbeddingSharding
+from weft.embedding.tables import column_runs
+from weft.errors import DeadlineError, WeftError
+from weft.kernels import embedding_push as device_code
+from weft.kernels.signals import POISON
+from weft.runtime.capture import is_captured, refuse_capture
+from weft.runtime.cuda.watch import watch
+from weft.runtime.meeting import of_communicator
+from weft.symm import Communicator, Region, set_up_within
+from weft.symm.lasting import lasting
+
+_TILE = 4096  # elements of a program
+_WIDEST = 1024  # columns of a piece
+_WARPS = 4
+_PROGRAMS_PER_SM = 4
+_WAITED_FOR = {
+    device_code.WAIT_FREE: "that the last gradients are used",
+    device_code.WAIT_ARRIVED: "that gradients have come",
+}
+
+
+class Pieces(NamedTuple):
+    """The columns of gradients by owner: table (see `weft.kernels.embedding_push.PIECE_FIELDS`), BLOCK and ALIGN."""
+
+    table: torch.Tensor
+    block: int
+    align: int
+
+
+@lru_cache(maxsize=64)
+def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
+    """Return the pieces of a rank's gradients, those for the next ranks first."""
+    columns, found, here = columns_of(sharding), list[list[int]](), 0
+    align = 16 // itemsize
+    for owner, begin, end in column_runs(sharding):
+        for first in range(begin, end, _WIDEST):
+            width = min(_WIDEST, end - first)
+            found.append([owner, here, first, width, columns[owner]])
+            here += width
+    while any(number % align for piece in found for number in piece[1:]):
+        align //= 2
+    world = sharding.world_size
+    found.sort(key=lambda piece: (piece[0] - rank - 1) % world)
+    block = triton.next_power_of_2(max((piece[3] for piece in found), default=1))
+    table = lasting(device, lambda: torch.tensor(found, dtype=torch.int64, device=device))
+    return Pieces(table, max(16, block), align)
+
+
+def columns_of(sharding: EmbeddingSharding) -> list[int]:
+    """Return the columns of each rank's tables."""
+    return [sum(slot.dim for slot in sharding.local_slots(rank)) for rank in range(sharding.world_size)]
+
+
+def launch_push(
+    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], inboxes: torch.Tensor,
+    signals: torch.Tensor, state: torch.Tensor, record: torch.Tensor, deadline_s: float, wait: bool = True,
+) -> None:  # fmt: skip
+    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]."""
+    pieces, device = pieces_of(sharding, rank, grad.itemsize, grad.device), grad.device
+    is_aligned = grad.data_ptr() % 16 == 0
+    rows = max(1, _TILE // pieces.block)
+    units = len(pieces.table) * -(-len(grad) // rows)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    first = [*accumulate(batch_sizes, initial=0)][rank]
+    device_code.push_kernel[max(1, min(units, sms * _PROGRAMS_PER_SM)), 1, 1](
+        grad, pieces.table, inboxes, signals, state, record, len(grad), first, len(pieces.table), grad.shape[1],
+        int(1e9 * deadline_s), RANK=rank, **_of_world(sharding.world_size, device), ROWS=rows, BLOCK=pieces.block,
+        ALIGN=pieces.align if is_aligned else 1, ITEM_BYTES=grad.itemsize, WAIT=wait, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def launch_free(signals: torch.Tensor, state: torch.Tensor, rank: int, world: int) -> None:
+    device_code.free_kernel[1, 1, 1](signals, state, RANK=rank, **_of_world(world, state.device), num_warps=1)
+
+
+def _of_world(world: int, device: torch.device) -> dict[str, Any]:
+    ptx = device.type == "cuda" and torch.version.hip is None
+    return {"WORLD": world, "WORLD_P2": triton.next_power_of_2(world), "PTX": ptx}
+
+
+class PushedGradients:
+    """The exchange on one communicator. The constructor is collective, and so is every call."""
+
+    deadline_s = math.inf  # kernels have deadlines of their own
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        device, world = comm.device, comm.world_size
+        self._signals = comm.allocate(8 * 2 * world, what="signals of gradients")
+        self._inbox: Region | None = None
+        self._kept: list[Region] = []  # inboxes that captured graphs use
+        self._captured = False
+        self._state = lasting(device, lambda: torch.zeros(device_code.STATE_WORDS, dtype=torch.int64, device=device))
+        self._record_tensor = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        self._record = memoryview(cast(Any, self._record_tensor.numpy()))
+        self._signals_at = self._addresses(self._signals)
+        self._inboxes_at = self._signals_at
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        # Allocate now what the watchdog needs: it may not load a module while a kernel waits.
+        self._poison = torch.full((2 * world,), POISON, dtype=torch.int64, pin_memory=True)
+        self._poison_stream = torch.cuda.Stream(device, priority=-1)
+        self._failure: WeftError | None = None
+        self._noting = threading.Lock()
+        self._take_back = comm.on_failure(self._release_waiters)
+        comm._holders.add(self)
+        watch.add(self)
+        comm.before_check(self.look)  # the watching thread may be late
+
+    def run(
+        self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None
+    ) -> torch.Tensor:
+        """Enqueue the exchange. Return the gradients of the vectors that this rank has pooled, until `free`.
+
+        They are [global batch, columns of this rank's tables].
+        """
+        self.check()
+        comm, patience_s = self.comm, deadline_s or env.deadline_s()
+        columns, batch = columns_of(sharding), sum(batch_sizes)
+        self._reserve(batch * max(columns) * grad.itemsize, patience_s)
+        assert self._inbox is not None
+        here, captured = torch.cuda.current_stream(comm.device), is_captured(comm.device)
+        if self._last is not None and self._last[0] != here and not captured:
+            here.wait_event(self._last[1])
+        self._captured = self._captured or captured
+        launch_push(
+            grad.contiguous(), sharding, comm.rank, batch_sizes, self._inboxes_at, self._signals_at, self._state,
+            self._record_tensor, patience_s,
+        )  # fmt: skip
+        return self._inbox.tensor(comm.rank, (batch, columns[comm.rank]), grad.dtype)
+
+    @property
+    def ok(self) -> torch.Tensor:
+        """1 on the device if the last exchange was complete, else 0: int64 [1]."""
+        return self._state[device_code.OK : device_code.OK + 1]
+
+    def free(self) -> None:
+        """Enqueue that the gradients of the last exchange are used."""
+        launch_free(self._signals_at, self._state, self.comm.rank, self.comm.world_size)
+        if not is_captured(self.comm.device):
+            here = torch.cuda.current_stream(self.comm.device)
+            self._last = here, here.record_event()
+
+    def check(self) -> None:
+        """Raise the error of an earlier exchange, or of the group. Do not wait."""
+        self.look()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self.comm.check()
+
+    def look(self) -> None:
+        """Fail the group if the device has recorded a missed deadline."""
+        if not self._record[device_code.R_STATUS]:
+            return
+        with self._noting:
+            status = self._record[device_code.R_STATUS]
+            self._record[device_code.R_STATUS] = 0
+            if not status or self.comm.failed:
+                return
+            epoch, peer, wanted, found = self._record[device_code.R_EPOCH : device_code.R_FOUND + 1]
+            text = (
+                f"rank {self.comm.rank}: exchange {epoch} of embeddings' gradients waited for rank {peer} to say "
+                f"{_WAITED_FOR[status]}, and missed its deadline: wanted {wanted}, found {found}. Has that rank gone back "
+                "through the same call?"
+            )
+            self._failure = DeadlineError(text)
+            self.comm.poison(text)
+
+    def has_begun(self) -> bool:
+        """Look, for the watching thread."""
+        self.look()
+        return False
+
+    def standing_still(self, seconds: float) -> None:
+        """Do nothing: kernels have deadlines of their own."""
+
+    def close(self) -> None:
+        """Leave the watching thread. The group frees the memory."""
+        watch.remove(self)
+        self._take_back()
+
+    def _reserve(self, nbytes: int, patience_s: float) -> None:
+        if self._inbox is not None and nbytes <= self._inbox.nbytes:
+            return
+        refuse_capture(self.comm.device)
+        with set_up_within(patience_s):
+            # Work of all ranks may still use the smaller memory.
+            torch.cuda.synchronize(self.comm.device)
+            self.comm.all_gather(None, what="larger memory for gradients")
+            smaller, most = self._inbox, max(nbytes, 1)
+            self._inbox = self.comm.allocate(most, what="gradients of embeddings")
+        if smaller is not None and self._captured:
+            self._kept.append(smaller)
+        elif smaller is not None:
+            smaller.give_back()
+        self._inboxes_at = self._addresses(self._inbox)
+
+    def _addresses(self, region: Region) -> torch.Tensor:
+        device, addresses = self.comm.device, [region.address(rank) for rank in range(self.comm.world_size)]
+        return lasting(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
+
+    def _release_waiters(self) -> None:
+        """End every wait of this rank's kernels. Runs on the watchdog thread."""
+        with torch.cuda.device(self.comm.device), torch.cuda.stream(self._poison_stream):
+            words = self._signals.tensor(self.comm.rank, (2 * self.comm.world_size,), torch.int64)
+            words.copy_(self._poison, non_blocking=True)
+
+
+_exchanges: dict[Communicator, PushedGradients] = {}
+
+
+def pushed_on(comm: Communicator) -> PushedGradients:
+    """Return the exchange on `comm`. Collective if there is none yet."""
+    return of_communicator(_exchanges, comm, PushedGradients)

@@ -1,0 +1,267 @@
+"""The ids of a batch sorted by table and row on a GPU, for backward of embedding_all_to_all: a stable sort by torch between
+kernels of `weft.kernels.embedding_runs`.
+
+The host never waits for the device. The numbers of runs and of segments stay on the device; arrays have room for the most that
+there can be. Keys have 32 bits where all rows of a rank fit.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.embedding import EmbeddingSharding, JaggedInput
+from weft.embedding.forward_call import ForwardCall
+from weft.kernels import embedding_runs as device_code
+from weft.runtime.capture import is_captured
+from weft.symm.lasting import lasting
+
+SEGMENT = 128  # occurrences
+_TILE = 1024  # elements that a program sums at once
+_BLOCK = 1024  # ids, or keys, of a program
+_RUNS = 256  # of a program, while it looks for long ones
+_PROGRAMS_PER_SM = 32  # of one warp
+
+
+class _Slots(NamedTuple):
+    """This rank's slots, as tensors on the device.
+
+    of_key [layers, blocks of offsets]: the slot that reads each key, or -1; a key that several slots read is in several layers.
+    table: see `weft.kernels.embedding_runs.SLOT_FIELDS`.
+    """
+
+    of_key: torch.Tensor
+    table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers that are the same for all calls of a plan.
+
+    split: the most slots of a table. rows: of all tables of this rank. block_d, lanes: of a tile. align: divides all widths, at
+    most 16 bytes. uniform: all widths are block_d. They follow from the slots of all ranks, so that sums do not depend on the
+    placement.
+    """
+
+    split: int
+    rows: int
+    bases: tuple[int, ...]
+    block_d: int
+    lanes: int
+    align: int
+    uniform: bool
+    any_mean: bool
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        return torch.int32 if self.split * (self.rows + 1) < 2**31 else torch.int64
+
+    @property
+    def no_row(self) -> int:
+        """The key of an id without a row: above all others."""
+        return self.split * self.rows
+
+    @property
+    def warps(self) -> int:
+        return max(1, min(8, self.lanes * self.block_d // 512))
+
+    def programs(self, device: torch.device, most: int, warps: int | None = None) -> int:
+        """Return the number of programs for `most` pieces of work."""
+        count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        return max(1, min(most, count * _PROGRAMS_PER_SM // (warps or self.warps)))
+
+
+class Occurrences(NamedTuple):
+    """All ids of a batch, in the order of layers and positions. scales: None if all are 1.
+
+    keys: of the row, `Shape.split` times, plus the number of the slot. places: of the gradient, in elements.
+    """
+
+    keys: torch.Tensor
+    places: torch.Tensor
+    scales: torch.Tensor | None
+    over_length: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The runs of a batch: occurrences of equal rows.
+
+    count: of all occurrences. starts, keys: of each run. runs: their number. places, scales: of occurrences, run by run. For runs
+    of more than SEGMENT occurrences: first_segment of each, run_of_segment, long_runs, counters (the numbers of the last two).
+    """
+
+    shape: Shape
+    count: int
+    starts: torch.Tensor
+    keys: torch.Tensor
+    runs: torch.Tensor
+    places: torch.Tensor
+    scales: torch.Tensor | None
+    first_segment: torch.Tensor
+    run_of_segment: torch.Tensor
+    long_runs: torch.Tensor
+    counters: torch.Tensor
+
+
+class SortedAhead(NamedTuple):
+    """Rows that another stream computes, and the event at their end; None for rows of the current stream."""
+
+    rows: Rows
+    done: torch.cuda.Event | None
+
+
+def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
+    """Sort the ids of a call on a stream of its own, behind all work that is enqueued on the current stream.
+
+    `sorted_rows` of the same call returns the result. So the sort runs beside what follows: the dense part of the model, or the
+    exchange of gradients. While a graph is captured, it does nothing.
+    """
+    device = jagged.values.device
+    if of.sorted_ahead is not None or is_captured(device):
+        return
+    if device.type != "cuda":
+        of.sorted_ahead = SortedAhead(_sorted(of, jagged), None)
+        return
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        rows = _sorted(of, jagged)
+        of.sorted_ahead = SortedAhead(rows, side.record_event())
+    for given in (jagged.values, jagged.offsets, jagged.weights):
+        if given is not None:
+            given.record_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
+    """Return the ids of this rank's tables, sorted by table, row, slot, sample and place in the bag."""
+    ahead, of.sorted_ahead = of.sorted_ahead, None
+    if ahead is None:
+        return _sorted(of, jagged)
+    if ahead.done is not None:
+        here = torch.cuda.current_stream(jagged.values.device)
+        here.wait_event(ahead.done)
+        for tensor in vars(ahead.rows).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(here)
+    return ahead.rows
+
+
+def _sorted(of: ForwardCall, jagged: JaggedInput) -> Rows:
+    shape, ids = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged)
+    count, device = ids.keys.numel(), ids.keys.device
+
+    def new(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    # Sort first: its own memory is free again before the rest is allocated.
+    ordered, order = torch.sort(ids.keys, stable=True)
+    at = torch.int32 if count < 2**31 else torch.int64
+    starts, keys, places = new(count + 1, at), new(count, ids.keys.dtype), torch.empty_like(ids.places)
+    scales = None if ids.scales is None else torch.empty_like(ids.scales)
+    most_long = count // SEGMENT  # a run is cut only if it is longer than a segment
+    first_segment, run_of_segment, long_runs = new(count), new(2 * most_long + 1), new(most_long + 1)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    if not count:
+        runs = torch.zeros(1, dtype=torch.int64, device=device)
+        return Rows(shape, 0, starts, keys, runs, places, scales, first_segment, run_of_segment, long_runs, counters)
+    blocks = -(-count // _BLOCK)
+    counts = new(blocks, torch.int64)
+    device_code.count_runs_kernel[blocks, 1, 1](ordered, counts, count, shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split)
+    ends = counts.cumsum(0)
+    unused = ordered if scales is None else scales
+    device_code.runs_kernel[blocks, 1, 1](
+        ordered, order, ids.places, unused if ids.scales is None else ids.scales, ends, starts, keys, places, unused, count,
+        shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split, SCALED=scales is not None,
+    )  # fmt: skip
+    runs = ends[-1:]
+    if most_long:
+        programs = shape.programs(device, -(-count // _RUNS), 4)
+        device_code.long_runs_kernel[programs, 1, 1](
+            starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK=_RUNS, SEGMENT=SEGMENT
+        )
+    return Rows(shape, count, starts, keys, runs, places, scales, first_segment, run_of_segment, long_runs, counters)
+
+
+def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
+    """Return all ids of this rank's slots with keys and places."""
+    shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
+    batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
+    local = of.plan.sharding.local_slots(of.rank)
+    stride = sum(slot.dim for slot in local)
+    of_places = torch.int32 if batch * stride < 2**31 else torch.int64
+    if not count or bags <= 0 or not local:
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
+    slots = _slots_of(of.plan.sharding, of.rank, of.checked.key_of_slot, bags // batch, device)
+    size = len(slots.of_key) * count
+    keys = torch.empty(size, dtype=shape.key_dtype, device=device)
+    places = torch.empty(size, dtype=of_places, device=device)
+    over = torch.empty(size, dtype=torch.float32, device=device) if shape.any_mean else None
+    weights = jagged.weights
+    scales = over if weights is None else torch.empty(size, dtype=torch.float32, device=device)
+    device_code.occurrences_kernel[-(-count // _BLOCK), len(slots.of_key), 1](
+        jagged.values, jagged.offsets, places if weights is None else weights, slots.of_key, slots.table, keys, places,
+        places if scales is None else scales, places if over is None else over,
+        count, bags, batch, slots.of_key.shape[1], stride, shape.no_row,
+        BLOCK=_BLOCK, SPLIT=shape.split, HASH=of.plan.options.hash, WEIGHTED=weights is not None, ANY_MEAN=shape.any_mean,
+        BAG=tl.int32 if bags < 2**30 else tl.int64,
+    )  # fmt: skip
+    return Occurrences(keys, places, scales, over)
+
+
+@functools.lru_cache(maxsize=64)
+def shape_of(sharding: EmbeddingSharding, rank: int) -> Shape:
+    """Return the shape of a rank's part of a sharding."""
+    slots, tables = sharding.local_slots(rank), sharding.local_tables(rank)
+    bases = [0]
+    for index in tables:
+        bases.append(bases[-1] + sharding.tables[index].num_embeddings)
+    widths = {slot.dim for slot in sharding.slots}
+    block_d = max(16, triton.next_power_of_2(max(widths)))
+    # Not of this rank's slots alone: with other tiles sums would have other bits on another rank.
+    lanes = max(1, min(16, _TILE // block_d))
+    align = 16 // sharding.dtype.itemsize
+    while any(width % align for width in widths):
+        align //= 2
+    split = max((len(sharding.tables[index].feature_names) for index in tables), default=1)
+    any_mean = any(sharding.tables[slot.table].pooling == "mean" for slot in slots)
+    return Shape(split, bases[-1], tuple(bases[:-1]), block_d, lanes, align, widths == {block_d}, any_mean)
+
+
+@functools.lru_cache(maxsize=64)
+def _slots_of(
+    sharding: EmbeddingSharding, rank: int, key_of_slot: tuple[int, ...], keys: int, device: torch.device
+) -> _Slots:
+    """Return the layout of the rank's slots in tables on the device. keys: the number of blocks of offsets."""
+    local = {index: number for number, index in enumerate(sharding.local_tables(rank))}
+    shape, slots = shape_of(sharding, rank), sharding.local_slots(rank)
+    turns, columns = dict.fromkeys(local, 0), 0
+    layers: list[list[int]] = []
+    fields: list[list[int]] = []
+    for number, (slot, key) in enumerate(zip(slots, key_of_slot, strict=True)):
+        layer = next((one for one in layers if one[key] < 0), None)
+        if layer is None:
+            layers.append(layer := [-1] * keys)
+        layer[key] = number
+        table = sharding.tables[slot.table]
+        of_table = local[slot.table]
+        mean = table.pooling == "mean"
+        fields.append([of_table, table.num_embeddings, shape.bases[of_table], turns[slot.table], columns, mean])
+        turns[slot.table] += 1
+        columns += slot.dim
+
+    def made() -> _Slots:
+        return _Slots(torch.tensor(layers, device=device), torch.tensor(fields, dtype=torch.int64, device=device))
+
+    return lasting(device, made)
