@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft import plan
-from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_OWN, CLEARLY_US, SPARED
+from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_CHUNKED, CLEARLY_OWN, CLEARLY_US, SPARED
 from weft.plan.predict import HOPELESS
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -41,6 +41,7 @@ def test_the_page_says_the_planners_thresholds() -> None:
     """Compare shares, times and factors of the text about the choice, whatever its words."""
     text = PAGE.read_text()
     steps = " ".join(text[text.index("1. All candidates") : text.index("4. Measured times")].split())
-    assert set(re.findall(r"(\d+)%", steps)) == {f"{100 * part:.0f}" for part in (CLEARLY, CLEARLY_OWN, ALIKE, SPARED)}
+    parts = CLEARLY, CLEARLY_CHUNKED, CLEARLY_OWN, ALIKE, SPARED
+    assert set(re.findall(r"(\d+)%", steps)) == {f"{100 * part:.0f}" for part in parts}
     assert set(re.findall(r"(\d+) us", steps)) == {f"{us:.0f}" for us in (CLEARLY_US, ALIKE_US)}
     assert re.findall(r"([\d.]+) times the best", steps) == [str(HOPELESS)]

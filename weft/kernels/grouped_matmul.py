@@ -34,7 +34,6 @@ the segment. Without TMA, masked loads and stores do the same.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import triton
@@ -45,8 +44,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 @dataclass(frozen=True, slots=True)
 class Config:
     """A configuration of the kernel. parts: the number of pieces in which a tile is stored; more pieces save shared memory for
-    stages. step_us: the time of BLOCK_K rows of the weights in a tile, for 16-bit types on an H100 whose multiprocessors all
-    work."""
+    stages."""
 
     block_m: int
     block_n: int
@@ -56,56 +54,44 @@ class Config:
     stages: int
     parts: int = 1
     per_sm: int = 1  # resident programs per multiprocessor
-    step_us: float = 0.0
-
-    def tile_us(self, tiles: float, multiprocessors: int) -> float:
-        """Return the time of BLOCK_K rows of the weights in all tiles of a launch, in us on an H100.
-
-        A multiprocessor has several tiles one after the other, and the last round may leave others idle. A program that is alone
-        on its multiprocessor waits for its operands: it loads one stage less than it has at a time.
-        """
-        rounds = max(1, math.ceil(tiles / multiprocessors - 0.05))  # the number of rows is an estimate
-        alone_us = _LATENCY_US / (self.stages - 1) / min(rounds, self.per_sm)
-        return rounds * max(self.step_us, alone_us)
 
 
-_LATENCY_US = 1.1
-"""From a load of operands to their arrival while weights are read from memory. Measured on an H100: 0.37 us a step with 4 stages."""
-LARGE = Config(128, 256, 64, 8, 8, 3, step_us=0.70)
-# Configurations for 16-bit types. A 64-row tile computes faster than its operands arrive: 110 GB/s on each multiprocessor.
+LARGE = Config(128, 256, 64, 8, 8, 3)
+# Configurations that a benchmark tries for 16-bit types, from many rows per segment to few.
 CONFIGS = (
     LARGE,
-    Config(128, 256, 64, 16, 8, 4, parts=2, step_us=0.70),
-    Config(256, 128, 64, 8, 8, 3, step_us=0.70),
-    Config(128, 128, 64, 8, 4, 3, parts=2, per_sm=2, step_us=0.37),
-    Config(64, 256, 64, 16, 4, 4, step_us=0.40),
-    Config(64, 128, 64, 16, 4, 4, per_sm=2, step_us=0.24),
-    Config(64, 128, 64, 16, 4, 8, step_us=0.24),
+    Config(128, 256, 64, 16, 8, 4, parts=2),
+    Config(256, 128, 64, 8, 8, 3),
+    Config(128, 128, 64, 8, 4, 3, parts=2, per_sm=2),
+    Config(64, 256, 64, 16, 4, 4),
+    Config(64, 128, 64, 16, 4, 4, per_sm=2),
 )
-_SHORT_K, _TALL = CONFIGS[1:3]
+_SHORT_K, _MEDIUM, _SMALL, _NARROW = CONFIGS[1], *CONFIGS[3:6]
 # Without tensor maps, addresses and masks take the registers that larger tiles need.
 PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
 
 
 def choose_config(
-    itemsize: int, rows_per_segment: float, n: int, k: int, segments: int, multiprocessors: int
+    itemsize: int, rows_per_segment: float, n: int, k: int, segments: int = 0, multiprocessors: int = 0
 ) -> Config:
-    """Return the fastest configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
+    """Return a configuration for elements of `itemsize` bytes and an average number of rows per (source, expert).
 
-    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: with few rows, tiles of 64 rows
-    waste less. With few tiles, what counts is how many multiprocessors have one, and how many in the last round. With a short
-    K, stores take a large part of the time: a large tile is then stored in two pieces, whose memory holds one more stage of
-    operands.
+    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
+    segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles occupy more
+    of them: a multiprocessor loads at most about 110 GB/s (H100), and such GEMMs only read weights. With a short K, stores take
+    a large part of the time: a tile is then stored in two pieces, whose memory holds one more stage of operands.
+
+    segments: (source, expert) pairs of a launch; 0 if unknown.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
-
-    def us(config: Config) -> float:
-        tiles = segments * max(1.0, rows_per_segment / config.block_m + 0.5) * -(-n // config.block_n)
-        return config.tile_us(tiles, multiprocessors)
-
-    best = min((config for config in CONFIGS if config not in (_SHORT_K, _TALL)), key=us)
-    return _SHORT_K if best is LARGE and k < 768 else best
+    if n <= 128:
+        return _MEDIUM if rows_per_segment > 192 else _NARROW
+    if rows_per_segment <= 192:
+        row_tiles = segments * -(-rows_per_segment // _SMALL.block_m)
+        few = 2 * row_tiles * -(-n // _SMALL.block_n) <= multiprocessors
+        return _NARROW if few and segments else _SMALL
+    return LARGE if k >= 768 else _SHORT_K
 
 
 @triton.jit

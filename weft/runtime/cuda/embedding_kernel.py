@@ -231,12 +231,13 @@ class EmbeddingKernel:
         return 1 << (most.bit_length() - 1) if most else 1
 
     def _programs(self, resident: int, units: int, n_values: int, batch: int) -> int:
-        """Return the number of programs of a launch."""
-        most = max(1, min(resident, units))
+        """Return the number of programs of a launch: one of a few, since each number has a prepared launch."""
         if self._staged:
-            return most
+            return max(1, min(resident, units))
         work = max(batch * len(self._slots) / _PROGRAM_BAGS, n_values * self._mean_bytes / _PROGRAM_BYTES)
-        return min(most, max(_PROGRAMS_PER_SM * self._sms, math.ceil(work)))
+        wanted = min(units, max(_PROGRAMS_PER_SM * self._sms, work))
+        per_sm = max(1, math.ceil(wanted / self._sms))
+        return min(resident, self._sms * (1 << (per_sm - 1).bit_length() if per_sm <= 8 else -(-per_sm // 4) * 4))
 
     # --- launching ---
 
