@@ -62,7 +62,7 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 
 # Tests that need a GPU would only be imported.
 PYTEST := $(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multigpu
-test: setup  ## Tests of everything that needs no GPU, about 6 minutes on two cores
+test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two cores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
 test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find
@@ -94,8 +94,7 @@ chaos-gpu:  ## The same on a machine with GPUs, as gpu-check: 200 injections int
 lint: setup  ## Style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports; layers=$$?; wait $$types && exit $$layers
 
 bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the documents' tables up to date
 	$(BIN)/weft bench embedding_all_to_all --device cpu --ranks 2 --json benchmarks/results/cpu-2-ranks.jsonl

@@ -48,6 +48,10 @@ class Fault:
     def changes(self) -> list[str]:
         return re.findall(r"^\+\+\+ b/(\S+)", self.patch.read_text(), re.MULTILINE)
 
+    @property
+    def sources(self) -> list[str]:
+        return [path for path in self.changes if path.startswith("csrc/")]
+
 
 def faults() -> list[Fault]:
     return [Fault(patch) for patch in sorted(Path(__file__).parent.glob("*.patch"))]
@@ -73,8 +77,13 @@ def plant(fault: Fault, tree: Path) -> None:
     done = subprocess.run(["git", "apply", fault.patch], cwd=tree, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise ValueError(f"{fault.patch.name} does not fit the tree any more, write it anew: {done.stderr}")
-    if sources := [path for path in fault.changes if path.startswith("csrc/")]:
-        _compile(tree, sources)
+    compile_sources(fault, tree)
+
+
+def compile_sources(fault: Fault, tree: Path) -> None:
+    """Compile the native module again if the fault is in csrc/."""
+    if fault.sources:
+        _compile(tree, fault.sources)
 
 
 class Server:
