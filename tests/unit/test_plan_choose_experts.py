@@ -10,7 +10,7 @@ import pytest
 from weft import plan
 from weft.builders import AllToAllMatmul, candidates
 from weft.hw import load_machine
-from weft.plan.choose import decide
+from weft.plan.choose import ALIKE, decide
 from weft.sim import model_of
 
 H200 = model_of(load_machine("h200"), 2)
