@@ -69,7 +69,6 @@ def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
     pool.run(ranks.agrees, kind, True, None, torch.float32, True, 1, ranks=2, timeout_s=200)
 
 
-@pytest.mark.slow
 def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
     """With norms; compiled or not, recomputed in backward or not. Gradients of replicated activations are equal on all
     ranks."""

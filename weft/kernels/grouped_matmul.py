@@ -70,7 +70,7 @@ class Config:
 
 
 _LATENCY_US = 1.1
-"""From a load of operands to their arrival while weights are read from memory. Measured on an H100: 0.37 us a step with 4 stages."""
+"""From a load of operands to their arrival while weights are read from memory. Measured on an H100: 0.37 us a step, 4 stages."""
 LARGE = Config(128, 256, 64, 8, 8, 3, step_us=0.70)
 # Configurations for 16-bit types. A 64-row tile computes faster than its operands arrive: 110 GB/s on each multiprocessor.
 CONFIGS = (
