@@ -95,7 +95,7 @@ COMPILED = [
     (operator, world, number, world == 2 and number in ROWS[operator].compiled_gradients)
     for operator in GRADIENTS
     for world in (1, 2, 3)
-    for number in (range(len(ROWS[operator].gradients)) if world == 2 else ROWS[operator].compiled_gradients)
+    for number in (range(len(ROWS[operator].gradients)) if world == 2 else ROWS[operator].compiled_gradients[:1])
 ]
 
 
