@@ -12,9 +12,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip
-# pip compiles to bytecode in one process; BYTECODE does it in one for each core. Some packages have files of other Pythons.
+# pip compiles to bytecode in one process; BYTECODE does it in one for each core, but for packages' own tests and for packages
+# that tests hardly import, or that are compiled to C. Some packages have files of other Pythons.
 INSTALL := $(PIP) install --disable-pip-version-check --no-compile $(PIP_ARGS)
-BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+UNUSED := /tests/|/torch/testing/_internal/|/(pip|setuptools|mypyc?|networkx)/
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 -x "$(UNUSED)" $(VENV)/lib || true
 
 # What weft needs, for a pip of its own: it downloads and unpacks while another compiles csrc/, which one pip does in turn.
 define NEEDS
