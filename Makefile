@@ -12,9 +12,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip
-# pip compiles to bytecode in one process; BYTECODE does it in one for each core. Some packages have files of other Pythons.
+# pip compiles to bytecode in one process; BYTECODE does it in one for each core, but for packages' own tests and for packages
+# that tests hardly import, or that are compiled to C. Some packages have files of other Pythons.
 INSTALL := $(PIP) install --disable-pip-version-check --no-compile $(PIP_ARGS)
-BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+UNUSED := /tests/|/torch/testing/_internal/|/(pip|setuptools|mypyc?|networkx)/
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 -x "$(UNUSED)" $(VENV)/lib || true
+
+# What weft needs, for a pip of its own: it downloads and unpacks while another compiles csrc/, which one pip does in turn.
+define NEEDS
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["dependencies"], *sum(map(project["optional-dependencies"].get, ("cli", "test", "dev")), []), sep="\n")
+endef
+export NEEDS
 
 # Tests start hundreds of processes, each of which would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,7 +46,10 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@echo "== 2 of 3: installing what builds the native module, into $(VENV)"
 	@$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.22" ninja
 	@echo "== 3 of 3: installing torch and what tests need, and compiling csrc/: takes minutes the first time"
-	@$(INSTALL) -c constraints.txt --no-build-isolation -e ".[cli,test,dev]"
+	@$(BIN)/python -c "$$NEEDS" > $(VENV)/needs.txt
+	@$(INSTALL) --no-build-isolation --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiling=$$!; \
+	  $(INSTALL) -c constraints.txt -r $(VENV)/needs.txt; installed=$$?; \
+	  wait $$compiling || { cat $(VENV)/compiled.txt; exit 1; }; exit $$installed
 	@$(BYTECODE)
 	@touch $@
 	@echo "== weft is in $(VENV)"
@@ -49,11 +62,13 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 	$(BIN)/weft demo
 	$(if $(PICTURE),cp weft-demo/overlap.png $(PICTURE))
 
-test: setup  ## Tests of everything that needs no GPU, about 6 minutes on two cores
-	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
+# Tests that need a GPU would only be imported.
+PYTEST := $(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multigpu
+test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two cores
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
 test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find
-	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "slow and not gpu and not multigpu"
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "slow and not gpu and not multigpu"
 
 test-models: setup  ## Other people's models, which it installs (transformers, torchtitan): with weft's styles they learn the same
 	$(INSTALL) -q -c constraints.txt transformers torchtitan
@@ -81,8 +96,7 @@ chaos-gpu:  ## The same on a machine with GPUs, as gpu-check: 200 injections int
 lint: setup  ## Style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports; layers=$$?; wait $$types && exit $$layers
 
 bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the documents' tables up to date
 	$(BIN)/weft bench embedding_all_to_all --device cpu --ranks 2 --json benchmarks/results/cpu-2-ranks.jsonl

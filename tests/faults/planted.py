@@ -48,18 +48,27 @@ class Fault:
     def changes(self) -> list[str]:
         return re.findall(r"^\+\+\+ b/(\S+)", self.patch.read_text(), re.MULTILINE)
 
+    @property
+    def sources(self) -> list[str]:
+        return [path for path in self.changes if path.startswith("csrc/")]
+
 
 def faults() -> list[Fault]:
     return [Fault(patch) for patch in sorted(Path(__file__).parent.glob("*.patch"))]
 
 
-def copy_of_tree(folder: Path) -> Path:
-    """Copy the tree so that Python finds weft in the copy, with the installed native module."""
-    tree = folder / "tree"
+def copy_of_tree(tree: Path) -> Path:
+    """Copy the root to `tree` so that Python finds weft in the copy, with the installed native module."""
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
     native = Path(weft._core.__file__)
     shutil.copy(native, tree / "weft" / native.name)
     (tree / "sitecustomize.py").write_text(SITE)
+    return tree
+
+
+def linked_copy(whole: Path, tree: Path) -> Path:
+    """Copy a copy without its bytes. git and Python replace files, and change none in place."""
+    shutil.copytree(whole, tree, copy_function=os.link)
     return tree
 
 
@@ -68,32 +77,47 @@ def plant(fault: Fault, tree: Path) -> None:
     done = subprocess.run(["git", "apply", fault.patch], cwd=tree, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise ValueError(f"{fault.patch.name} does not fit the tree any more, write it anew: {done.stderr}")
-    if sources := [path for path in fault.changes if path.startswith("csrc/")]:
-        _compile(tree, sources)
+    compile_sources(fault, tree)
 
 
-def run_tests(tree: Path, tests: list[str], timeout_s: float = 500) -> dict[str, str]:
-    """Return, for each test of `tests` with its parameters, "passed" or the type of the error that ended it."""
-    said = tree / "said.json"
-    here = tree / "tests" / "faults" / "run.py"
-    environment = os.environ | {"PYTHONPATH": str(tree)}
-    for name in [name for name in environment if name.startswith("PYTEST_")]:  # of the pytest that runs this
-        del environment[name]
-    done = subprocess.run(
-        [sys.executable, here, said, *tests],
-        cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    if not said.exists():
-        raise RuntimeError(f"pytest did not end:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    ends: dict[str, str] = json.loads(said.read_text())
-    for test in tests:
-        if not any(_is_of(end, test) for end in ends):
-            raise ValueError(f"there is no test {test}:\n{done.stdout[-3000:]}")
-    return ends
+def compile_sources(fault: Fault, tree: Path) -> None:
+    """Compile the native module again if the fault is in csrc/."""
+    if fault.sources:
+        _compile(tree, fault.sources)
+
+
+class Server:
+    """The process of run.py, which runs tests in one copy of the tree after the other."""
+
+    def __enter__(self) -> Server:
+        ours = ("PYTEST_", "PYTHONPATH")  # of the pytest that runs this
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        command = [sys.executable, Path(__file__).with_name("run.py")]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:
+            self.process.kill()
+
+    def run_tests(self, tree: Path, tests: list[str], timeout_s: float = 500) -> dict[str, str]:
+        """Return, for each test of `tests` with its parameters, "passed" or the type of the error that ended it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(
+            json.dumps({"tree": str(tree), "tests": tests, "timeout_s": timeout_s}), file=self.process.stdin, flush=True
+        )
+        assert self.process.stdout.readline(), "run.py has ended"
+        said, printed = tree / "said.json", (tree / "said.txt").read_text()[-3000:]
+        if not said.exists():
+            raise RuntimeError(f"pytest did not end within {timeout_s} s:\n{printed}")
+        ends: dict[str, str] = json.loads(said.read_text())
+        for test in tests:
+            if not any(_is_of(end, test) for end in ends):
+                raise ValueError(f"there is no test {test}:\n{printed}")
+        return ends
 
 
 def ends_of(test: str, ends: dict[str, str]) -> list[str]:
@@ -124,11 +148,12 @@ def _compile(tree: Path, sources: list[str]) -> None:
         _call(
             re.sub(r" -M[DTF]\b( (?!-)\S+)?", "", command)
             .replace(f"-o {old}", f"-o {new}")
-            .replace(str(ROOT / source), str(tree / source)),
+            .replace(f"-c {ROOT / source}", f"-O1 -c {tree / source}"),  # the tests look for faults, and not for speed
             folder,
         )
         link = link.replace(f" {old}", f" {new}")
     (library,) = re.findall(r" -o (\S+)", link)
+    (tree / "weft" / library).unlink()  # a link: the linker would write into the module of all copies
     _call(link.replace(f"-o {library}", f"-o {tree / 'weft' / library}"), folder)
 
 

@@ -1,27 +1,103 @@
-"""pytest on the tests named, and how each ended into a JSON file: python tests/faults/run.py FILE TEST ..."""
+"""Run pytest in copies of the tree: python tests/faults/run.py, with a request in each line of its input.
 
+A Python of its own for each fault would spend more time on imports of torch and pytest than on most tests. This process imports
+them once, but not weft, and forks for each request. If the tests start multiprocessing's fork server, it is such a fork, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
 import json
+import os
+import re
+import select
+import signal
+import socket
 import sys
+from multiprocessing import process, util
 from pathlib import Path
+from typing import Any
 
-import pytest
+IMPORTED = (
+    "hypothesis", "numpy", "pytest", "torch", "torch.distributed", "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd", "torch._inductor.pattern_matcher",
+)  # fmt: skip
 
 
 class Ends:
-    """The end of each test: "passed", "skipped", or the type of the first error."""
+    """The end of each test: "passed", or the type of the first error."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item, call):
-        report = yield
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         if self.of.get(item.nodeid, "passed") == "passed":
-            self.of[item.nodeid] = report.outcome if call.excinfo is None else call.excinfo.typename
-        return report
+            self.of[item.nodeid] = "passed" if call.excinfo is None else call.excinfo.typename
+
+
+def run(tree: str, tests: list[str]) -> None:
+    """Run the tests of `tree`, and write how each ended into its said.json. Called in a process of its own."""
+    os.setsid()
+    os.chdir(tree)
+    process.ORIGINAL_DIR = tree  # type: ignore[attr-defined]  # the working directory of workers
+    os.environ["PYTHONPATH"] = sys.path[0] = tree
+    printed = os.open("said.txt", os.O_WRONLY | os.O_CREAT)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, file in ((0, nothing), (1, printed), (2, printed)):
+        os.dup2(file, number)
+    _fork_the_fork_server()
+    import pytest
+
+    ends = Ends()
+    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[ends])
+    sys.stdout.flush()
+    Path("said.json").write_text(json.dumps(ends.of))
+
+
+def _fork_the_fork_server() -> None:
+    """Fork what becomes the fork server if a test starts it. It has to be forked now, before this process has threads."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        command, files, *_ = socket.recv_fds(theirs, 1 << 16, 2)
+        if files:  # none: the tests have ended without one
+            exec(re.sub(r"main\(\d+, \d+,", "main({}, {},".format(*files), command.decode(), count=1), {})
+        os._exit(0)
+    theirs.close()
+    start = util.spawnv_passfds
+
+    def start_or_send(path: Any, arguments: Any, files: Any) -> int:
+        if "forkserver import main" not in arguments[-1] or ours.fileno() < 0:
+            return start(path, arguments, files)
+        socket.send_fds(ours, [arguments[-1].encode()], files)
+        ours.close()
+        return pid
+
+    util.spawnv_passfds = start_or_send
+
+
+def _serve() -> None:
+    sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith(("_editable", "_weft_editable"))]
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run(request["tree"], request["tests"])
+            finally:
+                os._exit(0)
+        end = os.pidfd_open(pid)
+        if not select.select([end], [], [], request["timeout_s"])[0]:
+            os.killpg(pid, signal.SIGKILL)
+        os.close(end)
+        os.waitpid(pid, 0)
+        print(pid, flush=True)
 
 
 if __name__ == "__main__":
-    ends = Ends()
-    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]], plugins=[ends])
-    Path(sys.argv[1]).write_text(json.dumps(ends.of))
+    _serve()

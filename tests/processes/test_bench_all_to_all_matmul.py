@@ -194,6 +194,7 @@ def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_wrong_variant_is_not_timed(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(_with_one_wrong, tmp_path / "results.jsonl", ranks=2):
         assert f"{KERNEL}-bounded differs from the float64 reference" in found

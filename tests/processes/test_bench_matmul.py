@@ -241,6 +241,7 @@ def _planned(group: dist.ProcessGroup) -> list[dict]:
         symm.communicator(group, "cpu").close()  # and with it the choice
 
 
+@pytest.mark.slow
 def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_QUIET", "1")
     rows = [r for r in pool.run(_planned, ranks=2)[0] if r["mode"] == "queued"]

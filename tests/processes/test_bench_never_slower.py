@@ -44,6 +44,7 @@ def _measured(rows: list[dict]) -> list[tuple[str, str]]:
     return [(row["op"], row["mode"]) for row in rows if not row["again"]]
 
 
+@pytest.mark.slow
 def test_rows_and_what_a_file_already_has(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "never.jsonl"
     rows, others = pool.run(_run, _options(path, modes=("queued",)), ranks=2)

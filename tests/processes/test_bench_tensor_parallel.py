@@ -274,6 +274,7 @@ def _run(group: dist.ProcessGroup, file: Path, spoil: bool) -> list[dict] | str:
         tensor_parallel.MODELS["cpu"], tensor_parallel.variants_of = before, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [False, True], ids=["", "spoiled"])
 def test_a_run_records_and_ends_with_what_was_wrong(pool: Pool, tmp_path: Path, spoil: bool) -> None:
     file = tmp_path / "blocks.jsonl"

@@ -145,37 +145,25 @@ def test_doctor_without_the_native_module_leaves_no_path(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_bench_on_two_ranks_prints_a_table_and_appends_records(tmp_path: Path) -> None:
+def test_bench_on_two_ranks_and_under_torchrun_prints_a_table_and_appends_records(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    arguments = ["bench", "embedding_all_to_all", "--device", "cpu", "--ranks", "2", "--preset", "criteo-kaggle"]
-    arguments += ["--scale", "1/1024", "--quick", "--mode", "queued", "--variants", "put", "--json", str(path)]
-    for expected in (2, 4):
-        found = _weft(*arguments)
-        assert found.returncode == 0, found.stderr
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len(rows) == expected
-    assert [r["variant"] for r in rows] == ["embedding_bag", "put"] * 2
-    assert rows[0]["run"] == rows[1]["run"] != rows[2]["run"]
-    assert {r["config"] for r in rows} == {"criteo-kaggle"}
-    assert rows[0]["scale"] == 1 / 1024
-    assert "scaled by 1/1024" in found.stdout
-    assert "roofline" in found.stdout
-    assert "vs" in found.stdout
-
-
-@pytest.mark.slow
-def test_bench_under_torchrun(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    arguments = ["-m", "weft.cli", "bench", "embedding_all_to_all", "--device", "cpu", "--preset", "criteo-kaggle"]
-    arguments += ["--scale", "1/1024", "--quick", "--mode", "single", "--variants", "direct", "--json", str(path)]
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    found = _weft(*arguments, launcher=launcher)
+    small = ["bench", "embedding_all_to_all", "--device", "cpu", "--preset", "criteo-kaggle", "--scale", "1/1024"]
+    small += ["--quick", "--json", str(path)]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    own = _weft(*small, "--ranks", "2", "--mode", "queued", "--variants", "put")
+    assert own.returncode == 0, own.stderr
+    assert len(path.read_text().splitlines()) == 2
+    found = _weft("-m", "weft.cli", *small, "--mode", "single", "--variants", "direct", launcher=torchrun)
     assert found.returncode == 0, found.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["variant"], r["ranks"], r["mode"]) for r in rows] == [
-        ("embedding_bag", 2, "single"),
-        ("direct", 2, "single"),
-    ]
+        ("embedding_bag", 2, "queued"), ("put", 2, "queued"), ("embedding_bag", 2, "single"), ("direct", 2, "single"),
+    ]  # fmt: skip
+    assert rows[0]["run"] == rows[1]["run"] != rows[2]["run"]
+    assert {r["config"] for r in rows} == {"criteo-kaggle"}
+    assert rows[0]["scale"] == 1 / 1024
+    for text in ("scaled by 1/1024", "roofline", "vs"):
+        assert text in own.stdout
 
 
 @pytest.mark.parametrize("launcher", [slow("weft.cli"), slow("weft.bench")])

@@ -350,6 +350,7 @@ def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_calibration_says_what_it_needs() -> None:
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has what it needs")

@@ -114,7 +114,7 @@ def test_no_call_is_left_out(case: str, pool: Pool) -> None:
 def test_inductor_leaves_no_call_out(tmp_path: Any) -> None:
     """In ranks of their own: they compile with no cache, in folders of their own, and its headers once for all cases."""
     with Pool(2) as ranks:
-        for case in CASES:
+        for case in ("unused_on_one", "gradients_unused_on_one"):  # what a compiler may leave out
             ranks.run(run, case, "inductor", str(tmp_path), ranks=2, timeout_s=300)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from schedule_cpu_ranks import build, comm_of, tensors_of
@@ -110,6 +111,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_to_have_imported_weft_is_enough(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", FORKS, str(tmp_path / "store")]

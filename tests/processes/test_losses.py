@@ -165,7 +165,7 @@ def _found(group: dist.ProcessGroup) -> dict:
     return {"found": found, "shares": sum(shares)}
 
 
-@pytest.mark.parametrize("ranks", [slow(2), 3])
+@pytest.mark.parametrize("ranks", [slow(2), slow(3)])
 def test_every_variant_is_measured_and_all_ranks_agree(pool: Pool, ranks: int) -> None:
     first, *others = pool.run(_found, ranks=ranks)
     assert all(other["found"] == first["found"] for other in others)

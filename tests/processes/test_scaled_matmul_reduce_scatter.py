@@ -37,6 +37,7 @@ def measured(group: dist.ProcessGroup) -> list[dict[str, Any]]:
     return run_rank(group.rank(), 2, options)
 
 
+@pytest.mark.slow
 def test_it_is_measured(pool: Pool) -> None:
     written = pool.run(measured, ranks=2, timeout_s=120)[0]
     assert {(r["variant"], r["dtype"]) for r in written} == {(name, "fp8") for name in ("serial", "weft", "scatter")}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.slow import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +70,7 @@ def test_import_weft_loads_neither_torch_nor_numpy() -> None:
     assert found.stdout == "[]\nFalse\n", found.stderr
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("missing", ["typer", slow("rich")])
 def test_without_its_packages_the_command_says_what_to_install(missing: str) -> None:
     found = _run(
         f"import sys; sys.modules[{missing!r}] = None; from weft.cli import main; sys.argv = ['weft', 'doctor']; main()"

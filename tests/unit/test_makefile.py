@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 PYTHON = """#!/bin/sh
 case "$2" in
+  import*) exec python3 "$@" ;;
   venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   pip) echo "pip: $*"; case "$*" in *"$BREAKS_ON"*) exit 1 ;; esac ;;
 esac
@@ -35,17 +36,20 @@ def test_it_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
     assert third.startswith("== 3 of 3: installing torch")
     assert "csrc/" in third
     assert last == f"== weft is in {tmp_path / 'venv'}"
-    for pip, wanted in ((tools, "cmake"), (everything, ".[cli,test,dev]")):
+    compiled = (tmp_path / "venv" / "compiled.txt").read_text()
+    for pip, wanted in ((tools, "cmake"), (everything, "-r"), (compiled, "-e .")):
         assert pip.startswith("pip: -m pip install")
         assert wanted in pip
         assert "--extra here" in pip
         assert " -q" not in pip  # it tells what it fetches
+    assert "torch" in (tmp_path / "venv" / "needs.txt").read_text()
     assert "nothing to be done" in setup(tmp_path).stdout.lower()
 
 
-@pytest.mark.parametrize("breaks_on", ["cmake", "[cli,test,dev]"])
+@pytest.mark.parametrize("breaks_on", ["cmake", "-r ", "-e ."])
 def test_what_fails_is_done_again(tmp_path: Path, breaks_on: str) -> None:
     failed = setup(tmp_path, breaks_on)
     assert failed.returncode != 0
+    assert breaks_on in failed.stdout  # also if what it prints is kept in a file
     assert "weft is in" not in failed.stdout
     assert setup(tmp_path).stdout.splitlines()[-1].startswith("== weft is in")

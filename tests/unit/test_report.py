@@ -301,6 +301,7 @@ def test_simulated_records_are_shown_as_their_study_shows_them(
         markdown([r | {"device": "simulated"} for r in _records("one")])
 
 
+@pytest.mark.slow
 def test_a_reader_who_has_seen_enough_is_no_error() -> None:
     results = ROOT / "benchmarks" / "results" / "sim-ficco.jsonl"
     command = [sys.executable, "-m", "weft.bench.report", str(results)]

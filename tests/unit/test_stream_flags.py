@@ -39,7 +39,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "scattered to 2 ranks", "scattered to 4 ranks"))
+@pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "scattered to 2 ranks"))
 def test_kernels_are_loaded_without_a_change_of_what_peers_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A new layout's kernels are loaded while peers may be in the run before, or have sent data of the next run."""
     model(monkeypatch)

@@ -42,6 +42,7 @@ def test_sub_layers_have_the_papers_sizes() -> None:
     assert k == {"OP": 4256 // 16, "FC-2": 4 * 4256 // 16, "FC-1": 4 * 4256 // 16, "IP": 3 * 4256 // 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned", [slow(None), "serial"])
 def test_a_machine_that_is_not_here_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch, pinned: str | None) -> None:
     """Some sub-layers take serial, although other schedules exist; a schedule pinned for calls here is not pinned

@@ -85,6 +85,7 @@ def test_bytes_leave_evenly_over_their_span() -> None:
     assert bytes_sent(instant)[1][-1] == pytest.approx(64)
 
 
+@pytest.mark.slow
 def test_the_picture_is_written_and_shows_both_kinds(tmp_path: Path) -> None:
     import matplotlib.image  # not for every rank and worker that imports this file
 

@@ -18,7 +18,8 @@ class Row:
     results: cases by name, each called `calls` times in a row on each of `worlds` ranks. more: (ranks, case) beside them.
     every: (ranks, case, builders) of which every schedule is tried, and the builders that these come from.
     gradients: cases, and which inputs want a gradient; data are made from `seeds`. block: the schedule for all that eager ones run.
-    compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all on two ranks, these on others.
+    compiled_gradients: numbers of those that `make test` compiles; `make test-slow` compiles all on two ranks, the first of these
+    on others.
     compiled: names of results that torch.compile calls.
     many, layouts: cases that are called with many sizes, and with operands that lie otherwise.
     small: a case whose arguments are replaced by wrong ones. late: calls to which ranks do not come.
