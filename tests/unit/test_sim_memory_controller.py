@@ -1,0 +1,160 @@
+"""T3's memory controller: what it moves is counted exactly, it is never faster than its parts, and it refuses nonsense.
+
+Cheapest first: bad input; bytes; bounds and monotony; arbitration; the tracker. GEMMs are small, on a GPU of 8 units.
+"""
+
+import itertools
+
+import pytest
+
+from weft.builders.output_map.map import OutputMap, direct_reduce_scatter, ring_reduce_scatter
+from weft.sim.memory_controller import HardwareGemm, all_gather, alone, fused, other_reading, reduce_scatter, t3_gpu
+
+WORLD = 4
+SMALL = t3_gpu().with_values({"gpu.units": 8, "link.bandwidth": 7.5, "memory.effective": 0.046, "memory.llc": 1.6})
+"""A tenth of the paper's GPU: the same ratios, with less to simulate."""
+GEMM = HardwareGemm(2048, 1024, 512)
+
+
+def ring(gemm=GEMM, gpu=SMALL, world=WORLD):
+    return ring_reduce_scatter(gemm.tiles(gpu), world)
+
+
+def test_bad_input_is_refused_with_the_values_and_the_fix():
+    with pytest.raises(ValueError, match=r"tokens=0.*nothing to multiply"):
+        HardwareGemm(0, 1024, 64)
+    with pytest.raises(ValueError, match=r"'fifo'.*round_robin, compute_first, mca"):
+        fused(GEMM, ring(), WORLD, SMALL, "fifo")
+    with pytest.raises(ValueError, match="has 128 rows, and the GEMM 64 tiles"):
+        fused(GEMM, ring_reduce_scatter(128, WORLD), WORLD, SMALL, "mca")
+    with pytest.raises(ValueError, match=r"sends to ranks \[0, 1, 2\]"):
+        fused(GEMM, direct_reduce_scatter(GEMM.tiles(SMALL), WORLD), WORLD, SMALL, "mca")
+    with pytest.raises(ValueError, match="64 tiles in 12 chunks"):
+        fused(GEMM, OutputMap(64, 12), WORLD, SMALL, "mca")
+    with pytest.raises(ValueError, match="0 bytes on 4 ranks"):
+        reduce_scatter(0, WORLD, SMALL)
+    with pytest.raises(ValueError, match=r"tracker.ways = 4 cannot hold a work-group's 8 wavefronts"):
+        SMALL.with_values({"tracker.ways": 4})
+    with pytest.raises(ValueError, match=r"link.bandwidth = 0"):
+        SMALL.with_values({"link.bandwidth": 0})
+    with pytest.raises(KeyError, match=r"gpu.unit is no number of T3's GPU"):
+        SMALL.with_values({"gpu.unit": 8})
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_every_byte_of_the_ring_is_counted_once(world):
+    """6.2: the fused GEMM stores its first chunk at the peer; each later one is updated twice and read once, the last one not."""
+    gemm = HardwareGemm(128 * 24, 1024, 128)
+    out, chunk = gemm.out_bytes, gemm.out_bytes / world
+    run = fused(gemm, ring(gemm, world=world), world, SMALL, "mca", bin_us=5)
+    assert run.link == pytest.approx(out - chunk)
+    assert run.gemm_write == pytest.approx(out - chunk)
+    assert run.ring_write == pytest.approx(out - chunk)
+    assert run.ring_read == pytest.approx(out - 2 * chunk)
+    assert sum(map(sum, run.bins)) == pytest.approx(run.memory_bytes)
+    kernel, memory = reduce_scatter(out, world, SMALL), reduce_scatter(out, world, SMALL, near_memory=True)
+    assert kernel.ring_read == pytest.approx((2 * world - 1) * chunk)
+    assert kernel.ring_write == pytest.approx(world * chunk)
+    assert memory.ring_read == memory.ring_write == pytest.approx((world - 1) * chunk)
+    gather = all_gather(out, world, SMALL)
+    assert (gather.ring_read, gather.ring_write) == pytest.approx(((world - 1) * chunk, (world - 1) * chunk))
+
+
+def test_a_gemm_reads_its_operands_once_if_they_fit_and_at_most_once_for_each_tile():
+    operands = 2 * GEMM.k * (GEMM.tokens + GEMM.features)
+    roomy = SMALL.with_values({"memory.llc": 64})
+    assert alone(GEMM, roomy).gemm_read == pytest.approx(operands)
+    for gpu in (roomy, SMALL, SMALL.with_values({"memory.llc": 0.1})):
+        run = alone(GEMM, gpu)
+        assert operands * (1 - 1e-9) <= run.gemm_read <= 2 * GEMM.k * (128 + 256) * GEMM.tiles(gpu)
+        assert run.gemm_write == pytest.approx(GEMM.out_bytes)
+    # What is written past the cache leaves more of it to the operands.
+    assert alone(GEMM, SMALL, bypass=True).gemm_read <= alone(GEMM, SMALL).gemm_read
+
+
+@pytest.mark.parametrize("arbitration", ["round_robin", "compute_first", "mca"])
+def test_nothing_is_faster_than_its_slowest_part(arbitration):
+    run = fused(GEMM, ring(), WORLD, SMALL, arbitration)
+    assert run.us >= run.link / SMALL["link.bandwidth"] * 1e6
+    assert run.us >= GEMM.flop / (SMALL.peak * SMALL["gpu.efficiency"]) * 1e6
+    busy_us = (run.memory_bytes + (run.gemm_write + run.ring_write)) / SMALL["memory.effective"] * 1e6
+    assert run.us >= busy_us * (1 - 1e-9)
+    assert run.busy == pytest.approx(busy_us / run.us)
+
+
+RATES, UNITS = ("link.bandwidth", "memory.effective", "memory.llc"), ("gpu.units", "gpu.clock")
+
+
+@pytest.mark.parametrize(
+    ("key", "arbitration"),
+    [
+        *((key, arbitration) for key in RATES for arbitration in ("round_robin", "compute_first", "mca")),
+        *((key, "round_robin") for key in UNITS),
+    ],
+)
+def test_more_of_anything_is_no_slower(key, arbitration):
+    """Within 2%: with other rates other work-groups meet in the cache.
+
+    Faster units make a GEMM more memory-intensive. Where it goes first, the ring then waits for longer."""
+    times = [fused(GEMM, ring(), WORLD, SMALL.scaled(key, factor), arbitration).us for factor in (0.5, 1.0, 1.5, 2.0)]
+    assert all(later <= 1.02 * earlier for earlier, later in itertools.pairwise(times))
+    assert times[-1] < times[0] or key == "memory.llc"
+
+
+def test_a_ring_alone_takes_its_closed_form():
+    """Steps of the link, its latency, and the last step of the kernel; memory that adds has no last step."""
+    gpu = t3_gpu()
+    for world, faster in ((8, 0.07), (16, 0.03)):
+        for megabytes in (6, 24, 96):
+            total, steps = megabytes * 2**20, world - 1
+            step_us = (total / world / gpu["link.bandwidth"] + gpu["link.latency"]) * 1e6
+            kernel, memory = (reduce_scatter(total, world, gpu, near_memory=near).us for near in (False, True))
+            last_us = 3 * total / world / gpu["memory.effective"] * 1e6
+            assert kernel == pytest.approx(steps * step_us + last_us, rel=0.05)
+            assert kernel >= steps * step_us + last_us * 0.9
+            assert steps * (step_us - gpu["link.latency"] * 1e6) < memory < 1.02 * steps * step_us
+        assert kernel / memory - 1 == pytest.approx(faster, abs=0.015)
+
+
+def test_arbitration_and_adding_memory_move_results_as_the_paper_says():
+    """6.1.2, 6.1.3: T-NLG's FC-2 on 16 ranks; without MCA the GEMM is held up, and quick updates hold it up less."""
+    gpu, gemm = t3_gpu(), HardwareGemm(8192, 4256, 1064)
+    output = ring_reduce_scatter(gemm.tiles(gpu), 16)
+    t3, mca = (fused(gemm, output, 16, gpu, arbitration) for arbitration in ("round_robin", "mca"))
+    isolated = alone(gemm, gpu)
+    assert t3.gemm_us > 1.15 * isolated.gemm_us
+    assert mca.gemm_us < 1.05 * isolated.gemm_us
+    assert mca.us < 0.95 * t3.us
+    quick = gpu.with_values({"memory.update": 1})
+    assert fused(gemm, output, 16, quick, "round_robin").us < t3.us
+    # What T3 saves is the same whoever goes first.
+    assert (t3.ring_read, t3.ring_write) == (mca.ring_read, mca.ring_write)
+
+
+@pytest.mark.parametrize("arbitration", ["round_robin", "compute_first", "mca"])
+def test_results_converge_as_entries_become_smaller(arbitration):
+    gpu, gemm = t3_gpu(), HardwareGemm(8192, 4256, 1064)
+    output = ring_reduce_scatter(gemm.tiles(gpu), 16)
+    times = [fused(gemm, output, 16, gpu, arbitration, coarse=coarse).us for coarse in (0.5, 1, 2)]
+    assert max(times) < 1.02 * min(times)
+
+
+def test_a_small_tracker_stalls_work_groups_and_a_large_one_does_not():
+    """A work-group begins once its set of the tracker has room, so a small tracker costs time and never the result."""
+    runs = {
+        sets: fused(GEMM, ring(), WORLD, SMALL.with_values({"tracker.sets": sets}), "round_robin")
+        for sets in (1, 4, 16, 256, 0)
+    }
+    assert all(run.ring_write == runs[0].ring_write for run in runs.values())
+    assert (runs[1].tracker_most, runs[4].tracker_most) == (8, 32)
+    assert runs[1].tracker_stall_us > runs[4].tracker_stall_us > 0
+    assert runs[1].us > runs[4].us > runs[256].us
+    assert runs[256].tracker_stall_us == runs[0].tracker_stall_us == 0
+    assert runs[256].us == runs[0].us
+
+
+def test_every_number_has_a_source_and_the_other_reading_doubles_the_links():
+    gpu, other = t3_gpu(), other_reading()
+    assert all(quantity.note for quantity in gpu.quantities.values() if quantity.source in ("assumed", "derived"))
+    assert other["link.bandwidth"] == 2 * gpu["link.bandwidth"]
+    assert reduce_scatter(1e8, 8, other).us < 0.55 * reduce_scatter(1e8, 8, gpu).us
