@@ -18,6 +18,7 @@ _COUNTS = (
     "memory.channels", "memory.queue", "memory.stores", "tracker.ways", "tracker.wavefronts",
 )  # fmt: skip
 """Numbers that count something, and are at least 1."""
+_MAY_BE_ZERO = ("tracker.sets", "memory.latency", "link.latency", "memory.stores_low", "gemm.raster_turns")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class TrackingGpu:
         for key, quantity in self.quantities.items():
             if not 0 <= quantity.si < float("inf"):
                 raise ValueError(f"{key} = {quantity.value:g} {quantity.unit}: give a number of at least 0")
-            if quantity.si == 0 and key not in ("tracker.sets", "memory.latency", "link.latency", "memory.stores_low"):
+            if quantity.si == 0 and key not in _MAY_BE_ZERO:
                 raise ValueError(f"{key} = 0: give a positive number")
         for key in _COUNTS:
             if self[key] != int(self[key]) or self[key] < 1:

@@ -60,7 +60,8 @@ class HardwareGemm:
         (rows, columns), wide = self.grid(gpu), gpu.count("gemm.raster_columns")
         found = []
         for block, first in enumerate(range(0, columns, wide)):
-            along = range(rows) if block % 2 == 0 else range(rows - 1, -1, -1)
+            back = block % 2 and gpu["gemm.raster_turns"]
+            along = range(rows - 1, -1, -1) if back else range(rows)
             found += [(row, column) for row in along for column in range(first, min(columns, first + wide))]
         return found
 
@@ -172,10 +173,6 @@ def all_gather(total: float, world: int, gpu: TrackingGpu, *, units: int = 0) ->
     return _ring(total, world, gpu, copies=1, update=False, units=units)
 
 
-KERNEL_UNIT_NS = 4.0e-2
-"""ns per byte that a unit of a collective's kernel moves, reads and sends together: see `weft.studies.t3_hardware`, figure 6."""
-
-
 def _ring(total: float, world: int, gpu: TrackingGpu, *, copies: int, update: bool, units: int) -> ControllerRun:
     if world < 2 or total <= 0:
         raise ValueError(
@@ -192,7 +189,7 @@ def _ring(total: float, world: int, gpu: TrackingGpu, *, copies: int, update: bo
     setup.expected = [1] + [2] * (world - 1)
     setup.lands = [min(chunk + 1, world - 1) for chunk in range(world)]
     if units:
-        setup.link_ns = max(setup.link_ns, (1 + copies) * KERNEL_UNIT_NS / units)
+        setup.link_ns = max(setup.link_ns, (1 + copies) * 1e9 / (units * gpu["kernel.unit"]))
     return _run(setup)
 
 
