@@ -43,7 +43,9 @@ struct Setup {
     std::vector<double> bytes;  // of each tile's output
     std::vector<int> chunk;     // of each tile
     // Of each chunk: its output, whether copies send it on, the updates of each element, and the chunk of the peer where it lands.
-    std::vector<int> output, copied, expected, lands;
+    // link: that it takes to the peer.
+    std::vector<int> output, copied, expected, lands, link;
+    int block = 1;          // wavefronts of a tile that a copy takes at once
     bool made = false;      // no GEMM: the products are there
     int copies = 1;         // that a step of the ring reads of each element; above 1 a kernel adds, step by step
     int arrival = update_op;
@@ -96,6 +98,9 @@ class Run {
         held_.assign(std::max(1, s.sets), 0);
         taken_.assign(n_tiles_, false);
         parked_.resize(n_tiles_);
+        blocks_ = (s.wavefronts + s.block - 1) / s.block;
+        in_block_.assign(size_t(n_tiles_) * blocks_, 0);
+        links_.resize(1 + *std::max_element(s.link.begin(), s.link.end()));
         missing_.resize(tiles_of_.size());
         for (size_t c = 0; c < tiles_of_.size(); ++c) missing_[c] = int(tiles_of_[c].size()) * s.wavefronts;
         total_.assign(kinds, 0.0);
@@ -150,6 +155,12 @@ class Run {
         int64_t before = -1, after = -1;
         int bursts = 0;
         std::vector<std::pair<int, int>> waiting;  // (slot, slab)
+    };
+
+    struct Link {
+        bool busy = false;
+        std::deque<Piece> ready;                     // that copies have read
+        std::deque<std::pair<Piece, int>> remote;    // that work-groups store, and the slot that ends with it
     };
 
     void at(double when, What what, int64_t which) { events_.push({when, ++order_, what, which}); }
@@ -253,11 +264,11 @@ class Run {
         for (int w = 0; w <= last; ++w) {
             const Piece p{tile, w};
             if (output == remote)
-                remote_.emplace_back(p, w == last ? slot : -1);
+                links_[s_.link[s_.chunk[tile]]].remote.emplace_back(p, w == last ? slot : -1);
             else
                 put(waiting_, p, output == added ? update_op : store_op, gemm_write, w == last ? slot : -1);
         }
-        if (output == remote) send();
+        if (output == remote) send(s_.link[s_.chunk[tile]]);
     }
 
     void retire(int slot) {
@@ -356,7 +367,9 @@ class Run {
             for (int t : tiles_of_[c])
                 for (int w = 0; w < s_.wavefronts; ++w) copy_.push_back({t, w});
         } else if (s_.copied[c]) {
-            copy_.push_back(p);
+            const int begin = p.wave / s_.block * s_.block, end = std::min(begin + s_.block, s_.wavefronts);
+            if (++in_block_[size_t(p.tile) * blocks_ + p.wave / s_.block] < end - begin) return;
+            for (int w = begin; w < end; ++w) copy_.push_back({p.tile, w});
         }
         copy();
     }
@@ -380,8 +393,9 @@ class Run {
     void copied(int64_t n) {
         const Piece p = piece(n);
         if (s_.copied[s_.chunk[p.tile]]) {
-            ready_.push_back(p);
-            send();
+            const int link = s_.link[s_.chunk[p.tile]];
+            links_[link].ready.push_back(p);
+            send(link);
             return;
         }
         reading_ -= read_bytes(p);  // the last sum of a kernel stays
@@ -389,26 +403,27 @@ class Run {
         copy();
     }
 
-    void send() {
-        if (!linked_ && !(ready_.empty() && remote_.empty())) {
+    void send(int number_of_link) {
+        Link &link = links_[number_of_link];
+        if (!link.busy && !(link.ready.empty() && link.remote.empty())) {
             Piece p;
-            if (!ready_.empty()) {
-                p = ready_.front();
-                ready_.pop_front();
+            if (!link.ready.empty()) {
+                p = link.ready.front();
+                link.ready.pop_front();
                 reading_ -= read_bytes(p);
                 copy();
             } else {
-                p = remote_.front().first;
-                if (remote_.front().second >= 0) ended_.push_back(remote_.front().second);
-                remote_.pop_front();
+                p = link.remote.front().first;
+                if (link.remote.front().second >= 0) ended_.push_back(link.remote.front().second);
+                link.remote.pop_front();
             }
-            linked_ = true;
+            link.busy = true;
             link_total_ += piece_bytes(p.tile);
             at(now_ + piece_bytes(p.tile) * s_.link_ns, sent_event, number(p));
         }
         // A work-group ends when what is left of its stores fits into the link's queue.
         double before = 0;
-        for (auto &[p, slot] : remote_) {
+        for (auto &[p, slot] : link.remote) {
             before += piece_bytes(p.tile);
             if (before > s_.link_queue) break;
             if (slot >= 0) ended_.push_back(std::exchange(slot, -1));
@@ -421,10 +436,11 @@ class Run {
     }
 
     void sent(int64_t n) {
-        linked_ = false;
+        const int link = s_.link[s_.chunk[piece(n).tile]];
+        links_[link].busy = false;
         sent_ns_ = now_;
         at(now_ + s_.link_latency_ns, arrived_event, n);
-        send();
+        send(link);
     }
 
     // The peer sends what this GPU sends, at the same time, into the next chunk.
@@ -542,15 +558,17 @@ class Run {
     double intensity_ = 0, gemm_busy_ns_ = 0, stalled_at_ = -1, stall_ns_ = 0;
     int threshold_ = 0;
     std::deque<Burst> reads_, writes_, waiting_, ring_reads_, ring_writes_, dram_;
-    bool wrote_ = false, draining_ = false, ring_wrote_ = false, ring_last_ = false, serving_ = false, linked_ = false;
+    bool wrote_ = false, draining_ = false, ring_wrote_ = false, ring_last_ = false, serving_ = false;
     double ring_at_ = 0;
     std::vector<double> counts_;
     std::vector<int> read_left_, held_, missing_;
     std::vector<std::vector<int>> parked_;  // of each tile, its arrived waves that wait for the tracker
     int tracked_ = 0, most_held_ = 0;
     int64_t pieces_left_ = 0;
-    std::deque<Piece> copy_, ready_;
-    std::deque<std::pair<Piece, int>> remote_;
+    std::deque<Piece> copy_;
+    std::vector<Link> links_;
+    int blocks_ = 1;
+    std::vector<int> in_block_;  // pieces of each block of a tile that are complete
     double reading_ = 0, link_total_ = 0;
     size_t most_waiting_ = 0;
     std::vector<double> total_;
@@ -579,7 +597,7 @@ void register_memory_controller(nb::module_ &m) {
     FIELD(high); FIELD(low); FIELD(arbitration); FIELD(own_writes); FIELD(intensities); FIELD(thresholds); FIELD(starved_ns);
     FIELD(link_ns); FIELD(link_latency_ns); FIELD(link_queue); FIELD(dma_window); FIELD(units); FIELD(slots); FIELD(ahead);
     FIELD(slabs); FIELD(slab_ns); FIELD(a_slab); FIELD(b_slab); FIELD(a); FIELD(b); FIELD(bytes); FIELD(chunk); FIELD(output);
-    FIELD(copied); FIELD(expected); FIELD(lands); FIELD(made); FIELD(copies); FIELD(arrival); FIELD(sets); FIELD(ways);
+    FIELD(copied); FIELD(expected); FIELD(lands); FIELD(link); FIELD(block); FIELD(made); FIELD(copies); FIELD(arrival); FIELD(sets); FIELD(ways);
     FIELD(wavefronts); FIELD(bin_ns);
 #undef FIELD
     m.def("controller_run", &run, nb::arg("setup"));

@@ -626,6 +626,8 @@ class ControllerSetup:
     copied: list[int]
     expected: list[int]
     lands: list[int]
+    link: list[int]
+    block: int
     made: bool
     copies: int
     arrival: int

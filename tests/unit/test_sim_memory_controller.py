@@ -27,8 +27,8 @@ def test_bad_input_is_refused_with_the_values_and_the_fix():
         fused(GEMM, ring(), WORLD, SMALL, "fifo")
     with pytest.raises(ValueError, match="has 128 rows, and the GEMM 64 tiles"):
         fused(GEMM, ring_reduce_scatter(128, WORLD), WORLD, SMALL, "mca")
-    with pytest.raises(ValueError, match=r"sends to ranks \[0, 1, 2\]"):
-        fused(GEMM, direct_reduce_scatter(GEMM.tiles(SMALL), WORLD), WORLD, SMALL, "mca")
+    with pytest.raises(ValueError, match="to=2 is this rank itself"):
+        fused(GEMM, ring_reduce_scatter(GEMM.tiles(SMALL), WORLD, rank=3), WORLD, SMALL, "mca")
     with pytest.raises(ValueError, match="64 tiles in 12 chunks"):
         fused(GEMM, OutputMap(64, 12), WORLD, SMALL, "mca")
     with pytest.raises(ValueError, match="0 bytes on 4 ranks"):
@@ -137,6 +137,53 @@ def test_results_converge_as_entries_become_smaller(arbitration):
     output = ring_reduce_scatter(gemm.tiles(gpu), 16)
     times = [fused(gemm, output, 16, gpu, arbitration, coarse=coarse).us for coarse in (0.5, 1, 2)]
     assert max(times) < 1.02 * min(times)
+
+
+def test_own_stores_and_reads_decide_between_t3_and_mca() -> None:
+    """T3's losses are the GEMM's reads behind its own stores, which the ring holds up: reads first, and there are few."""
+    gpu, gemm = t3_gpu(), HardwareGemm(8192, 4256, 2128)
+    output = ring_reduce_scatter(gemm.tiles(gpu), 8)
+    times = {
+        (own, arbitration): fused(gemm, output, 8, gpu, arbitration, own_writes=own).us
+        for own in ("watermarks", "in_order", "alternating", "after_reads")
+        for arbitration in ("round_robin", "mca")
+    }
+    for own in ("watermarks", "in_order", "alternating"):
+        assert times[own, "round_robin"] > 1.1 * times[own, "mca"]
+    assert times["after_reads", "round_robin"] < 0.95 * times["watermarks", "round_robin"]
+
+
+def test_a_direct_reduce_scatter_has_no_accesses_of_its_own_but_the_arriving_updates() -> None:
+    """7.1: the GEMM stores each tile at its owner, over a link to each; cut finely enough, all links are busy at once."""
+    tiles, chunk = GEMM.tiles(SMALL), GEMM.out_bytes / WORLD
+    whole, fine = (
+        fused(GEMM, direct_reduce_scatter(tiles, WORLD, per_rank=n, sliced=True), WORLD, SMALL, "mca")
+        for n in (1, tiles // WORLD)
+    )
+    for run in (whole, fine):
+        assert run.ring_read == run.tracker_most == 0
+        assert run.gemm_write == pytest.approx(chunk)
+        assert run.ring_write == run.link == pytest.approx((WORLD - 1) * chunk)
+    assert fine.us < 0.6 * whole.us
+    assert fine.us >= run.link / SMALL["link.bandwidth"] * 1e6
+
+
+def test_copies_may_take_several_wavefronts_pieces_at_once() -> None:
+    """4.2.2. The same bytes go; a piece waits for the others of its copy."""
+    runs = [fused(GEMM, ring(), WORLD, SMALL.with_values({"copies.block": n}), "mca") for n in (1, 3, 8)]
+    for run in runs:
+        assert (run.ring_read, run.link) == pytest.approx((runs[0].ring_read, runs[0].link))
+        assert run.us == pytest.approx(runs[0].us, rel=0.05)
+
+
+@pytest.mark.parametrize("per_rank", [2, 4])
+def test_finer_chunks_of_the_ring_move_the_same(per_rank: int) -> None:
+    whole, fine = (
+        fused(GEMM, ring_reduce_scatter(GEMM.tiles(SMALL), WORLD, per_rank=n), WORLD, SMALL, "mca")
+        for n in (1, per_rank)
+    )
+    for kind in ("gemm_write", "ring_read", "ring_write", "link"):
+        assert getattr(fine, kind) == pytest.approx(getattr(whole, kind))
 
 
 def test_a_small_tracker_stalls_work_groups_and_a_large_one_does_not():

@@ -120,6 +120,6 @@ def test_simulated_records_are_those_of_all_figures(monkeypatch: pytest.MonkeyPa
     now = t3_hardware.rows_of(found)
     assert [row.layer for row in now.small["75"]] == [*t3_sublayers.LAYERS] * 2
     assert {row.network for row in now.large["75"]} == {"GPT-3"}
-    assert {"6", "14", "17", "dram"} <= now.figures.keys()
+    assert {"6", "7.1", "14", "17", "dram"} <= now.figures.keys()
     with pytest.raises(ValueError, match="no records of T3's hardware: run weft reproduce t3"):
         t3_hardware.rows_of([])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.core.tables import Record, ResultTable, geomean, table
-from weft.builders.output_map.map import ring_reduce_scatter
+from weft.builders.output_map.map import direct_reduce_scatter, ring_reduce_scatter
 from weft.sim.memory_controller import (
     HardwareGemm,
     OwnWrites,
@@ -27,6 +27,7 @@ from weft.sim.memory_controller import (
     t3_gpu,
 )
 from weft.studies.pages import figure
+from weft.studies.t3 import NETWORKS
 from weft.studies.t3_sublayers import VARIANTS, rows_on, sublayers, summary
 
 MEGABYTES = (6, 12, 24, 48, 96, 192)
@@ -173,6 +174,45 @@ def more_units_table(record: Record) -> ResultTable:
     return table("Twice the units (figure 20, GPU-2X-CU)", list(zip(once, twice, strict=True)), columns)
 
 
+def simulate_direct(gpu: TrackingGpu) -> Record:
+    """Section 7.1: the direct reduce-scatter on a full mesh, whose links share the ring's bandwidth: T-NLG's sub-layers."""
+    lines = []
+    for network, ranks, layer, gemm in sublayers(large=False):
+        if network.name != "T-NLG" or layer == "FC-1":
+            continue
+        tiles = gemm.tiles(gpu)
+        ring = ring_reduce_scatter(tiles, ranks)
+        direct = direct_reduce_scatter(tiles, ranks, per_rank=tiles // ranks, sliced=True)
+        runs = [fused(gemm, output, ranks, gpu, how) for output in (ring, direct) for how in ("round_robin", "mca")]
+        accesses = [(run.memory_bytes - run.gemm_read) / gemm.out_bytes for run in (runs[1], runs[3])]
+        lines.append([f"{layer}, {ranks} ranks", *(run.us for run in runs), *accesses])
+    return {"figure": "7.1", "lines": lines}
+
+
+def direct_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "sub-layer of T-NLG": lambda line: line[0],
+        "ring, T3 us": lambda line: f"{line[1]:.0f}",
+        "T3-MCA us": lambda line: f"{line[2]:.0f}",
+        "direct, T3 us": lambda line: f"{line[3]:.0f}",
+        "T3-MCA us ": lambda line: f"{line[4]:.0f}",
+        "accesses but GEMM reads, ring": lambda line: f"{line[5]:.2f} outputs",
+        "direct": lambda line: f"{line[6]:.2f} outputs",
+    }
+    title = "A direct reduce-scatter on a full mesh (7.1): GEMM and reduce-scatter, without the all-gather"
+    return table(title, record["lines"], columns)
+
+
+def networks_table() -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "network": lambda n: n.name,
+        "hidden": lambda n: str(n.hidden),
+        "tokens": lambda n: str(n.tokens),
+        "ranks": lambda n: ", ".join(map(str, n.ranks)),
+    }
+    return table("Networks (table 2)", NETWORKS, columns)
+
+
 def stages_table(gpu: TrackingGpu) -> ResultTable:
     """Figure 5: a GEMM cut in k by the ranks has as many work-groups and stages, with less work in each."""
     whole, lines = HardwareGemm(8192, 4256, 4 * 4256), []
@@ -247,6 +287,9 @@ ASSUMPTIONS: Mapping[str, tuple[Mapping[str, float], OwnWrites]] = {
     "tiles of 128 x 128": ({"gemm.tile_features": 128}, "watermarks"),
     "tiles of 128 x 128, two columns at a time": ({"gemm.tile_features": 128, "gemm.raster_columns": 2}, "watermarks"),
     "tiles two columns at a time": ({"gemm.raster_columns": 2}, "watermarks"),
+    "tiles of 256 tokens, 128 features": ({"gemm.tile_tokens": 256, "gemm.tile_features": 128}, "watermarks"),
+    "operands two slabs ahead": ({"gemm.ahead": 3}, "watermarks"),
+    "copies of whole tiles": ({"copies.block": 8}, "watermarks"),
     "every column of tiles from its top": ({"gemm.raster_turns": 0}, "watermarks"),
     "copies read at most 256 KiB ahead": ({"copies.window": 262144e-9}, "watermarks"),
     "updates at 1.25 times a store, as the DRAM's timings give": ({"memory.update": 1.25}, "watermarks"),

@@ -61,7 +61,7 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
         simulate(gpu)
         for simulate in (
             figures.simulate_splits, figures.simulate_ring, figures.simulate_traffic, figures.simulate_more_units,
-            figures.simulate_dram, iteration.simulate_future,
+            figures.simulate_direct, figures.simulate_dram, iteration.simulate_future,
         )
     ]  # fmt: skip
     others += [figures.simulate_sensitivity(gpu, step), figures.simulate_assumptions(step)]
@@ -104,6 +104,7 @@ def tables(rows: Rows) -> list[ResultTable]:
         figures.dram_table(rows.figures["dram"]),
         figures.sensitivity_table(rows.figures["sensitivity"]),
         figures.assumptions_table(rows.figures["assumptions"]),
+        figures.networks_table(),
         figures.numbers_table(gpu),
     ]
 
@@ -115,6 +116,7 @@ def other_tables(rows: Rows, gpu: sub.TrackingGpu) -> list[ResultTable]:
         figures.step_table(),
         figures.ring_table(rows.figures["14"]),
         figures.more_units_table(rows.figures["20"]),
+        figures.direct_table(rows.figures["7.1"]),
     ]
 
 

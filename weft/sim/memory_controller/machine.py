@@ -15,7 +15,7 @@ SOURCES = ("paper", "simulator", "datasheet", "derived", "assumed")
 
 _COUNTS = (
     "gpu.units", "gemm.tile_tokens", "gemm.tile_features", "gemm.slab", "gemm.ahead", "gemm.per_unit", "gemm.raster_columns",
-    "memory.channels", "memory.queue", "memory.stores", "tracker.ways", "tracker.wavefronts",
+    "memory.channels", "memory.queue", "memory.stores", "tracker.ways", "tracker.wavefronts", "copies.block",
 )  # fmt: skip
 """Numbers that count something, and are at least 1."""
 _MAY_BE_ZERO = ("tracker.sets", "memory.latency", "link.latency", "memory.stores_low", "gemm.raster_turns")

@@ -102,7 +102,8 @@ def alone(gemm: HardwareGemm, gpu: TrackingGpu, *, bypass: bool = False, bin_us:
     """Return the run of a GEMM without communication. bypass: its output is stored past the last-level cache."""
     setup = _with_gemm(gemm, gpu, "round_robin", "watermarks", bin_us)
     setup.chunk = [0] * gemm.tiles(gpu)
-    setup.output, setup.copied, setup.expected, setup.lands = [_STORED if bypass else _CACHED], [0], [0], [0]
+    setup.output, setup.copied, setup.expected = [_STORED if bypass else _CACHED], [0], [0]
+    setup.lands = setup.link = [0]
     return _run(setup)
 
 
@@ -110,16 +111,17 @@ def fused(
     gemm: HardwareGemm, output: OutputMap, world: int, gpu: TrackingGpu, arbitration: Arbitration, *,
     own_writes: OwnWrites = "watermarks", bin_us: float = 0.0, coarse: float = 1.0,
 ) -> ControllerRun:  # fmt: skip
-    """Return the run of a GEMM whose output goes where a ring's map sends it: one GPU of `world`, all alike.
+    """Return the run of a GEMM whose output goes where a reduce-scatter's map sends it: one GPU of `world`, all alike.
 
     A remote-mapped tile goes from the work-groups to the link. Memory adds all others, and the tracker counts the GEMM's and
     the peer's updates alike; the last one starts the copy of a dma-mapped piece. What this GPU sends at some time, its peer
-    sends too: it arrives here after the link's latency.
+    sends too: it arrives here after the link's latency. A map with several targets has a link to each, which share
+    `link.bandwidth`. Without copies nothing is triggered, and the tracker has no entries.
 
     coarse: entries of a queue that are simulated as one. The queues hold the same bytes.
 
-    Raises `ValueError` for an unknown arbitration, for a map of other rows than the GEMM's tiles, and for a map that is no ring
-    of updates to one neighbour.
+    Raises `ValueError` for an unknown arbitration, for a map of other rows than the GEMM's tiles, and for ranks that
+    are not alike.
     """
     if arbitration not in get_args(Arbitration) or own_writes not in get_args(OwnWrites):
         raise ValueError(
@@ -139,12 +141,12 @@ def fused(
     rank = world - 1
     setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
     setup.chunk = [tile * output.chunks // tiles for tile in range(tiles)]
-    kinds, copied, expected, lands = [], [], [], []
-    targets = {send.to for sends in routes.sends[rank].values() for send in sends}
-    if len(targets) > 1 or not routes.alike:
+    if not routes.alike:
         raise ValueError(
-            f"the map sends to ranks {sorted(targets)}: the model has one link, to one neighbour that is alike"
+            "the ranks' maps differ by more than their place in the ring: the model has one rank, like all others"
         )
+    kinds, copied, expected, lands, links = [], [], [], [], []
+    targets = list(dict.fromkeys(send.to for sends in routes.sends[rank].values() for send in sends))
     for place in routes.order[rank]:
         (send,) = routes.sends[rank][place] or (None,)
         remote = send is not None and send.how == "remote_map"
@@ -153,7 +155,11 @@ def fused(
         expected.append(0 if remote else 1 + len(routes.arriving(rank, place)))
         # The neighbour of this rank is to it what this rank is to its own source: chunks there have these numbers here.
         lands.append(routes.number[send.to][place] if send else 0)
-    setup.output, setup.copied, setup.expected, setup.lands = kinds, copied, expected, lands
+        links.append(targets.index(send.to) if send else 0)
+    setup.output, setup.copied, setup.expected, setup.lands, setup.link = kinds, copied, expected, lands, links
+    setup.link_ns *= len(targets)
+    if not any(copied):
+        setup.sets = 0
     return _run(setup)
 
 
@@ -187,7 +193,7 @@ def _ring(total: float, world: int, gpu: TrackingGpu, *, copies: int, update: bo
     setup.output = [_ADDED] * world
     setup.copied = [1] * (world - 1) + [0]
     setup.expected = [1] + [2] * (world - 1)
-    setup.lands = [min(chunk + 1, world - 1) for chunk in range(world)]
+    setup.lands, setup.link = [min(chunk + 1, world - 1) for chunk in range(world)], [0] * world
     if units:
         setup.link_ns = max(setup.link_ns, (1 + copies) * 1e9 / (units * gpu["kernel.unit"]))
     return _run(setup)
@@ -238,7 +244,7 @@ def _with_gemm(
     # All tiles have equal shares of the output, so that chunks are equal. A ragged tile takes the time of a whole one.
     setup.bytes = [gemm.out_bytes / (rows * columns)] * (rows * columns)
     setup.sets, setup.ways = gpu.count("tracker.sets"), gpu.count("tracker.ways")
-    setup.wavefronts = gpu.count("tracker.wavefronts")
+    setup.wavefronts, setup.block = gpu.count("tracker.wavefronts"), gpu.count("copies.block")
     return setup
 
 
