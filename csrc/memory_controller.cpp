@@ -1,23 +1,15 @@
 // T3's GPU, burst by burst: the work-groups of a GEMM, a ring's traffic, and the memory controller between them.
 // weft/sim/memory_controller describes the model and checks the numbers.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+#include "memory_controller.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <deque>
 #include <limits>
-#include <map>
 #include <queue>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
 
-namespace nb = nanobind;
+namespace weft {
 
 namespace {
 
@@ -28,30 +20,6 @@ enum OwnWrites { after_reads, alternating, watermarks, in_order };
 enum Output { cached, added, remote, stored };  // through the LLC, added by memory, into the peer's memory, past the LLC
 enum Kind { gemm_read, gemm_write, ring_read, ring_write, kinds };
 enum Op { read_op, store_op, update_op };
-
-// Times in ns, bytes of the whole GPU. Every access is spread evenly over the channels, so one queue stands for all of them, and
-// a burst is what all channels together move for one entry each.
-struct Setup {
-    double read_ns = 0, store_ns = 0, update_ns = 0, burst = 0, latency_ns = 0, llc = 0;
-    int queue = 0, stores = 0, high = 0, low = 0, arbitration = 0, own_writes = 0;
-    std::vector<double> intensities;
-    std::vector<int> thresholds;
-    double starved_ns = 0, link_ns = 0, link_latency_ns = 0, link_queue = 0, dma_window = 0;
-    int units = 0, slots = 0, ahead = 0, slabs = 0;
-    double slab_ns = 0, a_slab = 0, b_slab = 0;
-    std::vector<int> a, b;      // of each tile, in the order of production: its panels of the operands
-    std::vector<double> bytes;  // of each tile's output
-    std::vector<int> chunk;     // of each tile
-    // Of each chunk: its output, whether copies send it on, the updates of each element, and the chunk of the peer where it lands.
-    // link: that it takes to the peer.
-    std::vector<int> output, copied, expected, lands, link;
-    int block = 1;          // wavefronts of a tile that a copy takes at once
-    bool made = false;      // no GEMM: the products are there
-    int copies = 1;         // that a step of the ring reads of each element; above 1 a kernel adds, step by step
-    int arrival = update_op;
-    int sets = 0, ways = 0, wavefronts = 1;
-    double bin_ns = 0;
-};
 
 struct Piece {  // a wavefront's part of a tile
     int tile, wave;
@@ -77,7 +45,7 @@ enum What { served_event, computed_event, filled_event, sent_event, arrived_even
 
 class Run {
   public:
-    explicit Run(const Setup &s) : s_(s), n_tiles_(int(s.chunk.size())), operands_(0), tiles_of_(s.output.size()) {
+    explicit Run(const ControllerSetup &s) : s_(s), n_tiles_(int(s.chunk.size())), operands_(0), tiles_of_(s.output.size()) {
         place_.resize(n_tiles_);
         for (int t = 0; t < n_tiles_; ++t) {
             place_[t] = int(tiles_of_.at(s.chunk[t]).size());
@@ -541,7 +509,7 @@ class Run {
         if (b.kind == ring_read && !--read_left_[b.tag]) copied(b.tag);
     }
 
-    const Setup &s_;
+    const ControllerSetup &s_;
     const int n_tiles_;
     int a_panels_ = 0;
     int64_t operands_;  // lines of operands; lines of outputs follow
@@ -578,27 +546,12 @@ class Run {
     double now_ = 0, end_ns_ = 0, gemm_ns_ = 0, sent_ns_ = 0, busy_ns_ = 0;
 };
 
-nb::object run(const Setup &s) {
-    Run r(s);
-    {
-        nb::gil_scoped_release release;
-        r.go();
-    }
-    return nb::make_tuple(r.found(), r.bins());
-}
-
 }  // namespace
 
-void register_memory_controller(nb::module_ &m) {
-    nb::class_<Setup> setup(m, "ControllerSetup", "The numbers of a run of the memory controller.");
-    setup.def(nb::init<>());
-#define FIELD(name) setup.def_rw(#name, &Setup::name)
-    FIELD(read_ns); FIELD(store_ns); FIELD(update_ns); FIELD(burst); FIELD(latency_ns); FIELD(llc); FIELD(queue); FIELD(stores);
-    FIELD(high); FIELD(low); FIELD(arbitration); FIELD(own_writes); FIELD(intensities); FIELD(thresholds); FIELD(starved_ns);
-    FIELD(link_ns); FIELD(link_latency_ns); FIELD(link_queue); FIELD(dma_window); FIELD(units); FIELD(slots); FIELD(ahead);
-    FIELD(slabs); FIELD(slab_ns); FIELD(a_slab); FIELD(b_slab); FIELD(a); FIELD(b); FIELD(bytes); FIELD(chunk); FIELD(output);
-    FIELD(copied); FIELD(expected); FIELD(lands); FIELD(link); FIELD(block); FIELD(made); FIELD(copies); FIELD(arrival); FIELD(sets); FIELD(ways);
-    FIELD(wavefronts); FIELD(bin_ns);
-#undef FIELD
-    m.def("controller_run", &run, nb::arg("setup"));
+std::pair<std::map<std::string, double>, std::vector<std::vector<double>>> run_controller(const ControllerSetup &setup) {
+    Run run(setup);
+    run.go();
+    return {run.found(), run.bins()};
 }
+
+}  // namespace weft

@@ -23,7 +23,7 @@ def rows() -> t3_hardware.Rows:
 
 
 def test_the_paper_is_met(rows: t3_hardware.Rows) -> None:
-    """Every number with an allowed deviation, from the records; `test_the_model_gives_the_records` holds these against the model."""
+    """Every number with an allowed deviation. `test_the_model_gives_the_records` compares records and model."""
     claims = t3_sublayers.claims(rows.small["75"], rows.large["75"])
     assert len(claims) == 25
     assert not [claim for claim in claims if claim.said == "no"]
