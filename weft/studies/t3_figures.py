@@ -174,6 +174,16 @@ def more_units_table(record: Record) -> ResultTable:
     return table("Twice the units (figure 20, GPU-2X-CU)", list(zip(once, twice, strict=True)), columns)
 
 
+def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
+    """Return (those that gain more by T3-MCA with twice the units, all) of OP and FC-2; "ideal": of FC-2 by the ideal."""
+    pairs = list(zip(*(record["units"][str(times)] for times in (1, MORE_UNITS)), strict=True))
+    found = {}
+    for key, layer, column in (("OP", " OP,", 2), ("FC-2", " FC-2,", 2), ("ideal", " FC-2,", 1)):
+        of = [pair for pair in pairs if layer in pair[0][0]]
+        found[key] = sum(twice[column] > once[column] for once, twice in of), len(of)
+    return found
+
+
 def simulate_direct(gpu: TrackingGpu) -> Record:
     """Section 7.1: the direct reduce-scatter on a full mesh, whose links share the ring's bandwidth: T-NLG's sub-layers."""
     lines = []
