@@ -4,6 +4,7 @@ Cheapest first: bad input; bytes; bounds and monotony; arbitration; the tracker.
 """
 
 import itertools
+import random
 
 import pytest
 
@@ -205,3 +206,34 @@ def test_every_number_has_a_source_and_the_other_reading_doubles_the_links():
     assert all(quantity.note for quantity in gpu.quantities.values() if quantity.source in ("assumed", "derived"))
     assert other["link.bandwidth"] == 2 * gpu["link.bandwidth"]
     assert reduce_scatter(1e8, 8, other).us < 0.55 * reduce_scatter(1e8, 8, gpu).us
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_gpus_and_maps_end_with_every_byte_sent_once(seed: int) -> None:
+    """Trackers, queues and windows of any size: nothing waits for ever, whatever is ahead of what."""
+    rng = random.Random(seed)
+    for _ in range(12):
+        waves, world, per_rank = rng.choice([1, 2, 8]), rng.choice([2, 3, 4]), rng.choice([1, 2])
+        gpu = t3_gpu().with_values({
+            "gpu.units": rng.randint(1, 40), "gemm.per_unit": rng.randint(1, 3), "gemm.ahead": rng.randint(1, 4),
+            "gemm.raster_columns": rng.randint(1, 3), "tracker.sets": rng.choice([0, 1, 5, 256]), "tracker.wavefronts": waves,
+            "tracker.ways": waves * rng.randint(1, 3), "copies.block": rng.choice([1, 3, 9]),
+            "copies.window": rng.choice([1, 1e-5]), "memory.llc": rng.choice([0.05, 16]), "memory.queue": rng.choice([1, 64]),
+            "memory.effective": rng.choice([0.05, 2]), "link.bandwidth": rng.choice([5, 1000]),
+            "mca.starved": rng.choice([0.01, 1000]),
+        })  # fmt: skip
+        gemm = HardwareGemm(
+            128 * world * per_rank - rng.randint(0, 100), 256 * rng.randint(1, 6), rng.choice([16, 300])
+        )
+        tiles, arbitration = gemm.tiles(gpu), rng.choice(["round_robin", "compute_first", "mca"])
+        output = rng.choice([
+            ring_reduce_scatter(tiles, world, per_rank=per_rank, first=rng.choice(["store", "dma"])),
+            ring_reduce_scatter(tiles, world, per_rank=per_rank, to="right"),
+            direct_reduce_scatter(tiles, world, per_rank=per_rank, by=rng.choice(["store", "dma"]), sliced=True),
+        ])  # fmt: skip
+        own = rng.choice(["after_reads", "alternating", "watermarks", "in_order"])
+        run = fused(gemm, output, world, gpu, arbitration, own_writes=own)
+        sent = gemm.out_bytes * (world - 1) / world
+        assert (run.link, run.ring_write) == pytest.approx((sent, sent))
+        assert run.us >= sent / gpu["link.bandwidth"] * 1e6 * (1 - 1e-9)
+        assert run.us >= run.gemm_us

@@ -101,6 +101,16 @@ def test_conclusions_name_the_assumptions_that_reverse_t3_and_mca_and_what_more_
     assert "here 0 of 1 FC-2 gain more, 1 in the ideal, and 1 of 1 OP" in said
 
 
+def test_splitting_units_slows_both_sides(rows: t3_hardware.Rows) -> None:
+    """Figure 6, by hand: a ring of 8 units moves 3 bytes for each that the reduce-scatter sends, and 2 of the all-gather."""
+    gpu, cells = t3_gpu(), rows.figures["6"]["cells"]
+    (few,) = (c for c in cells if c["name"] == "Mega-GPT-2 FC-2" and c["split"] == [72, 8])
+    sent = 7 / 8 * 2 * 16384 * 3072
+    assert few["ring_us"] == pytest.approx((3 + 2) * sent / (8 * gpu["kernel.unit"]) * 1e6, rel=0.05)
+    (whole,) = (c for c in cells if c["name"] == "Mega-GPT-2 FC-2" and c["split"] == [80, 80])
+    assert whole["gemm_us"] < few["gemm_us"] < 80 / 64 * whole["gemm_us"]
+
+
 def test_cutting_k_keeps_tiles_and_stages() -> None:
     cells = t3_figures.stages_table(t3_gpu()).cells
     assert len({line[2:4] for line in cells}) == 1
@@ -122,17 +132,17 @@ def test_the_page_is_made_from_its_records() -> None:
 
 def test_simulated_records_are_those_of_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one network and without what only repeats it."""
-    few = t3_sublayers.NETWORKS[1:3]
+    few = (t3_sublayers.NETWORKS[1]._replace(ranks=(8,)), t3_sublayers.NETWORKS[2])
     monkeypatch.setattr(t3_sublayers, "NETWORKS", few)
     empty = {"figure": "sensitivity", "lines": []}
-    for name in ("simulate_sensitivity", "simulate_assumptions", "simulate_more_units"):
+    for name in ("simulate_sensitivity", "simulate_assumptions", "simulate_more_units", "simulate_splits"):
         monkeypatch.setattr(t3_figures, name, lambda *given, **more: empty)
     monkeypatch.setattr(t3_iteration, "simulate_future", lambda gpu: {"figure": "4", "networks": []})
     monkeypatch.setattr(t3_sublayers, "READINGS", {"75": t3_gpu})
     found = t3_hardware.simulated()
     now = t3_hardware.rows_of(found)
-    assert [row.layer for row in now.small["75"]] == [*t3_sublayers.LAYERS] * 2
+    assert [row.layer for row in now.small["75"]] == [*t3_sublayers.LAYERS]
     assert {row.network for row in now.large["75"]} == {"GPT-3"}
-    assert {"6", "7.1", "14", "17", "dram"} <= now.figures.keys()
+    assert {"7.1", "14", "17", "dram"} <= now.figures.keys()
     with pytest.raises(ValueError, match="no records of T3's hardware: run weft reproduce t3"):
         t3_hardware.rows_of([])
