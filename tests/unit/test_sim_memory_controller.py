@@ -117,6 +117,15 @@ def test_a_ring_alone_takes_its_closed_form():
         assert kernel / memory - 1 == pytest.approx(faster, abs=0.015)
 
 
+def test_a_sum_travels_step_by_step() -> None:
+    """4.2.1: the tracker counts the peer's updates too, so a piece goes on only once the sum so far is there."""
+    latency_us = 10_000
+    slow = SMALL.with_values({"link.latency": 1e3 * latency_us})
+    for world in (2, 4, 8):
+        run = fused(GEMM, ring(world=world), world, slow, "round_robin")
+        assert (world - 1) * latency_us < run.us < world * latency_us
+
+
 def test_arbitration_and_adding_memory_move_results_as_the_paper_says():
     """6.1.2, 6.1.3: T-NLG's FC-2 on 16 ranks; without MCA the GEMM is held up, and quick updates hold it up less."""
     gpu, gemm = t3_gpu(), HardwareGemm(8192, 4256, 1064)
