@@ -21,8 +21,8 @@ struct ControllerSetup {
     std::vector<int> a, b;      // of each tile, in the order of production: its panels of the operands
     std::vector<double> bytes;  // of each tile's output
     std::vector<int> chunk;     // of each tile
-    // Of each chunk: its output, whether copies send it on, the updates of each element, and the chunk of the peer where it lands.
-    // link: that it takes to the peer.
+    // Each chunk has an output, copies that send it on or not, updates of each element, and a chunk of the peer where it lands.
+    // link: its link to the peer.
     std::vector<int> output, copied, expected, lands, link;
     int block = 1;          // wavefronts of a tile that a copy takes at once
     bool made = false;      // no GEMM: the products are there
