@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <limits>
+#include <memory>
 #include <queue>
 
 namespace weft {
@@ -37,15 +38,23 @@ struct Burst {
 struct Event {
     double at;
     int64_t order;
-    int what;
+    int what, rank;
     int64_t which;
     bool operator>(const Event &other) const { return at != other.at ? at > other.at : order > other.order; }
 };
+// What happens when, on all ranks.
+struct Clock {
+    std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
+    int64_t order = 0;
+    double now = 0;
+};
+
 enum What { served_event, computed_event, filled_event, sent_event, arrived_event };
 
 class Run {
   public:
-    explicit Run(const ControllerSetup &s) : s_(s), n_tiles_(int(s.chunk.size())), operands_(0), tiles_of_(s.output.size()) {
+    Run(const ControllerSetup &s, Clock &clock, int rank)
+        : s_(s), clock_(clock), rank_(rank), n_tiles_(int(s.chunk.size())), operands_(0), tiles_of_(s.output.size()) {
         place_.resize(n_tiles_);
         for (int t = 0; t < n_tiles_; ++t) {
             place_[t] = int(tiles_of_.at(s.chunk[t]).size());
@@ -74,7 +83,7 @@ class Run {
         total_.assign(kinds, 0.0);
     }
 
-    void go() {
+    void start() {
         if (s_.made) {
             next_ = retired_ = n_tiles_;
             for (size_t c = 0; c < tiles_of_.size(); ++c)
@@ -86,19 +95,17 @@ class Run {
             admit();
         }
         pump();
-        while (!events_.empty()) {
-            const Event e = events_.top();
-            events_.pop();
-            now_ = e.at;
-            switch (e.what) {
-                case served_event: served(); break;
-                case computed_event: computed(int(e.which)); break;
-                case filled_event: filled(e.which); break;
-                case sent_event: sent(e.which); break;
-                case arrived_event: arrived(e.which); break;
-            }
-            pump();
+    }
+
+    void handle(const Event &e) {
+        switch (e.what) {
+            case served_event: served(); break;
+            case computed_event: computed(int(e.which)); break;
+            case filled_event: filled(e.which); break;
+            case sent_event: sent(e.which); break;
+            case arrived_event: arrived(e.which); break;
         }
+        pump();
     }
 
     std::map<std::string, double> found() const {
@@ -131,7 +138,8 @@ class Run {
         std::deque<std::pair<Piece, int>> remote;    // that work-groups store, and the slot that ends with it
     };
 
-    void at(double when, What what, int64_t which) { events_.push({when, ++order_, what, which}); }
+    void at(double when, What what, int64_t which) { at(when, what, which, rank_); }
+    void at(double when, What what, int64_t which, int rank) { clock_.events.push({when, ++clock_.order, what, rank, which}); }
     int bursts_of(double bytes) const { return std::max(1, int(std::ceil(bytes / s_.burst - 1e-9))); }
 
     // --- work-groups: read, compute, write ---
@@ -140,10 +148,10 @@ class Run {
     void admit() {
         while (!idle_.empty() && next_ < n_tiles_) {
             if (s_.output[s_.chunk[next_]] == added && !take(next_)) {
-                if (stalled_at_ < 0) stalled_at_ = now_;
+                if (stalled_at_ < 0) stalled_at_ = clock_.now;
                 return;
             }
-            if (stalled_at_ >= 0) stall_ns_ += now_ - stalled_at_;
+            if (stalled_at_ >= 0) stall_ns_ += clock_.now - stalled_at_;
             stalled_at_ = -1;
             const int slot = idle_.front();
             idle_.pop_front();
@@ -204,7 +212,7 @@ class Run {
         }
         if (best < 0) return;
         unit_busy_[unit] = true;
-        at(now_ + s_.slab_ns, computed_event, best);
+        at(clock_.now + s_.slab_ns, computed_event, best);
     }
 
     void computed(int slot) {
@@ -243,12 +251,12 @@ class Run {
         ++retired_;
         if (!measured_ && retired_ >= std::min(n_tiles_, s_.units * s_.slots)) {  // the first stage, which no traffic disturbs
             measured_ = true;
-            intensity_ = now_ > 0 ? gemm_busy_ns_ / now_ : 1.0;
+            intensity_ = clock_.now > 0 ? gemm_busy_ns_ / clock_.now : 1.0;
             size_t i = 0;
             while (i < s_.intensities.size() && intensity_ > s_.intensities[i]) ++i;
             threshold_ = s_.thresholds.empty() ? 0 : s_.thresholds[i];
         }
-        if (retired_ == n_tiles_) gemm_ns_ = now_;
+        if (retired_ == n_tiles_) gemm_ns_ = clock_.now;
         idle_.push_back(slot);
         admit();
     }
@@ -387,7 +395,7 @@ class Run {
             }
             link.busy = true;
             link_total_ += piece_bytes(p.tile);
-            at(now_ + piece_bytes(p.tile) * s_.link_ns, sent_event, number(p));
+            at(clock_.now + piece_bytes(p.tile) * s_.link_ns, sent_event, number(p));
         }
         // A work-group ends when what is left of its stores fits into the link's queue.
         double before = 0;
@@ -406,17 +414,17 @@ class Run {
     void sent(int64_t n) {
         const int link = s_.link[s_.chunk[piece(n).tile]];
         links_[link].busy = false;
-        sent_ns_ = now_;
-        at(now_ + s_.link_latency_ns, arrived_event, n);
+        sent_ns_ = clock_.now;
+        const Piece p = piece(n);
+        const int chunk = s_.chunk[p.tile], tile = tiles_of_.at(s_.lands[chunk]).at(place_[p.tile]);
+        at(clock_.now + s_.link_latency_ns, arrived_event, number({tile, p.wave}), s_.peer[chunk]);
         send(link);
     }
 
-    // The peer sends what this GPU sends, at the same time, into the next chunk.
     void arrived(int64_t n) {
         const Piece p = piece(n);
-        const int tile = tiles_of_.at(s_.lands[s_.chunk[p.tile]]).at(place_[p.tile]);
-        parked_[tile].push_back(p.wave);
-        unpark(tile);
+        parked_[p.tile].push_back(p.wave);
+        unpark(p.tile);
     }
 
     // --- the memory controller ---
@@ -458,7 +466,7 @@ class Run {
         } else if (s_.arbitration == compute_first || retired_ == n_tiles_) {
             return compute;
         }
-        if (now_ - ring_at_ > s_.starved_ns) return ring;
+        if (clock_.now - ring_at_ > s_.starved_ns) return ring;
         if (compute) return compute;
         return !threshold_ || int(dram_.size()) < threshold_ ? ring : nullptr;
     }
@@ -473,7 +481,7 @@ class Run {
             queue->pop_front();
             ring_last_ = queue == &ring_reads_ || queue == &ring_writes_;
             if (ring_last_) {
-                ring_at_ = now_;
+                ring_at_ = clock_.now;
                 ring_wrote_ = queue == &ring_writes_;
             } else {
                 wrote_ = queue == &writes_;
@@ -483,7 +491,7 @@ class Run {
             const bool last_sum = s_.copies > 1 && b.kind == ring_write && !s_.copied[s_.chunk[piece(b.tag).tile]];
             if (b.op == update_op || (b.kind == ring_write && !(last_sum && counts_[b.tag] < 0))) count(b.tag, b.bytes);
         }
-        if (ring_reads_.empty() && ring_writes_.empty()) ring_at_ = now_;  // nothing is starved
+        if (ring_reads_.empty() && ring_writes_.empty()) ring_at_ = clock_.now;  // nothing is starved
         most_waiting_ = std::max(most_waiting_, ring_reads_.size() + ring_writes_.size());
         if (serving_ || dram_.empty()) return;
         serving_ = true;
@@ -493,23 +501,25 @@ class Run {
         busy_ns_ += cost;
         if (b.kind == gemm_read || b.kind == gemm_write) gemm_busy_ns_ += cost;
         if (s_.bin_ns > 0) {
-            const size_t bin = size_t(now_ / s_.bin_ns);
+            const size_t bin = size_t(clock_.now / s_.bin_ns);
             if (bins_.size() <= bin) bins_.resize(bin + 1, std::vector<double>(kinds, 0.0));
             bins_[bin][b.kind] += b.bytes;
         }
-        at(now_ + cost, served_event, 0);
+        at(clock_.now + cost, served_event, 0);
     }
 
     void served() {
         const Burst b = dram_.front();
         dram_.pop_front();
         serving_ = false;
-        end_ns_ = now_;
-        if (b.kind == gemm_read && !--lines_[b.tag].bursts) at(now_ + s_.latency_ns, filled_event, b.tag);
+        end_ns_ = clock_.now;
+        if (b.kind == gemm_read && !--lines_[b.tag].bursts) at(clock_.now + s_.latency_ns, filled_event, b.tag);
         if (b.kind == ring_read && !--read_left_[b.tag]) copied(b.tag);
     }
 
     const ControllerSetup &s_;
+    Clock &clock_;
+    const int rank_;
     const int n_tiles_;
     int a_panels_ = 0;
     int64_t operands_;  // lines of operands; lines of outputs follow
@@ -541,17 +551,26 @@ class Run {
     size_t most_waiting_ = 0;
     std::vector<double> total_;
     std::vector<std::vector<double>> bins_;
-    std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
-    int64_t order_ = 0, came_ = 0;
-    double now_ = 0, end_ns_ = 0, gemm_ns_ = 0, sent_ns_ = 0, busy_ns_ = 0;
+    int64_t came_ = 0;
+    double end_ns_ = 0, gemm_ns_ = 0, sent_ns_ = 0, busy_ns_ = 0;
 };
 
 }  // namespace
 
-std::pair<std::map<std::string, double>, std::vector<std::vector<double>>> run_controller(const ControllerSetup &setup) {
-    Run run(setup);
-    run.go();
-    return {run.found(), run.bins()};
+std::vector<ControllerFound> run_controllers(const std::vector<ControllerSetup> &setups) {
+    Clock clock;
+    std::vector<std::unique_ptr<Run>> runs;
+    for (const ControllerSetup &setup : setups) runs.push_back(std::make_unique<Run>(setup, clock, int(runs.size())));
+    for (auto &run : runs) run->start();
+    while (!clock.events.empty()) {
+        const Event e = clock.events.top();
+        clock.events.pop();
+        clock.now = e.at;
+        runs.at(e.rank)->handle(e);
+    }
+    std::vector<ControllerFound> found;
+    for (const auto &run : runs) found.emplace_back(run->found(), run->bins());
+    return found;
 }
 
 }  // namespace weft

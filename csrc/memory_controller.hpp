@@ -21,9 +21,9 @@ struct ControllerSetup {
     std::vector<int> a, b;      // of each tile, in the order of production: its panels of the operands
     std::vector<double> bytes;  // of each tile's output
     std::vector<int> chunk;     // of each tile
-    // Each chunk has an output, copies that send it on or not, updates of each element, and a chunk of the peer where it lands.
-    // link: its link to the peer.
-    std::vector<int> output, copied, expected, lands, link;
+    // Each chunk has an output, copies that send it on or not, updates of each element, and a chunk of a peer where it lands.
+    // peer: the run that gets it, by its place in the list; a run that stands for all ranks is its own peer. link: the link there.
+    std::vector<int> output, copied, expected, lands, peer, link;
     int block = 1;          // wavefronts of a tile that a copy takes at once
     bool made = false;      // no GEMM: the products are there
     int copies = 1;         // that a step of the ring reads of each element; above 1 a kernel adds, step by step
@@ -32,7 +32,9 @@ struct ControllerSetup {
     double bin_ns = 0;
 };
 
-// Run to the end. Return totals by name, and the bytes of each kind of access in each bin of time.
-std::pair<std::map<std::string, double>, std::vector<std::vector<double>>> run_controller(const ControllerSetup &setup);
+using ControllerFound = std::pair<std::map<std::string, double>, std::vector<std::vector<double>>>;
+
+// Run to the end, all together. Return for each totals by name, and the bytes of each kind of access in each bin of time.
+std::vector<ControllerFound> run_controllers(const std::vector<ControllerSetup> &setups);
 
 }  // namespace weft

@@ -18,8 +18,8 @@ void register_memory_controller(nb::module_ &m) {
     FIELD(high); FIELD(low); FIELD(arbitration); FIELD(own_writes); FIELD(intensities); FIELD(thresholds); FIELD(starved_ns);
     FIELD(link_ns); FIELD(link_latency_ns); FIELD(link_queue); FIELD(dma_window); FIELD(units); FIELD(slots); FIELD(ahead);
     FIELD(slabs); FIELD(slab_ns); FIELD(a_slab); FIELD(b_slab); FIELD(a); FIELD(b); FIELD(bytes); FIELD(chunk); FIELD(output);
-    FIELD(copied); FIELD(expected); FIELD(lands); FIELD(link); FIELD(block); FIELD(made); FIELD(copies); FIELD(arrival);
+    FIELD(copied); FIELD(expected); FIELD(lands); FIELD(peer); FIELD(link); FIELD(block); FIELD(made); FIELD(copies); FIELD(arrival);
     FIELD(sets); FIELD(ways); FIELD(wavefronts); FIELD(bin_ns);
 #undef FIELD
-    m.def("controller_run", &weft::run_controller, nb::arg("setup"), nb::call_guard<nb::gil_scoped_release>());
+    m.def("run_controllers", &weft::run_controllers, nb::arg("setups"), nb::call_guard<nb::gil_scoped_release>());
 }

@@ -626,6 +626,7 @@ class ControllerSetup:
     copied: list[int]
     expected: list[int]
     lands: list[int]
+    peer: list[int]
     link: list[int]
     block: int
     made: bool
@@ -636,5 +637,5 @@ class ControllerSetup:
     wavefronts: int
     bin_ns: float
 
-def controller_run(setup: ControllerSetup) -> tuple[dict[str, float], list[list[float]]]:
-    """Run to the end. Return the totals by name, and the bytes of each kind in each bin of time."""
+def run_controllers(setups: Sequence[ControllerSetup]) -> list[tuple[dict[str, float], list[list[float]]]]:
+    """Run all to the end, together. Return for each the totals by name, and the bytes of each kind in each bin of time."""

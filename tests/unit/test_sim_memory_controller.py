@@ -9,7 +9,17 @@ import random
 import pytest
 
 from weft.builders.output_map.map import OutputMap, direct_reduce_scatter, ring_reduce_scatter
-from weft.sim.memory_controller import HardwareGemm, all_gather, alone, fused, other_reading, reduce_scatter, t3_gpu
+from weft.sim.memory_controller import (
+    HardwareGemm,
+    all_gather,
+    alone,
+    fused,
+    fused_on_all,
+    other_reading,
+    reduce_scatter,
+    t3_gpu,
+)
+from weft.studies.t3_figures import without_stagger
 
 WORLD = 4
 SMALL = t3_gpu().with_values({"gpu.units": 8, "link.bandwidth": 7.5, "memory.effective": 0.046, "memory.llc": 1.6})
@@ -26,7 +36,7 @@ def test_bad_input_is_refused_with_the_values_and_the_fix():
         HardwareGemm(0, 1024, 64)
     with pytest.raises(ValueError, match=r"'fifo'.*round_robin, compute_first, mca"):
         fused(GEMM, ring(), WORLD, SMALL, "fifo")
-    with pytest.raises(ValueError, match="has 128 rows, and the GEMM 64 tiles"):
+    with pytest.raises(ValueError, match="has 128 rows in 4 chunks, and the GEMM 64 tiles"):
         fused(GEMM, ring_reduce_scatter(128, WORLD), WORLD, SMALL, "mca")
     with pytest.raises(ValueError, match="to=2 is this rank itself"):
         fused(GEMM, ring_reduce_scatter(GEMM.tiles(SMALL), WORLD, rank=3), WORLD, SMALL, "mca")
@@ -147,6 +157,25 @@ def test_results_converge_as_entries_become_smaller(arbitration):
     output = ring_reduce_scatter(gemm.tiles(gpu), 16)
     times = [fused(gemm, output, 16, gpu, arbitration, coarse=coarse).us for coarse in (0.5, 1, 2)]
     assert max(times) < 1.02 * min(times)
+
+
+@pytest.mark.parametrize("arbitration", ["round_robin", "mca"])
+def test_one_gpu_stands_for_all(arbitration: str) -> None:
+    """5.1.1: all ranks together, each with its peers, take to the byte and the moment what one takes alone."""
+    one = fused(GEMM, ring(), WORLD, SMALL, arbitration)
+    maps = [ring_reduce_scatter(GEMM.tiles(SMALL), WORLD, rank=rank) for rank in range(WORLD)]
+    for run in fused_on_all(GEMM, maps, SMALL, arbitration):
+        assert (run.us, run.gemm_us, run.memory_bytes) == pytest.approx((one.us, one.gemm_us, one.memory_bytes))
+
+
+def test_without_stagger_the_last_chunk_follows_the_gemm() -> None:
+    """4.4: ranks that compute the same chunk at once have its sum only after a round of the ring."""
+    tiles = GEMM.tiles(SMALL)
+    staggered = fused(GEMM, ring(), WORLD, SMALL, "mca")
+    runs = fused_on_all(GEMM, [without_stagger(tiles, WORLD, rank) for rank in range(WORLD)], SMALL, "mca")
+    slowest = max(run.us for run in runs)
+    assert slowest > 1.1 * staggered.us
+    assert sum(run.link for run in runs) == pytest.approx((WORLD - 1) * GEMM.out_bytes)
 
 
 def test_own_stores_and_reads_decide_between_t3_and_mca() -> None:

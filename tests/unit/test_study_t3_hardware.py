@@ -135,7 +135,13 @@ def test_simulated_records_are_those_of_all_figures(monkeypatch: pytest.MonkeyPa
     few = (t3_sublayers.NETWORKS[1]._replace(ranks=(8,)), t3_sublayers.NETWORKS[2])
     monkeypatch.setattr(t3_sublayers, "NETWORKS", few)
     empty = {"figure": "sensitivity", "lines": []}
-    for name in ("simulate_sensitivity", "simulate_assumptions", "simulate_more_units", "simulate_splits"):
+    for name in (
+        "simulate_sensitivity",
+        "simulate_assumptions",
+        "simulate_more_units",
+        "simulate_splits",
+        "simulate_stagger",
+    ):
         monkeypatch.setattr(t3_figures, name, lambda *given, **more: empty)
     monkeypatch.setattr(t3_iteration, "simulate_future", lambda gpu: {"figure": "4", "networks": []})
     monkeypatch.setattr(t3_sublayers, "READINGS", {"75": t3_gpu})

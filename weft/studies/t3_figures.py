@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from weft.bench.core.tables import Record, ResultTable, geomean, table
-from weft.builders.output_map.map import direct_reduce_scatter, ring_reduce_scatter
+from weft.builders.output_map.map import OutputMap, direct_reduce_scatter, ring_reduce_scatter
 from weft.sim.memory_controller import (
     HardwareGemm,
     OwnWrites,
@@ -23,6 +24,7 @@ from weft.sim.memory_controller import (
     alone,
     dram,
     fused,
+    fused_on_all,
     reduce_scatter,
     t3_gpu,
 )
@@ -211,6 +213,38 @@ def direct_table(record: Record) -> ResultTable:
     }
     title = "A direct reduce-scatter on a full mesh (7.1): GEMM and reduce-scatter, without the all-gather"
     return table(title, record["lines"], columns)
+
+
+def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
+    """Return the ring's map of a rank that computes the chunks in the same order as all others (4.4 staggers them)."""
+    ring = ring_reduce_scatter(tiles, world, rank=rank)
+    entries = tuple(replace(entry, chunk=(rank + 1 + entry.chunk) % world) for entry in ring.entries)
+    return OutputMap(tiles, world, order=tuple(range(world)), entries=entries)
+
+
+def simulate_stagger(gpu: TrackingGpu) -> Record:
+    """Section 4.4: T-NLG's sub-layers with and without staggered chunks, T3-MCA; all ranks are simulated."""
+    lines = []
+    for network, ranks, layer, gemm in sublayers(large=False):
+        if network.name != "T-NLG" or layer == "FC-1":
+            continue
+        tiles = gemm.tiles(gpu)
+        us = fused(gemm, ring_reduce_scatter(tiles, ranks), ranks, gpu, "mca").us
+        runs = fused_on_all(gemm, [without_stagger(tiles, ranks, rank) for rank in range(ranks)], gpu, "mca")
+        lines.append([f"{layer}, {ranks} ranks", us, max(run.us for run in runs)])
+    return {"figure": "4.4", "lines": lines}
+
+
+def stagger_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "sub-layer of T-NLG": lambda line: line[0],
+        "staggered us": lambda line: f"{line[1]:.0f}",
+        "all ranks in one order us": lambda line: f"{line[2]:.0f}",
+        "slower": lambda line: f"{line[2] / line[1] - 1:.0%}",
+    }
+    return table(
+        "Staggered chunks (4.4): GEMM and reduce-scatter by T3-MCA, the slowest rank", record["lines"], columns
+    )
 
 
 def networks_table() -> ResultTable:

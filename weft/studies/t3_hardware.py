@@ -61,7 +61,8 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
         simulate(gpu)
         for simulate in (
             figures.simulate_splits, figures.simulate_ring, figures.simulate_traffic, figures.simulate_more_units,
-            figures.simulate_direct, figures.simulate_dram, iteration.simulate_future,
+            figures.simulate_direct, figures.simulate_stagger,
+            figures.simulate_dram, iteration.simulate_future,
         )
     ]  # fmt: skip
     others += [figures.simulate_sensitivity(gpu, step), figures.simulate_assumptions(step)]
@@ -117,6 +118,7 @@ def other_tables(rows: Rows, gpu: sub.TrackingGpu) -> list[ResultTable]:
         figures.ring_table(rows.figures["14"]),
         figures.more_units_table(rows.figures["20"]),
         figures.direct_table(rows.figures["7.1"]),
+        figures.stagger_table(rows.figures["4.4"]),
     ]
 
 

@@ -24,10 +24,12 @@ from weft.sim.memory_controller.run import (
     all_gather,
     alone,
     fused,
+    fused_on_all,
     reduce_scatter,
 )
 
 __all__ = [
-    "Arbitration", "ControllerRun", "HardwareGemm", "OwnWrites", "TrackingGpu", "all_gather", "alone", "fused", "other_reading",
+    "Arbitration", "ControllerRun", "HardwareGemm", "OwnWrites", "TrackingGpu", "all_gather", "alone", "fused", "fused_on_all",
+    "other_reading",
     "reduce_scatter", "t3_gpu",
 ]  # fmt: skip

@@ -9,12 +9,13 @@ Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from weft import _core
 from weft.builders.output_map.map import OutputMap
-from weft.builders.output_map.routes import routes_of
+from weft.builders.output_map.routes import Routes, routes_of
 from weft.sim.memory_controller.machine import TrackingGpu
 
 Arbitration: TypeAlias = Literal["round_robin", "compute_first", "mca"]
@@ -103,7 +104,7 @@ def alone(gemm: HardwareGemm, gpu: TrackingGpu, *, bypass: bool = False, bin_us:
     setup = _with_gemm(gemm, gpu, "round_robin", "watermarks", bin_us)
     setup.chunk = [0] * gemm.tiles(gpu)
     setup.output, setup.copied, setup.expected = [_STORED if bypass else _CACHED], [0], [0]
-    setup.lands = setup.link = [0]
+    setup.lands = setup.peer = setup.link = [0]
     return _run(setup)
 
 
@@ -123,44 +124,71 @@ def fused(
     Raises `ValueError` for an unknown arbitration, for a map of other rows than the GEMM's tiles, and for ranks that
     are not alike.
     """
+    routes = _routes(gemm, [output], world, gpu, arbitration, own_writes)
+    if not routes.alike:
+        raise ValueError(
+            "the ranks' maps differ by more than their place in the ring, and one GPU cannot stand for all: use fused_on_all"
+        )
+    setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
+    return _run(_mapped(setup, routes, world - 1, one_for_all=True))
+
+
+def fused_on_all(
+    gemm: HardwareGemm, outputs: Sequence[OutputMap], gpu: TrackingGpu, arbitration: Arbitration, *,
+    own_writes: OwnWrites = "watermarks",
+) -> list[ControllerRun]:  # fmt: skip
+    """Return the runs of all ranks, with a map for each, simulated together: as `fused`, for maps that are not alike too."""
+    routes = _routes(gemm, outputs, len(outputs), gpu, arbitration, own_writes)
+    setups = [
+        _mapped(_with_gemm(gemm, gpu, arbitration, own_writes, 0.0), routes, rank, one_for_all=False)
+        for rank in range(len(outputs))
+    ]
+    return _run_all(setups)
+
+
+def _routes(
+    gemm: HardwareGemm, outputs: Sequence[OutputMap], world: int, gpu: TrackingGpu, arbitration: str, own_writes: str
+) -> Routes:
     if arbitration not in get_args(Arbitration) or own_writes not in get_args(OwnWrites):
         raise ValueError(
             f"arbitration={arbitration!r}, own_writes={own_writes!r}: use one of {', '.join(get_args(Arbitration))}, and one of "
             f"{', '.join(get_args(OwnWrites))}"
         )
-    tiles = gemm.tiles(gpu)
-    if output.rows != tiles:
+    tiles, chunks = gemm.tiles(gpu), outputs[0].chunks
+    for output in outputs:
+        if (output.rows, output.chunks) != (tiles, chunks):
+            raise ValueError(
+                f"the map has {output.rows} rows in {output.chunks} chunks, and the GEMM {tiles} tiles: use "
+                f"OutputMap(rows={tiles}, chunks={chunks})"
+            )
+    if tiles % chunks:
         raise ValueError(
-            f"the map has {output.rows} rows, and the GEMM {tiles} tiles: use OutputMap(rows={tiles}, ...)"
+            f"{tiles} tiles in {chunks} chunks: each chunk needs as many, for the peer's to be the same; use other tiles"
         )
-    if tiles % output.chunks:
-        raise ValueError(
-            f"{tiles} tiles in {output.chunks} chunks: each chunk needs as many, for the peer's to be the same; use other tiles"
-        )
-    routes = routes_of("reduce_scatter", world, output.chunks, ((output.order, output.entries),))
-    rank = world - 1
-    setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
-    setup.chunk = [tile * output.chunks // tiles for tile in range(tiles)]
-    if not routes.alike:
-        raise ValueError(
-            "the ranks' maps differ by more than their place in the ring: the model has one rank, like all others"
-        )
-    kinds, copied, expected, lands, links = [], [], [], [], []
+    return routes_of("reduce_scatter", world, chunks, tuple((output.order, output.entries) for output in outputs))
+
+
+def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_all: bool) -> _core.ControllerSetup:
+    """Put a rank's routes into a setup. one_for_all: this rank gets what it sends, as from a peer that is like it."""
+    tiles = len(setup.a)
+    setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
+    output, copied, expected, lands, peer, link = [], [], [], [], [], []
     targets = list(dict.fromkeys(send.to for sends in routes.sends[rank].values() for send in sends))
     for place in routes.order[rank]:
         (send,) = routes.sends[rank][place] or (None,)
         remote = send is not None and send.how == "remote_map"
-        kinds.append(_REMOTE if remote else _ADDED)
+        output.append(_REMOTE if remote else _ADDED)
         copied.append(int(send is not None and not remote))
         expected.append(0 if remote else 1 + len(routes.arriving(rank, place)))
-        # The neighbour of this rank is to it what this rank is to its own source: chunks there have these numbers here.
         lands.append(routes.number[send.to][place] if send else 0)
-        links.append(targets.index(send.to) if send else 0)
-    setup.output, setup.copied, setup.expected, setup.lands, setup.link = kinds, copied, expected, lands, links
+        peer.append(send.to if send and not one_for_all else 0)
+        link.append(targets.index(send.to) if send else 0)
+    setup.output, setup.copied, setup.expected = output, copied, expected
+    setup.lands, setup.peer, setup.link = lands, peer, link
     setup.link_ns *= len(targets)
     if not any(copied):
         setup.sets = 0
-    return _run(setup)
+    return setup
 
 
 def reduce_scatter(
@@ -193,7 +221,8 @@ def _ring(total: float, world: int, gpu: TrackingGpu, *, copies: int, update: bo
     setup.output = [_ADDED] * world
     setup.copied = [1] * (world - 1) + [0]
     setup.expected = [1] + [2] * (world - 1)
-    setup.lands, setup.link = [min(chunk + 1, world - 1) for chunk in range(world)], [0] * world
+    setup.lands = [min(chunk + 1, world - 1) for chunk in range(world)]
+    setup.peer = setup.link = [0] * world
     if units:
         setup.link_ns = max(setup.link_ns, (1 + copies) * 1e9 / (units * gpu["kernel.unit"]))
     return _run(setup)
@@ -249,18 +278,25 @@ def _with_gemm(
 
 
 def _run(setup: _core.ControllerSetup) -> ControllerRun:
-    found, bins = _core.controller_run(setup)
-    groups, left = int(found["groups"]), int(found["pieces_left"])
-    if groups < len(setup.chunk) or left:
-        raise RuntimeError(
-            f"{groups} of {len(setup.chunk)} work-groups ended, and {left} pieces of the output are incomplete: updates wait for "
-            f"one another"
-        )
-    us = max(found["end_ns"], found["gemm_ns"]) / 1e3
-    return ControllerRun(
-        us=us, gemm_us=found["gemm_ns"] / 1e3, gemm_read=found["gemm_read"], gemm_write=found["gemm_write"],
-        ring_read=found["ring_read"], ring_write=found["ring_write"], link=found["link"], busy=found["busy_ns"] / 1e3 / us,
-        tracker_most=int(found["tracker_most"]), tracker_stall_us=found["tracker_stall_ns"] / 1e3,
-        threshold=int(found["threshold"]), intensity=found["intensity"], waiting_most=found["waiting_most"] * setup.burst,
-        bins=bins,
-    )  # fmt: skip
+    (run,) = _run_all([setup])
+    return run
+
+
+def _run_all(setups: Sequence[_core.ControllerSetup]) -> list[ControllerRun]:
+    runs = []
+    for setup, (found, bins) in zip(setups, _core.run_controllers(setups), strict=True):
+        groups, left = int(found["groups"]), int(found["pieces_left"])
+        if groups < len(setup.chunk) or left:
+            raise RuntimeError(
+                f"{groups} of {len(setup.chunk)} work-groups ended, and {left} pieces of the output are incomplete: updates wait "
+                f"for one another"
+            )
+        us = max(found["end_ns"], found["gemm_ns"]) / 1e3
+        runs.append(ControllerRun(
+            us=us, gemm_us=found["gemm_ns"] / 1e3, gemm_read=found["gemm_read"], gemm_write=found["gemm_write"],
+            ring_read=found["ring_read"], ring_write=found["ring_write"], link=found["link"], busy=found["busy_ns"] / 1e3 / us,
+            tracker_most=int(found["tracker_most"]), tracker_stall_us=found["tracker_stall_ns"] / 1e3,
+            threshold=int(found["threshold"]), intensity=found["intensity"], waiting_most=found["waiting_most"] * setup.burst,
+            bins=bins,
+        ))  # fmt: skip
+    return runs
