@@ -16,6 +16,7 @@ void register_copy(nb::module_ &m);
 void register_accumulate(nb::module_ &m);
 void register_stream_program(nb::module_ &m);
 void register_fluid(nb::module_ &m);
+void register_memory_controller(nb::module_ &m);
 
 NB_MODULE(_core, m) {
     // Tensors over leased memory may live as long as the interpreter: this is no leak.
@@ -34,4 +35,5 @@ NB_MODULE(_core, m) {
     register_accumulate(m);
     register_stream_program(m);
     register_fluid(m);
+    register_memory_controller(m);
 }

@@ -587,3 +587,55 @@ def gradients_of_weights(
 
     weights: address of each table. The other arguments are those of `SortedRows`.
     """
+
+class ControllerSetup:
+    """The numbers of a run of the memory controller: csrc/memory_controller.cpp. Times in ns, bytes of the whole GPU."""
+
+    def __init__(self) -> None: ...
+    read_ns: float
+    store_ns: float
+    update_ns: float
+    burst: float
+    latency_ns: float
+    llc: float
+    queue: int
+    stores: int
+    high: int
+    low: int
+    arbitration: int
+    own_writes: int
+    intensities: list[float]
+    thresholds: list[int]
+    starved_ns: float
+    link_ns: float
+    link_latency_ns: float
+    link_queue: float
+    dma_window: float
+    units: int
+    slots: int
+    ahead: int
+    slabs: int
+    slab_ns: float
+    a_slab: float
+    b_slab: float
+    a: list[int]
+    b: list[int]
+    bytes: list[float]
+    chunk: list[int]
+    output: list[int]
+    copied: list[int]
+    expected: list[int]
+    lands: list[int]
+    peer: list[int]
+    link: list[int]
+    block: int
+    made: bool
+    copies: int
+    arrival: int
+    sets: int
+    ways: int
+    wavefronts: int
+    bin_ns: float
+
+def run_controllers(setups: Sequence[ControllerSetup]) -> list[tuple[dict[str, float], list[list[float]]]]:
+    """Run all to the end, together. Return for each the totals by name, and the bytes of each kind in each bin of time."""

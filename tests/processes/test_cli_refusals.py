@@ -18,7 +18,7 @@ from weft.bench.core.arguments import one_line
 from weft.bench.core.operators import names
 from weft.cli.app import app, main
 from weft.errors import PeerLostError
-from weft.studies import ficco, t3
+from weft.studies import ficco, t3, t3_hardware
 
 SMALL = ["--device", "cpu", "--shape", "8,8,8", "--quick"]
 GEMM = ["plan", "all_gather_matmul", "--shape"]
@@ -42,6 +42,7 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["bogus"], "weft: no command 'bogus': give one of bench, demo, doctor, plan, reproduce"),
         (["plan", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
         (["bench", "bogus"], "weft: no operator 'bogus': give one of all_gather_matmul, "),
+        (["reproduce", "t3", "--topology", "ring"], "--topology without --hw"),
         (["reproduce", "bogus"], "weft: no paper 'bogus': give one of ficco, t3"),
         (["plan", "--hw", "h200"], "weft: --hw: the operator comes first, one of all_gather_matmul, "),
         (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),
@@ -65,14 +66,14 @@ def test_an_argument_that_cannot_be_is_a_sentence(arguments: list[str], message:
 
 WRITERS = {
     "plan": [*GEMM, "8,8,8"], "bench": ["bench", "inefficiency", "--device", "cpu"], "ficco": ["reproduce", "ficco"],
-    "t3": ["reproduce", "t3"],
+    "t3": ["reproduce", "t3"], "t3 in software": ["reproduce", "t3", "--hw", "h200"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", WRITERS)
 @pytest.mark.parametrize("path", ["nowhere/results", "/proc/results"])
 def test_files_are_tried_before_work_starts(command: str, path: str, monkeypatch, capsys) -> None:
-    for study in (ficco, t3):
+    for study in (ficco, t3, t3_hardware):
         monkeypatch.setattr(study, "simulated", lambda *given, **more: pytest.fail("it has started"))
     assert f"--json {path}" in _refused([*WRITERS[command], "--json", path], monkeypatch, capsys)
 
@@ -80,7 +81,7 @@ def test_files_are_tried_before_work_starts(command: str, path: str, monkeypatch
 @pytest.mark.parametrize("command", ["bench", "ficco", "t3"])
 @pytest.mark.parametrize("folder", [f"{__file__}/figures", "/proc/figures"])
 def test_folders_of_pictures_are_tried_before_work_starts(command: str, folder: str, monkeypatch, capsys) -> None:
-    for study in (ficco, t3):
+    for study in (ficco, t3, t3_hardware):
         monkeypatch.setattr(study, "simulated", lambda *given, **more: pytest.fail("it has started"))
     assert f"--pictures {folder}: cannot be written" in _refused(
         [*WRITERS[command], "--pictures", folder], monkeypatch, capsys
@@ -172,7 +173,7 @@ def test_reproduce_appends_says_so_and_shows_how_far_it_is(tmp_path: Path, monke
     monkeypatch.setattr(t3, "simulated", lambda *given, progress: simulated(*given, few, progress=progress))
     monkeypatch.setattr("weft.cli.reproduce.SAYS_EVERY_S", 1e-9)
     for times in (1, 2):
-        monkeypatch.setattr(sys, "argv", ["weft", "reproduce", "t3", "--json", str(file)])
+        monkeypatch.setattr(sys, "argv", ["weft", "reproduce", "t3", "--hw", "h200", "--json", str(file)])
         with pytest.raises(SystemExit) as stopped:
             main()
         assert stopped.value.code == 0

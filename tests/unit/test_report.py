@@ -15,7 +15,7 @@ from weft.bench.core.harness import HARNESS
 from weft.bench.ops.all_gather_matmul import OPERATOR
 from weft.bench.report import main, markdown, marks, rewrite
 from weft.files import write_whole
-from weft.studies import ficco, t3
+from weft.studies import ficco, t3, t3_hardware
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = "shard[chunks=1,send=in_turn,by=dma]"
@@ -278,7 +278,7 @@ def test_without_a_document_the_tables_are_printed(tmp_path: Path, capsys: pytes
     assert "cpu has no records: record a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "study"), [("sim-ficco", ficco), ("sim-t3", t3)])
+@pytest.mark.parametrize(("name", "study"), [("sim-ficco", ficco), ("sim-t3", t3), ("sim-t3-hardware", t3_hardware)])
 def test_simulated_records_are_shown_as_their_study_shows_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, study: ModuleType
 ) -> None:
@@ -294,7 +294,9 @@ def test_simulated_records_are_shown_as_their_study_shows_them(
     page.write_text(document.replace("results:", "study:inefficiency "))
     with pytest.raises(SystemExit):
         main([str(page), str(results)])
-    assert "study:inefficiency is not a study with a block: write one of ficco, t3" in capsys.readouterr().err
+    assert (
+        "study:inefficiency is not a study with a block: write one of ficco, t3, t3_hardware" in capsys.readouterr().err
+    )
     with pytest.raises(
         ValueError, match="no study simulates embedding_all_to_all, but only all_gather_matmul, matmul_"
     ):

@@ -108,7 +108,7 @@ def test_bytes_through_memory_by_hand() -> None:
 def test_the_command_shows_draws_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(t3, "NETWORKS", (SMALL,))
     shown = CliRunner().invoke(
-        app, ["reproduce", "t3", "--json", str(tmp_path / "t3.jsonl"), "--pictures", str(tmp_path)]
+        app, ["reproduce", "t3", "--hw", "h200", "--json", str(tmp_path / "t3.jsonl"), "--pictures", str(tmp_path)]
     )
     assert shown.exit_code == 0, shown.output
     assert (tmp_path / "figure-16-speedups.png").stat().st_size > 1000

@@ -52,6 +52,9 @@ _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
 """The study that simulates an operator (`weft reproduce`). Its records do not describe a run on a machine, so the operator's own
 tables cannot show them."""
 
+_OTHER_STUDIES = ("t3_hardware",)
+"""Studies whose records name them, because another study simulates the same operator."""
+
 
 class Mark(NamedTuple):
     """A gain that a document shows."""
@@ -75,16 +78,17 @@ def markdown(found: Sequence[Record], *, short: bool = False) -> str:
     """
     simulated = [r for r in found if r["device"] == "simulated"]
     parts = [_measured([r for r in found if r["device"] != "simulated"], short)] if len(simulated) < len(found) else []
-    for op in dict.fromkeys(r["op"] for r in simulated):
+    for op, study in dict.fromkeys((r["op"], r.get("study")) for r in simulated):
         if op not in _SIMULATED_BY:
             known = ", ".join(_SIMULATED_BY)
             raise ValueError(f"no study simulates {op}, but only {known}: remove its records, or measure it")
-        parts.append(_study(_SIMULATED_BY[op]).markdown([r for r in simulated if r["op"] == op]))
+        mine = [r for r in simulated if (r["op"], r.get("study")) == (op, study)]
+        parts.append(_study(study or _SIMULATED_BY[op]).markdown(mine))
     return "\n".join(parts)
 
 
 def _study(name: str) -> Any:
-    if name not in (known := sorted(_SIMULATED_BY.values())):
+    if name not in (known := sorted([*_SIMULATED_BY.values(), *_OTHER_STUDIES])):
         raise ValueError(f"study:{name} is not a study with a block: write one of {', '.join(known)}")
     return importlib.import_module(f"weft.studies.{name}")
 

@@ -72,14 +72,14 @@ def ficco(
 @reproduce.command()
 def t3(
     hw: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help=(
-            "Machine: a file of weft/hw, such as h200 or mi300x, or a TOML "
-            "file of the same form."
+        str | None, typer.Option(metavar="NAME|FILE", help=(
+            "Existing GPUs, which overlap in software: a file of weft/hw, such as h200 or mi300x, or a TOML file of the same "
+            "form. Default: the paper's own hardware."
         ))
-    ] = "h200",
+    ] = None,
     topology: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="How GPUs are linked. Default: the machine file's topology."),
+        typer.Option(metavar="NAME|FILE", help="With --hw: how GPUs are linked. Default: the machine file's topology."),
     ] = None,
     records: Annotated[
         Path | None,
@@ -91,20 +91,37 @@ def t3(
     json: Annotated[
         Path | None, typer.Option(help="Append one line of JSON per sub-layer and variant to this file; existing lines stay.")
     ] = None,
-    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figure 16 here.")] = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 16 to 18 here; with --hw figure 16.")] = None,
 ) -> None:  # fmt: skip
-    """Reproduce T3's sub-layers (figures 15, 16 and 18): GEMM, reduce-scatter and all-gather of its Transformers, overlapped in
-    software.
+    """Reproduce T3's evaluation: on the paper's own hardware, or in software on existing GPUs.
 
-    They are simulated for the paper's 8, 16 and 32 ranks on a machine file. To measure, on a machine with GPUs:
+    Its hardware tracks updates, triggers copies, adds in memory and arbitrates there; the GPU, its memory controller and the ring
+    are simulated. Every table and figure with numbers in the paper's text is shown beside the paper's.
+
+    With --hw the same sub-layers run in software (figures 15, 16 and 18). To measure them, on a machine with GPUs:
 
         weft bench matmul_reduce_scatter --preset t3 --mode queued --json t3.jsonl
 
         weft reproduce t3 --records t3.jsonl --pictures t3
     """
-    from weft.studies import t3 as study
+    from weft.studies import t3 as software
+    from weft.studies import t3_hardware as hardware
 
-    _reproduce(study, lambda step: study.simulated(hw, topology, progress=step), records, json, pictures)
+    if hw is None and topology is not None:
+        raise ValueError("--topology without --hw: the paper's GPUs form a ring; name a machine too, such as --hw h200")
+    if hw is None and (records is None or _is_of_hardware(records)):
+        _reproduce(hardware, lambda step: hardware.simulated(progress=step), records, json, pictures)
+    else:
+        _reproduce(
+            software, lambda step: software.simulated(hw or "h200", topology, progress=step), records, json, pictures
+        )
+
+
+def _is_of_hardware(records: Path) -> bool:
+    from weft.bench.core import records as files
+    from weft.studies import t3_hardware
+
+    return any(map(t3_hardware.is_mine, files.read([records])))
 
 
 def _reproduce(

@@ -1,0 +1,105 @@
+"""The numbers of T3's GPU, each with its unit and source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+
+from weft.hw.quantity import UNITS, Quantity
+
+SOURCES = ("paper", "simulator", "datasheet", "derived", "assumed")
+"""simulator: the configuration of Accel-Sim's V100, which the paper uses for what its table 1 does not give."""
+
+_COUNTS = (
+    "gpu.units", "gemm.tile_tokens", "gemm.tile_features", "gemm.slab", "gemm.ahead", "gemm.per_unit", "gemm.raster_columns",
+    "memory.channels", "memory.queue", "memory.stores", "tracker.ways", "tracker.wavefronts", "copies.block",
+)  # fmt: skip
+"""Numbers that count something, and are at least 1."""
+_MAY_BE_ZERO = ("tracker.sets", "memory.latency", "link.latency", "memory.stores_low", "gemm.raster_turns")
+
+
+@dataclass(frozen=True)
+class TrackingGpu:
+    """A GPU with T3's tracker, triggered copies, adding memory and arbitration.
+
+        gpu = t3_gpu()
+        gpu["memory.effective"]              0.48e12, in bytes, seconds, hertz, bytes/s or FLOP/s
+        gpu.with_values({"gpu.units": 160})  the paper's GPU-2X-CU
+
+    `tracker.sets = 0` is a tracker without limits.
+    """
+
+    name: str
+    quantities: Mapping[str, Quantity]
+
+    def __post_init__(self) -> None:
+        for key, quantity in self.quantities.items():
+            if not 0 <= quantity.si < float("inf"):
+                raise ValueError(f"{key} = {quantity.value:g} {quantity.unit}: give a number of at least 0")
+            if quantity.si == 0 and key not in _MAY_BE_ZERO:
+                raise ValueError(f"{key} = 0: give a positive number")
+        for key in _COUNTS:
+            if self[key] != int(self[key]) or self[key] < 1:
+                raise ValueError(f"{key} = {self[key]:g}: give a whole number of at least 1")
+        ways, waves = self.count("tracker.ways"), self.count("tracker.wavefronts")
+        if self["tracker.sets"] and ways < waves:
+            raise ValueError(
+                f"tracker.ways = {ways} cannot hold a work-group's {waves} wavefronts: its first stores would wait for ever. "
+                f"Use at least {waves} ways, or fewer wavefronts"
+            )
+
+    def __getitem__(self, key: str) -> float:
+        if key not in self.quantities:
+            raise KeyError(f"{key} is no number of {self.name}: use one of {', '.join(self.quantities)}")
+        return self.quantities[key].si
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.quantities)
+
+    def count(self, key: str) -> int:
+        return int(self[key])
+
+    def with_values(self, values: Mapping[str, float]) -> TrackingGpu:
+        """Return this GPU with other values, in the units that it has them in."""
+        for key in values:
+            self[key]
+        changed = {
+            key: replace(quantity, value=values.get(key, quantity.value)) for key, quantity in self.quantities.items()
+        }
+        return replace(self, quantities=changed)
+
+    def scaled(self, key: str, factor: float) -> TrackingGpu:
+        """Return this GPU with a number times `factor`; counts are rounded."""
+        value = self.quantities[key].value * factor
+        return self.with_values(
+            {key: max(1, round(value)) if self.quantities[key].unit == "1" and value >= 4 else value}
+        )
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the whole GPU."""
+        return self["gpu.units"] * self["gpu.clock"] * self["gpu.flop_per_clock"]
+
+
+@cache
+def t3_gpu() -> TrackingGpu:
+    """Return the paper's GPU, with 150 GB/s read as 75 in each direction."""
+    data = tomllib.loads(files(__package__).joinpath("t3.toml").read_text())
+    quantities = {
+        f"{group}.{key}": Quantity(**fields) for group, entries in data.items() for key, fields in entries.items()
+    }
+    for key, one in quantities.items():
+        if one.unit not in UNITS or one.source not in SOURCES:
+            raise ValueError(
+                f"{key}: unit {one.unit!r}, source {one.source!r}: use a known unit and one of {', '.join(SOURCES)}"
+            )
+    return TrackingGpu("T3's GPU", quantities)
+
+
+def other_reading() -> TrackingGpu:
+    """Return the paper's GPU with 150 GB/s in each direction, and the rate of memory that 6.1.1 then gives."""
+    gpu = t3_gpu()
+    return gpu.with_values({"link.bandwidth": 150, "memory.effective": 2 * gpu["memory.effective"] / 1e12})

@@ -1,0 +1,403 @@
+"""T3's figures 5, 6, 10, 14, 17 and 20 on the model of its hardware, and what each assumed number does.
+
+Each function returns records' fields (`simulate_...`) or, from these, a table. Numbers of the paper that are only in pictures are
+not here.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.5, 3.2, 5.1, 6.1 and 7.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weft.bench.core.tables import Record, ResultTable, geomean, table
+from weft.builders.output_map.map import OutputMap, direct_reduce_scatter, ring_reduce_scatter
+from weft.sim.memory_controller import (
+    HardwareGemm,
+    OwnWrites,
+    TrackingGpu,
+    all_gather,
+    alone,
+    dram,
+    fused,
+    fused_on_all,
+    reduce_scatter,
+    t3_gpu,
+)
+from weft.studies.pages import figure
+from weft.studies.t3 import NETWORKS
+from weft.studies.t3_sublayers import VARIANTS, rows_on, sublayers, summary
+
+MEGABYTES = (6, 12, 24, 48, 96, 192)
+SPLITS = ((80, 80), (72, 8), (64, 16))
+PAPER_SPLITS = {(80, 80): (0.0, 0.0, 1.67), (72, 8): (0.41, None, 1.18), (64, 16): (0.07, 0.21, 1.49)}
+"""Figure 6 as 3.2.1 tells it: by units of (GEMM, all-reduce) the slowdown of the all-reduce, of the GEMM, and the speedup."""
+MORE_UNITS = 2
+
+
+def simulate_splits(gpu: TrackingGpu) -> Record:
+    """Figure 6: GEMM and all-reduce alone on parts of the units: Mega-GPT-2's and T-NLG's OP and FC-2 on 8 ranks."""
+    cells: list[dict[str, Any]] = []
+    for network, ranks, layer, gemm in sublayers(large=False):
+        if ranks != 8 or layer not in ("OP", "FC-2"):
+            continue
+        for of_gemm, of_ring in SPLITS:
+            units = 0 if of_ring == of_gemm else of_ring
+            ring = reduce_scatter(gemm.out_bytes, ranks, gpu, units=units).us
+            ring += all_gather(gemm.out_bytes, ranks, gpu, units=units).us
+            gemm_us = alone(gemm, gpu.with_values({"gpu.units": of_gemm})).gemm_us
+            cells.append(
+                {"name": f"{network.name} {layer}", "split": [of_gemm, of_ring], "gemm_us": gemm_us, "ring_us": ring}
+            )
+    return {"figure": "6", "cells": cells}
+
+
+def splits_table(record: Record) -> ResultTable:
+    cells = record["cells"]
+
+    def of(split: tuple[int, int]) -> list[Record]:
+        return [cell for cell in cells if tuple(cell["split"]) == split]
+
+    whole, lines = of(SPLITS[0]), []
+    for split in SPLITS:
+        pairs = list(zip(whole, of(split), strict=True))
+        ring = (geomean([b["ring_us"] / a["ring_us"] for a, b in pairs]) or 0.0) - 1
+        gemm = (geomean([b["gemm_us"] / a["gemm_us"] for a, b in pairs]) or 0.0) - 1
+        speedup = geomean([(a["gemm_us"] + a["ring_us"]) / max(b["gemm_us"], b["ring_us"]) for a, b in pairs]) or 0.0
+        lines.append((split, ring, gemm, speedup))
+
+    def beside(ours: float, paper: float | None, form: str) -> str:
+        return f"{ours:{form}}" + ("" if paper is None else f" ({paper:{form}})")
+
+    columns: dict[str, Callable[[Any], str]] = {
+        "units of GEMM - all-reduce": lambda line: "ideal" if line[0] == SPLITS[0] else "{}-{}".format(*line[0]),
+        "all-reduce slower": lambda line: beside(line[1], PAPER_SPLITS[line[0]][0], ".0%"),
+        "GEMM slower": lambda line: beside(line[2], PAPER_SPLITS[line[0]][1], ".0%"),
+        "speedup": lambda line: beside(line[3], PAPER_SPLITS[line[0]][2], ".2f"),
+    }
+    return table(
+        "Units split between GEMM and all-reduce, geometric means, and the paper's in brackets (figure 6)",
+        lines,
+        columns,
+    )
+
+
+def simulate_ring(gpu: TrackingGpu) -> Record:
+    """Figure 14: the reduce-scatter alone on four GPUs."""
+    found = [
+        [size, reduce_scatter(size * 2**20, 4, gpu).us, reduce_scatter(size * 2**20, 4, gpu, near_memory=True).us]
+        for size in MEGABYTES
+    ]
+    return {"figure": "14", "sizes": found, "link": gpu["link.bandwidth"], "latency": gpu["link.latency"]}
+
+
+def ring_table(record: Record) -> ResultTable:
+    def bound_us(line: Sequence[float]) -> float:
+        return 3 * (line[0] * 2**20 / 4 / record["link"] + record["latency"]) * 1e6
+
+    columns: dict[str, Callable[[Any], str]] = {
+        "MiB on each rank": lambda line: str(line[0]),
+        "by a kernel, us": lambda line: f"{line[1]:.0f}",
+        "with near-memory adds, us": lambda line: f"{line[2]:.0f}",
+        "its links alone, us": lambda line: f"{bound_us(line):.0f}",
+        "kernel over links": lambda line: f"{line[1] / bound_us(line):.3f}",
+    }
+    return table("A reduce-scatter alone, four GPUs (figure 14)", record["sizes"], columns)
+
+
+def simulate_traffic(gpu: TrackingGpu, bins: int = 120) -> Record:
+    """Figure 17: memory's traffic over time in T-NLG's FC-2, 8 ranks and 4K tokens: the GEMM alone, T3, T3-MCA."""
+    gemm = HardwareGemm(4096, 4256, 4 * 4256 // 8)
+    output = ring_reduce_scatter(gemm.tiles(gpu), 8)
+    bin_us = 1.6 * gemm.flop / (gpu.peak * gpu["gpu.efficiency"]) * 1e6 / bins
+    runs = {
+        "GEMM alone": alone(gemm, gpu, bin_us=bin_us),
+        "T3": fused(gemm, output, 8, gpu, "round_robin", bin_us=bin_us),
+        "T3-MCA": fused(gemm, output, 8, gpu, "mca", bin_us=bin_us),
+    }
+    return {
+        "figure": "17", "bin_us": bin_us,
+        "runs": {
+            name: {"gemm_us": run.gemm_us, "us": run.us, "bins": [[round(b) for b in one] for one in run.bins]}
+            for name, run in runs.items()
+        },
+    }  # fmt: skip
+
+
+def draw_traffic(directory: Path, record: Record) -> Path:
+    path, bin_us = directory / "figure-17-traffic.png", record["bin_us"]
+    colours = dict(
+        zip(
+            ("GEMM reads", "GEMM writes", "RS reads", "RS updates"),
+            ("#24476b", "#7da7d9", "#a34040", "#e0a0a0"),
+            strict=True,
+        )
+    )
+    title = "Memory's traffic in T-NLG's FC-2 on 8 ranks, 4K tokens (figure 17); the line is the end of the GEMM"
+    with figure(path, title, (12, 7), panels=len(record["runs"])) as axes:
+        for axis, (name, run) in zip(axes, record["runs"].items(), strict=True):
+            times = [bin_us * i for i in range(len(run["bins"]))]
+            below = [0.0] * len(times)
+            for i, (kind, colour) in enumerate(colours.items()):
+                part = [one[i] / bin_us / 1e3 for one in run["bins"]]
+                axis.bar(times, part, bin_us, bottom=below, color=colour, label=kind, align="edge")
+                below = [a + b for a, b in zip(below, part, strict=True)]
+            axis.axvline(run["gemm_us"], color="black", linewidth=1)
+            axis.set_ylabel(f"{name}\nGB/s", fontsize=9)
+            axis.set_xlim(0, 1.02 * max(bin_us * len(one["bins"]) for one in record["runs"].values()))
+        axes[-1].set_xlabel("us", fontsize=9)
+    return path
+
+
+def simulate_more_units(gpu: TrackingGpu) -> Record:
+    """Figure 20's GPU-2X-CU: OP and FC-2 of all networks with twice the units."""
+    found = {}
+    which = [one for large in (False, True) for one in sublayers(large) if one[2] in ("OP", "FC-2")]
+    for times in (1, MORE_UNITS):
+        rows = rows_on(gpu.with_values({"gpu.units": times * gpu.count("gpu.units")}), which)
+        found[str(times)] = [[row.name, row.speedup("ideal"), row.speedup("t3-mca")] for row in rows]
+    return {"figure": "20", "units": found}
+
+
+def more_units_table(record: Record) -> ResultTable:
+    once, twice = (record["units"][str(times)] for times in (1, MORE_UNITS))
+    columns: dict[str, Callable[[Any], str]] = {
+        "sub-layer": lambda pair: pair[0][0],
+        "ideal": lambda pair: f"{pair[0][1]:.2f}x",
+        "ideal, 160 units": lambda pair: f"{pair[1][1]:.2f}x",
+        "T3-MCA": lambda pair: f"{pair[0][2]:.2f}x",
+        "T3-MCA, 160 units": lambda pair: f"{pair[1][2]:.2f}x",
+        "gains": lambda pair: "more" if pair[1][2] > pair[0][2] else "less",
+    }
+    return table("Twice the units (figure 20, GPU-2X-CU)", list(zip(once, twice, strict=True)), columns)
+
+
+def gain_with_more_units(record: Record) -> dict[str, tuple[int, int]]:
+    """Return (those that gain more by T3-MCA with twice the units, all) of OP and FC-2; "ideal": of FC-2 by the ideal."""
+    pairs = list(zip(*(record["units"][str(times)] for times in (1, MORE_UNITS)), strict=True))
+    found = {}
+    for key, layer, column in (("OP", " OP,", 2), ("FC-2", " FC-2,", 2), ("ideal", " FC-2,", 1)):
+        of = [pair for pair in pairs if layer in pair[0][0]]
+        found[key] = sum(twice[column] > once[column] for once, twice in of), len(of)
+    return found
+
+
+def simulate_direct(gpu: TrackingGpu) -> Record:
+    """Section 7.1: the direct reduce-scatter on a full mesh, whose links share the ring's bandwidth: T-NLG's sub-layers."""
+    lines = []
+    for network, ranks, layer, gemm in sublayers(large=False):
+        if network.name != "T-NLG" or layer == "FC-1":
+            continue
+        tiles = gemm.tiles(gpu)
+        ring = ring_reduce_scatter(tiles, ranks)
+        direct = direct_reduce_scatter(tiles, ranks, per_rank=tiles // ranks, sliced=True)
+        runs = [fused(gemm, output, ranks, gpu, how) for output in (ring, direct) for how in ("round_robin", "mca")]
+        accesses = [(run.memory_bytes - run.gemm_read) / gemm.out_bytes for run in (runs[1], runs[3])]
+        lines.append([f"{layer}, {ranks} ranks", *(run.us for run in runs), *accesses])
+    return {"figure": "7.1", "lines": lines}
+
+
+def direct_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "sub-layer of T-NLG": lambda line: line[0],
+        "ring, T3 us": lambda line: f"{line[1]:.0f}",
+        "T3-MCA us": lambda line: f"{line[2]:.0f}",
+        "direct, T3 us": lambda line: f"{line[3]:.0f}",
+        "T3-MCA us ": lambda line: f"{line[4]:.0f}",
+        "accesses but GEMM reads, ring": lambda line: f"{line[5]:.2f} outputs",
+        "direct": lambda line: f"{line[6]:.2f} outputs",
+    }
+    title = "A direct reduce-scatter on a full mesh (7.1): GEMM and reduce-scatter, without the all-gather"
+    return table(title, record["lines"], columns)
+
+
+def without_stagger(tiles: int, world: int, rank: int) -> OutputMap:
+    """Return the ring's map of a rank that computes the chunks in the same order as all others (4.4 staggers them)."""
+    ring = ring_reduce_scatter(tiles, world, rank=rank)
+    entries = tuple(replace(entry, chunk=(rank + 1 + entry.chunk) % world) for entry in ring.entries)
+    return OutputMap(tiles, world, order=tuple(range(world)), entries=entries)
+
+
+def simulate_stagger(gpu: TrackingGpu) -> Record:
+    """Section 4.4: T-NLG's sub-layers with and without staggered chunks, T3-MCA; all ranks are simulated."""
+    lines = []
+    for network, ranks, layer, gemm in sublayers(large=False):
+        if network.name != "T-NLG" or layer == "FC-1":
+            continue
+        tiles = gemm.tiles(gpu)
+        us = fused(gemm, ring_reduce_scatter(tiles, ranks), ranks, gpu, "mca").us
+        runs = fused_on_all(gemm, [without_stagger(tiles, ranks, rank) for rank in range(ranks)], gpu, "mca")
+        lines.append([f"{layer}, {ranks} ranks", us, max(run.us for run in runs)])
+    return {"figure": "4.4", "lines": lines}
+
+
+def stagger_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "sub-layer of T-NLG": lambda line: line[0],
+        "staggered us": lambda line: f"{line[1]:.0f}",
+        "all ranks in one order us": lambda line: f"{line[2]:.0f}",
+        "slower": lambda line: f"{line[2] / line[1] - 1:.0%}",
+    }
+    return table(
+        "Staggered chunks (4.4): GEMM and reduce-scatter by T3-MCA, the slowest rank", record["lines"], columns
+    )
+
+
+def networks_table() -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "network": lambda n: n.name,
+        "hidden": lambda n: str(n.hidden),
+        "tokens": lambda n: str(n.tokens),
+        "ranks": lambda n: ", ".join(map(str, n.ranks)),
+    }
+    return table("Networks (table 2)", NETWORKS, columns)
+
+
+def stages_table(gpu: TrackingGpu) -> ResultTable:
+    """Figure 5: a GEMM cut in k by the ranks has as many work-groups and stages, with less work in each."""
+    whole, lines = HardwareGemm(8192, 4256, 4 * 4256), []
+    for ranks in (1, 8, 16):
+        gemm = HardwareGemm(whole.tokens, whole.features, whole.k // ranks)
+        tiles = gemm.tiles(gpu)
+        stages = -(-tiles // (gpu.count("gpu.units") * gpu.count("gemm.per_unit")))
+        lines.append((ranks, gemm.k, tiles, stages, gemm.flop / tiles / 1e6))
+    columns: dict[str, Callable[[Any], str]] = {
+        "ranks": lambda line: str(line[0]),
+        "k": lambda line: str(line[1]),
+        "work-groups": lambda line: str(line[2]),
+        "stages": lambda line: str(line[3]),
+        "MFLOP of a work-group": lambda line: f"{line[4]:.0f}",
+    }
+    return table("T-NLG's FC-2 cut in k (figure 5)", lines, columns)
+
+
+def step_table() -> ResultTable:
+    """Figure 10: accesses of a step of the ring, in chunks."""
+    lines = [
+        ("first", "1 read", "none: the GEMM stores at the peer"),
+        ("steady", "2 reads, 1 write", "1 read, 1 update"),
+        ("last", "2 reads, 1 write", "1 update"),
+        ("in all, N ranks", "2N - 1 reads, N writes", "N - 2 reads, N - 1 updates"),
+        ("GEMM's stores", "N", "N - 1"),
+    ]
+    columns: dict[str, Callable[[Any], str]] = {
+        "step": lambda line: line[0], "sequential": lambda line: line[1], "T3": lambda line: line[2],
+    }  # fmt: skip
+    return table("Accesses to a GPU's memory, in chunks of the output (figure 10)", lines, columns)
+
+
+def simulate_sensitivity(gpu: TrackingGpu, step: Callable[[str], None] = lambda what: None) -> Record:
+    """Run T-NLG's eight sub-layers with each assumed and derived number 20% lower and higher."""
+    which = [one for one in sublayers(large=False) if one[0].name == "T-NLG"]
+    lines = [["none", None, *_means(gpu, which)]]
+    for key, quantity in gpu.quantities.items():
+        if quantity.source not in ("assumed", "derived") or key in ("gemm.raster_turns", "kernel.unit"):
+            continue
+        step(f"{key} at 80% and 120%")
+        for factor in (0.8, 1.2):
+            with suppress(ValueError):  # fewer ways than wavefronts; tiles that chunks have not in equal numbers
+                changed = gpu.scaled(key, factor)
+                if changed[key] != gpu[key]:
+                    lines.append([key, changed[key] / gpu[key], *_means(changed, which)])
+    return {"figure": "sensitivity", "lines": lines}
+
+
+def _means(gpu: TrackingGpu, which: Sequence[Any], own_writes: OwnWrites = "watermarks") -> list[float]:
+    means = summary(rows_on(gpu, which, own_writes))
+    return [means[variant][0] for variant in VARIANTS[1:]]
+
+
+def sensitivity_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "number": lambda line: line[0] if line[1] is not None else "as it is",
+        "times": lambda line: "" if line[1] is None else f"{line[1]:.2f}",
+        "T3": lambda line: f"{line[2]:.3f}x",
+        "T3-MCA": lambda line: f"{line[3]:.3f}x",
+        "ideal": lambda line: f"{line[4]:.3f}x",
+    }
+    return table("Geometric means on T-NLG with one assumed or derived number changed", record["lines"], columns)
+
+
+ASSUMPTIONS: Mapping[str, tuple[Mapping[str, float], OwnWrites]] = {
+    "as it is": ({}, "watermarks"),
+    "own stores in order with own reads": ({}, "in_order"),
+    "own stores take turns with own reads": ({}, "alternating"),
+    "own stores after all own reads": ({}, "after_reads"),
+    "two work-groups on a unit": ({"gemm.per_unit": 2}, "watermarks"),
+    "tiles of 128 x 128": ({"gemm.tile_features": 128}, "watermarks"),
+    "tiles of 128 x 128, two columns at a time": ({"gemm.tile_features": 128, "gemm.raster_columns": 2}, "watermarks"),
+    "tiles two columns at a time": ({"gemm.raster_columns": 2}, "watermarks"),
+    "tiles of 256 tokens, 128 features": ({"gemm.tile_tokens": 256, "gemm.tile_features": 128}, "watermarks"),
+    "operands two slabs ahead": ({"gemm.ahead": 3}, "watermarks"),
+    "copies of whole tiles": ({"copies.block": 8}, "watermarks"),
+    "every column of tiles from its top": ({"gemm.raster_turns": 0}, "watermarks"),
+    "copies read at most 256 KiB ahead": ({"copies.window": 262144e-9}, "watermarks"),
+    "updates at 1.25 times a store, as the DRAM's timings give": ({"memory.update": 1.25}, "watermarks"),
+    "updates as quick as stores": ({"memory.update": 1}, "watermarks"),
+    "a tracker without limits": ({"tracker.sets": 0}, "watermarks"),
+}
+
+
+def simulate_assumptions(step: Callable[[str], None] = lambda what: None) -> Record:
+    """Run the sixteen sub-layers under other assumptions."""
+    which, lines = list(sublayers(large=False)), []
+    for name, (values, own_writes) in ASSUMPTIONS.items():
+        step(name)
+        rows = rows_on(t3_gpu().with_values(values), which, own_writes)
+        means = summary(rows)
+        reads = [geomean([row.less("GEMM reads") for row in rows if row.ranks == ranks]) for ranks in (8, 16)]
+        lines.append(
+            [
+                name,
+                *(means[variant][0] for variant in VARIANTS[1:4]),
+                *reads,
+                sum(row.saved for row in rows) / len(rows),
+            ]
+        )
+    return {"figure": "assumptions", "lines": lines}
+
+
+def assumptions_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "assumption": lambda line: line[0],
+        "T3": lambda line: f"{line[1]:.3f}x",
+        "T3-MCA": lambda line: f"{line[2]:.3f}x",
+        "ideal": lambda line: f"{line[3]:.3f}x",
+        "GEMM reads less, 8 ranks": lambda line: f"{line[4]:.2f}x",
+        "16 ranks": lambda line: f"{line[5]:.2f}x",
+        "accesses saved": lambda line: f"{line[6]:.0%}",
+    }
+    return table("Geometric means under other assumptions", record["lines"], columns)
+
+
+def simulate_dram(gpu: TrackingGpu) -> Record:
+    """Check of the memory's rate: what a channel's timings give for the accesses of GEMMs and rings."""
+    rates = [[name, dram.rate(accesses, gpu.count("memory.channels"))] for name, accesses in dram.patterns().items()]
+    return {"figure": "dram", "rates": rates, "update": dram.update_ratio(), "effective": gpu["memory.effective"]}
+
+
+def dram_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "accesses": lambda line: line[0],
+        "TB/s": lambda line: f"{line[1] / 1e12:.2f}",
+        "over the derived rate": lambda line: f"{line[1] / record['effective']:.2f}",
+    }
+    title = (
+        f"The memory's rate by the timings of its DRAM; derived from the paper: {record['effective'] / 1e12:g} TB/s. "
+        f"A tile's updates take {record['update']:.2f} times its stores"
+    )
+    return table(title, record["rates"], columns)
+
+
+def numbers_table(gpu: TrackingGpu) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "number": lambda item: item[0],
+        "value": lambda item: f"{item[1].value:g}" + (f" {item[1].unit}" if item[1].unit != "1" else ""),
+        "source": lambda item: item[1].source,
+        "note": lambda item: item[1].note,
+    }
+    return table("The simulated GPU (table 1) and what the paper leaves open", list(gpu.quantities.items()), columns)

@@ -1,0 +1,191 @@
+"""T3's evaluation on its own hardware: records, tables and pictures of `weft reproduce t3`.
+
+`weft.studies.t3_sublayers` has the sub-layers and the paper's claims, `t3_figures` the other figures and the sensitivity, and
+`t3_iteration` whole iterations. `weft.studies.t3` has the same sub-layers in software on existing GPUs.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2 to 7.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import weft
+from weft.bench.core.tables import Record, ResultTable
+from weft.bench.provenance import provenance
+from weft.sim.memory_controller import t3_gpu
+from weft.studies import t3_figures as figures
+from weft.studies import t3_iteration as iteration
+from weft.studies import t3_sublayers as sub
+from weft.studies.pages import block
+from weft.words import counted
+
+STUDY = "t3_hardware"
+_STEPS = 75  # lines of progress
+
+
+class Rows(NamedTuple):
+    """What a page shows. small, large: by the reading of the links' bandwidth."""
+
+    small: dict[str, list[sub.HardwareRow]]
+    large: dict[str, list[sub.HardwareRow]]
+    figures: dict[str, Record]
+
+
+def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
+    """Return the records of all figures: sub-layers under both readings, then one record for each other figure."""
+
+    def step(what: str) -> None:
+        progress(f"simulating {what}", 1 / _STEPS)
+
+    code, gpu = provenance(), t3_gpu()
+    common = {
+        "op": "matmul_reduce_scatter", "study": STUDY, "mode": "queued", "device": "simulated", "dtype": "fp16",
+        "machine": gpu.name, "topology": "ring", "baseline": "sequential", "run": uuid.uuid4().hex[:12],
+        "commit": code.commit, "source": code.source,
+        "versions": {"weft": weft.__version__, "python": platform.python_version()},
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "assumed": [sum(one.source == "assumed" for one in gpu.quantities.values()), len(gpu.quantities)],
+    }  # fmt: skip
+    found = []
+    for reading, machine in sub.READINGS.items():
+        for large in (False, True):
+            rows = sub.rows_on(machine(), list(sub.sublayers(large)), step=step)
+            found += [{**common, "figure": "sub-layers", "reading": reading, **sub.fields_of(row)} for row in rows]
+    others = [
+        simulate(gpu)
+        for simulate in (
+            figures.simulate_splits, figures.simulate_ring, figures.simulate_traffic, figures.simulate_more_units,
+            figures.simulate_direct, figures.simulate_stagger,
+            figures.simulate_dram, iteration.simulate_future,
+        )
+    ]  # fmt: skip
+    others += [figures.simulate_sensitivity(gpu, step), figures.simulate_assumptions(step)]
+    return [*found, *({**common, "config": one["figure"], "variant": "t3-mca", **one} for one in others)]
+
+
+def is_mine(record: Record) -> bool:
+    return record.get("study") == STUDY
+
+
+def rows_of(records: Sequence[Record]) -> Rows:
+    """Return the last run of these records; raise `ValueError` if there is none."""
+    mine = [record for record in records if is_mine(record)]
+    if not mine:
+        raise ValueError("no records of T3's hardware: run weft reproduce t3 --json FILE")
+    last = [record for record in mine if record["run"] == mine[-1]["run"]]
+    small: dict[str, list[sub.HardwareRow]] = {}
+    large: dict[str, list[sub.HardwareRow]] = {}
+    for record in last:
+        if record["figure"] == "sub-layers":
+            row = sub.row_from(record)
+            (large if row.large else small).setdefault(record["reading"], []).append(row)
+    return Rows(small, large, {r["figure"]: r for r in last if r["figure"] != "sub-layers"})
+
+
+def tables(rows: Rows) -> list[ResultTable]:
+    small, large, gpu = rows.small["75"], rows.large["75"], t3_gpu()
+    smaller = "Sub-layers of Mega-GPT-2 and T-NLG (figures 15 and 16)"
+    return [
+        sub.claims_table(sub.claims(small, large)),
+        sub.speedups_table(small, smaller),
+        sub.speedups_table(large, "Sub-layers of the large networks (6.4)"),
+        sub.memory_table(small),
+        *other_tables(rows, gpu),
+        iteration.shares_table([*small, *large], rows.figures["4"]),
+        iteration.iterations_table(small, "Faster iterations, and the paper's in brackets (figure 19)"),
+        iteration.iterations_table(large, "Faster iterations of the large networks, and the paper's in brackets (6.4)"),
+        iteration.rest_table(small),
+        _other_reading(rows),
+        figures.dram_table(rows.figures["dram"]),
+        figures.sensitivity_table(rows.figures["sensitivity"]),
+        figures.assumptions_table(rows.figures["assumptions"]),
+        figures.networks_table(),
+        figures.numbers_table(gpu),
+    ]
+
+
+def other_tables(rows: Rows, gpu: sub.TrackingGpu) -> list[ResultTable]:
+    return [
+        figures.stages_table(gpu),
+        figures.splits_table(rows.figures["6"]),
+        figures.step_table(),
+        figures.ring_table(rows.figures["14"]),
+        figures.more_units_table(rows.figures["20"]),
+        figures.direct_table(rows.figures["7.1"]),
+        figures.stagger_table(rows.figures["4.4"]),
+    ]
+
+
+def _other_reading(rows: Rows) -> ResultTable:
+    cells = []
+    for reading in sub.READINGS:
+        for what, of in (("Mega-GPT-2 and T-NLG", rows.small[reading]), ("large networks", rows.large[reading])):
+            means = sub.summary(of)
+            cells.append((
+                f"{reading} GB/s in each direction, {what}",
+                *(f"{means[v][0]:.3f}x, at most {means[v][1]:.2f}x" for v in ("t3", "t3-mca", "ideal")),
+            ))  # fmt: skip
+    title = 'Both readings of "150 GB/s bi-directional", each with the rate of memory that 6.1.1 gives: geometric mean'
+    return ResultTable(title, ("reading", "T3", "T3-MCA", "ideal"), cells)
+
+
+def conclusions(rows: Rows) -> list[str]:
+    """Return sentences on which of the paper's numbers are met."""
+    found = sub.claims(rows.small["75"], rows.large["75"])
+    judged = [claim for claim in found if claim.limit is not None]
+    missed = [f"{claim.what} ({claim.where})" for claim in judged if claim.said == "no"]
+    said = f"Of {counted(len(judged), 'number')} with an allowed deviation {len(judged) - len(missed)} are within it"
+    said += f"; not so: {', '.join(missed)}." if missed else "."
+    order = "T3 < T3-MCA < ideal" if sub.in_order(rows.small["75"]) else "T3 < T3-MCA < ideal does not hold"
+    return [f"{said} Geometric means: {order}. {_ranges(rows)} {_differs(rows)}"]
+
+
+def _ranges(rows: Rows) -> str:
+    """Return a sentence on what other assumptions do to the means."""
+    lines = rows.figures["assumptions"]["lines"]
+    t3, mca = ([100 * (line[i] - 1) for line in lines] for i in (1, 2))
+    reverse = [line[0] for line in lines if line[1] > line[2]]
+    said = f"Under the other assumptions T3 is {min(t3):.0f} to {max(t3):.0f}% faster and T3-MCA {min(mca):.0f} to {max(mca):.0f}%"
+    return f"{said}; T3-MCA is slower than T3 with {' and with '.join(reverse)}." if reverse else f"{said}."
+
+
+def _differs(rows: Rows) -> str:
+    """Return sentences on what the paper has and the model has not."""
+    more = figures.gain_with_more_units(rows.figures["20"])
+    said = (
+        f"Twice the units: the paper's FC-2 gain more and OP less; here {more['FC-2'][0]} of {more['FC-2'][1]} FC-2 gain more, "
+        f"{more['ideal'][0]} in the ideal, and {more['OP'][0]} of {more['OP'][1]} OP, because the memory stays as it is."
+    )
+    off = iteration.largest_deviation({False: rows.small["75"], True: rows.large["75"]})
+    return f"{said} Iterations: {off}"
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    last = [record for record in records if is_mine(record)][-1]
+    assumed, known = last["assumed"]
+    return [
+        f"Simulated: {last['machine']}, rings of 8, 16 and 32, {last['dtype']}; commit {last['commit']}, {last['date'][:10]}. "
+        f"Nothing was measured for this. {assumed} of the {known} numbers of the GPU are assumed."
+    ]
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Return a page's block."""
+    rows = rows_of(records)
+    return block(notes(records), tables(rows), conclusions(rows))
+
+
+def draw(directory: Path, rows: Rows, title: str) -> list[Path]:
+    """Write figures 16, 17, 18 and 6.4's networks as PNG files into `directory`, created if needed."""
+    return [
+        sub.draw_speedups(directory, rows.small["75"], f"{title} (figure 16)", "figure-16-hardware.png"),
+        sub.draw_speedups(directory, rows.large["75"], f"{title} (6.4)", "figure-20-large.png"),
+        figures.draw_traffic(directory, rows.figures["17"]),
+        sub.draw_memory(directory, rows.small["75"], f"{title} (figure 18)"),
+    ]
