@@ -57,11 +57,13 @@ class SharedMemory:
         for rank, place, nth, source in routes.arrivals():
             distance = (rank - source) % routes.world
             telling[0 if routes.alike else source] |= {(distance, lane) for lane in self.last_readers(rank, place, nth)}
-        self._grants = {
-            source: sorted(told, key=lambda one: (one[0], self.lanes.index(one[1]))) for source, told in telling.items()
-        }
+        self._grants: dict[int, dict[int, list[tuple[int, str]]]] = {}  # by source and distance, (number, lane)
+        for source, told in telling.items():
+            of_source = self._grants.setdefault(source, defaultdict(list))
+            for number, (distance, lane) in enumerate(sorted(told, key=lambda one: (one[0], self.lanes.index(one[1])))):
+                of_source[distance].append((number, lane))
         self._counts = {
-            "credit": max((len(told) for told in self._grants.values()), default=0),
+            "credit": max(map(len, telling.values()), default=0),
             "there": boxes * routes.per_rank,
             "computed": sent,
             "added": sent,
@@ -76,9 +78,9 @@ class SharedMemory:
         sends = self.routes.sends
         return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
 
-    def grants(self, rank: int) -> list[tuple[int, str]]:
-        """Return (distance, lane) of each lane that signals to `rank` that its slots at that distance are free."""
-        return self._grants.get(0 if self.routes.alike else rank, [])
+    def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
+        """Return (number of the signal, lane) of each lane that signals to `rank` that its slots at that distance are free."""
+        return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
     def signals(self, name: str) -> Signals:
         """Return the signals of this name, declared at first use."""

@@ -115,6 +115,7 @@ class Routes:
             sources.sort(key=lambda source: (rank - source) % world)
         for rank in self.ranks:
             self._check_arrivals(rank)
+        self._nth: dict[Node, dict[int, int]] = {}
         self._times: dict[bool, dict[Node, int]] = {}
         self.times()
 
@@ -141,6 +142,15 @@ class Routes:
         """Return the ranks that send a chunk to this place, the nearest behind in the ring first."""
         found = self._sources.get(self.representative(rank, place), [])
         return [(source + rank) % self.world for source in found] if self.alike and rank else found
+
+    def nth(self, source: int, rank: int, place: int) -> int:
+        """Return how many of the sources of a place are before `source`."""
+        if self.alike:
+            source = (source - rank) % self.world
+        node = self.representative(rank, place)
+        if node not in self._nth:
+            self._nth[node] = {source: nth for nth, source in enumerate(self._sources[node])}
+        return self._nth[node][source]
 
     def targets(self, rank: int) -> list[int]:
         """Return the ranks to which the rank's engines send."""

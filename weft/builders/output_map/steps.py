@@ -282,9 +282,8 @@ class _RankLanes:
             return
         for distance in range(1, world):
             source = (self.rank - distance) % world
-            for index, (to, name) in enumerate(plan.grants(source)):
-                if to == distance:
-                    self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
+            for index, name in plan.grants(source, distance):
+                self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Wait for free slots before a lane first fills slots of a rank in a run.
@@ -302,10 +301,10 @@ class _RankLanes:
             lane.wait(self.plan.signals("opened"), opened)
         if behind_gemm:
             return
-        for index, (distance, _) in enumerate(self.plan.grants(self.rank)):
-            if distance == opened + 1 and self.plan.fetched:
+        for index, _ in self.plan.grants(self.rank, opened + 1):
+            if self.plan.fetched:
                 self.plan.fetched.wait_for(lane, index)
-            elif distance == opened + 1:
+            else:
                 lane.wait(self.plan.signals("credit"), index, previous=True)
         if lane.name == "compute" and forwards:
             lane.set(self.plan.signals("opened"), opened)
@@ -371,7 +370,7 @@ class _RankLanes:
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
         """Return the place of a sent chunk at its receiver, and the number of sources before this rank there."""
         landing = self.routes.landing(self.rank, place)
-        return landing, self.routes.sources(send.to, landing).index(self.rank)
+        return landing, self.routes.nth(self.rank, send.to, landing)
 
     def _kept(self, place: int, rows: Chunk | None = None) -> Region:
         plan, rows = self.plan, rows or self._rows([place])
