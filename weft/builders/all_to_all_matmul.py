@@ -116,6 +116,7 @@ class _Dispatch(Draft):
     def __init__(self, name: str, p: AllToAllMatmul, counts: Literal["scratch", "symmetric"]) -> None:
         super().__init__(name, p.world_size)
         self.p, self._all = p, p.world_size * p.experts
+        self._before: dict[Index, Index] = {}  # the first row in y of a local expert's tokens, by the expert
         flat = [n for of_rank in p.splits for n in of_rank]
         self.counts = self.buffer("counts", p.world_size, self._all, "int64", counts)
         self.holds(self.counts, [flat] * p.world_size)
@@ -145,7 +146,9 @@ class _Dispatch(Draft):
 
     def first_of_result(self, source: Index, expert: Index) -> Index:
         """Return the first row in y of a local expert's tokens from `source`."""
-        experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
+        if (experts_before := self._before.get(expert)) is None:  # the same for all sources: a sum over all ranks
+            experts_before = self._of_all(lambda any_source: self.first_of_block(any_source, expert))
+            self._before[expert] = experts_before
         first = RANK * self.p.experts + expert
         return experts_before + total("counts", first, source * self._all + first, self._all)
 

@@ -87,6 +87,12 @@ class Expr:
         """Return p if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
         return _period_of(self, name)
 
+    def parts_over(self, values: Mapping[str, Any], without: str, known: dict[int, Any]) -> None:
+        """Add the values of the largest parts that do not depend on variable `without` to `known`, by identity of the part."""
+        for part in _parts_without(self, without):
+            if id(part) not in known:
+                known[id(part)] = _evaluated_over(part, values)
+
     def totals(self) -> tuple[int, tuple[Total, ...]]:
         """Return (number, totals) of a sum of numbers and totals; raise `ValueError` for any other expression."""
         return _totals(self._node)
@@ -379,6 +385,41 @@ def _period(node: ast.AST, name: str) -> int:
         if not period:  # 0 stays 0 for any other terms
             break
     return period
+
+
+@lru_cache(maxsize=1 << 12)  # keeps the parts alive, so that no other part gets their identity
+def _parts_without(expression: Expr, name: str) -> tuple[ast.expr, ...]:
+    parts: list[ast.expr] = []
+    if _split(expression._node, name, parts):
+        parts.append(expression._node)
+    return tuple(parts)
+
+
+def _split(node: ast.expr, name: str, parts: list[ast.expr]) -> bool:
+    """True if `node` does not depend on `name`; otherwise add its largest parts that do not, except constants, to `parts`."""
+    match node:
+        case ast.Name(id=found):
+            return found != name
+        case ast.Constant():
+            return True
+        case ast.BinOp(left=left, right=right):
+            inner = [left, right]
+        case ast.UnaryOp(operand=operand):
+            inner = [operand]
+        case ast.Subscript(value=ast.Tuple(elts=entries) as table, slice=index):
+            inner = [index, *([] if _numbers_of(table) is not None else entries)]
+        case ast.Call(args=[ast.Subscript(value=held, slice=ast.Slice(lower=lower, upper=upper, step=step))]):
+            inner = [_bound(lower), _bound(upper), *([] if step is None else [step])]
+            inner += held.elts if isinstance(held, ast.Tuple) else []
+        case _:
+            raise AssertionError(f"_check lets no {ast.unparse(node)} in")
+    found_parts: list[ast.expr] = []
+    free = [(one, _split(one, name, found_parts)) for one in inner]
+    if all(is_free for _, is_free in free):
+        return True
+    parts += found_parts
+    parts += [one for one, is_free in free if is_free and not isinstance(one, ast.Constant)]
+    return False
 
 
 def _partially_evaluated(node: ast.expr, values: Values) -> ast.expr:

@@ -38,6 +38,8 @@ ByRank: TypeAlias = int | np.ndarray
 
 _AT_ONCE = 1 << 18
 """Maximal tiles times ranks whose numbers are in memory at once."""
+_FEW_TILES = 512
+"""Number of tiles up to which looking for equal ones takes longer than it saves."""
 
 
 class Origin(NamedTuple):
@@ -109,6 +111,11 @@ class Numbers:
         self._holds = [
             tuple(id(held) for held in values.values() if isinstance(held, PrefixSums)) for values in self._values
         ]
+        together: dict[tuple[int, ...], list[int]] = {}
+        for rank, holds in enumerate(self._holds):
+            together.setdefault(holds, []).append(rank)
+        self._together = [np.array(ranks) for ranks in together.values()]
+        self._units: dict[str, int] = {}  # of copies of dynamic size, by resource
         self._schedule, self._buffers = schedule, {b.name: b for b in schedule.buffers}
         self._held = frozenset(contents.buffer for contents in schedule.contents)
         self._vectors: dict[tuple[str, Iteration, int | bytes], ByRank] = {}
@@ -132,7 +139,9 @@ class Numbers:
             item.signal in self._crossing and not (isinstance(item.distance, int) and item.distance == 0)
             for item in items
         ]
-        units = units_of_dynamic_copies(self._schedule, lane.resource)
+        units = self._units.get(lane.resource)
+        if units is None:
+            units = self._units[lane.resource] = units_of_dynamic_copies(self._schedule, lane.resource)
         for launch in launches(steps, crossing, self._buffers, held=self._held, dynamic_units=units, tiles_go_on=True):
             for place, carried in enumerate(launch.carried(), launch.first):
                 if carried or launch.units:
@@ -163,8 +172,23 @@ class Numbers:
                 return _at_all_ranks(index, turn, self.world)
             except (KeyError, IndexError, ArithmeticError):
                 pass  # it names the contents of a buffer, or has no value at some rank, which `evaluate` reports
-        values = ({**dict(turn), **of_rank} for of_rank in self._values)
-        return _collapse([index.evaluate(v) if at_rank(there, r) else 0 for r, v in enumerate(values)])
+        found, here = np.zeros(self.world, np.int64), np.broadcast_to(np.asarray(there) != 0, self.world)
+        for ranks in self._together:
+            those = ranks[here[ranks]]
+            if len(those):
+                found[those] = self._evaluated_together(index, turn, those)
+        return _collapse(found)
+
+    def _evaluated_together(self, index: Expr, turn: Iteration, ranks: np.ndarray) -> int | np.ndarray | list[int]:
+        """Return `index` at ranks with the same contents."""
+        values = {**dict(turn), **self._values[int(ranks[0])]}
+        if len(ranks) > 1:
+            try:
+                with np.errstate(divide="raise"):
+                    return index.evaluated_over({**values, "rank": ranks})
+            except (KeyError, IndexError, ArithmeticError):
+                pass  # `evaluate` reports it
+        return [index.evaluate({**values, "rank": int(rank)}) for rank in ranks]
 
     def distance(self, at: Index, turn: Iteration, there: ByRank) -> ByRank:
         if at is RANK:
@@ -219,11 +243,11 @@ class Numbers:
         uneven = _is_uneven(step)
         item_bytes = {name: ITEM_BYTES[buffer.dtype] for name, buffer in self._buffers.items()}
         for (count, *_), ranks in alike.items():
-            some = max(1, _AT_ONCE // count) if uneven else len(ranks)
+            tiles = _DifferentTiles(step, count, {**dict(turn), **self._values[ranks[0]]})
+            some = max(1, _AT_ONCE // tiles.most) if uneven else len(ranks)
             for i in range(0, len(ranks), some):
                 here = ranks[i : i + some]
-                tables = _Tables(step, count, {**dict(turn), **self._values[ranks[0]]}, here, self.world)
-                made = [equal.setdefault(one, one) for one in tables.tiled(item_bytes)]
+                made = [equal.setdefault(one, one) for one in _Tables(tiles, here, self.world).tiled(item_bytes)]
                 for rank, one in zip(here, made if len(made) > 1 else made * len(here), strict=True):
                     found[rank] = one
         return tuple(found)
@@ -273,25 +297,106 @@ def _is_uneven(step: Tiles) -> bool:
     )
 
 
+class _Tiles(NamedTuple):
+    """Tiles that represent all tiles of a kernel, whose numbers they have at every rank.
+
+    at: their numbers. times: how often each occurs. last: the share of all tiles at which the last tile like it ends.
+    """
+
+    at: np.ndarray
+    times: np.ndarray
+    last: np.ndarray
+
+
+class _DifferentTiles:
+    """The tiles of a kernel that differ in some numbers, on whichever rank.
+
+    Most numbers depend only on a tile's place within its sample, so that one sample represents all. In others a few parts
+    depend on the tile, and the rank is added or looked up afterwards: tiles with equal parts are equal at every rank.
+    """
+
+    def __init__(self, tiles: Tiles, extent: int, values: Values) -> None:
+        self.step, self.extent, self.values = tiles, extent, values
+        self._found: dict[tuple[str | int, ...], _Tiles] = {}
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of tiles in `of` for what `_Tables` asks."""
+        if self.extent <= _FEW_TILES:
+            return self.extent
+        numbers = [_extents(step) for step in self.step.work]
+        numbers += [_read(region, step) for step in self.step.work if step.multiplies for region in step.regions[:-1]]
+        numbers += [(one.index, one.at) for one in self.step.inner_sets]
+        return max((len(self.of(one).at) for one in numbers), default=1)
+
+    def of(self, numbers: Sequence[Index]) -> _Tiles:
+        """Return tiles that represent all those that differ in these numbers."""
+        key = tuple(map(_text, numbers))
+        if key not in self._found:
+            self._found[key] = self._different([n for n in numbers if isinstance(n, Expr)])
+        return self._found[key]
+
+    def _different(self, numbers: list[Expr]) -> _Tiles:
+        index = self.step.index
+        period = math.lcm(*(n.period(index) for n in numbers))
+        at = np.arange(min(period, self.extent) or self.extent)
+        times = self.extent // len(at) + (at < self.extent % len(at))
+        # Representative tiles repeat periodically, so that the last one is near the end.
+        last = (at + 1) / self.extent if len(at) == self.extent else np.ones(len(at))
+        if len(at) > _FEW_TILES and any("rank" in n.text for n in numbers):
+            parts: dict[int, Any] = {}
+            for number in numbers:
+                number.parts_over({**self.values, index: at}, "rank", parts)
+            which = _numbered_alike([np.broadcast_to(part, len(at)) for part in parts.values()], len(at))
+            _, first, which = np.unique(which, return_index=True, return_inverse=True)
+            order = np.argsort(first)  # in the order of the tiles
+            place = np.empty_like(order)
+            place[order] = np.arange(len(order))
+            of_tile, ends = place[which], np.zeros(len(first))
+            np.maximum.at(ends, of_tile, last)
+            at, times, last = first[order], np.bincount(of_tile, weights=times).astype(int), ends
+        return _Tiles(at, times, last)
+
+
+def _numbered_alike(columns: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """Return a number for each of `count` rows, equal for rows that are equal in all columns."""
+    found = np.zeros(count, np.int64)
+    for column in columns:
+        if (column == column[0]).all():
+            continue
+        column = np.unique(column, return_inverse=True)[1]  # small numbers, so that products do not overflow
+        found = np.unique(found * (column.max() + 1) + column, return_inverse=True)[1]
+    return found
+
+
+def _extents(step: Step) -> tuple[Index, ...]:
+    """Return the numbers on which the cost of a step depends."""
+    return tuple(n for region in step.regions for n in (region.rows, region.cols, region.at))
+
+
+def _read(region: Region, matmul: Step) -> tuple[Index, ...]:
+    """Return the numbers on which the bytes of a region that a matmul reads depend."""
+    return matmul.regions[-1].rows, region.at, region.row, region.col, region.rows, region.cols
+
+
 class _Tables:
     """The numbers in a step's tiles at some ranks, which have the same count of tiles and the same contents.
 
     Most numbers are equal at all these ranks. They are then counted and sorted for one rank only.
     """
 
-    def __init__(self, tiles: Tiles, extent: int, values: Values, ranks: list[int], world: int) -> None:
-        self._tiles, self._extent, self._world = tiles, extent, world
+    def __init__(self, tiles: _DifferentTiles, ranks: list[int], world: int) -> None:
+        self._different, self._tiles, self._extent, self._world = tiles, tiles.step, tiles.extent, world
         self._ranks = np.array(ranks)[:, None]
-        self._values = {**values, "rank": self._ranks}
-        self._columns: dict[tuple[str, int], np.ndarray] = {}  # by expression and number of representative tiles
+        self._values = {**tiles.values, "rank": self._ranks}
+        self._columns: dict[tuple[str, int], np.ndarray] = {}  # by expression and identity of the tiles
 
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
         """Return the `Tiled` of each rank, or one for all ranks."""
         parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # by step, then by rank (or one for all ranks)
         sets = [self._sets(inner) for inner in self._tiles.inner_sets]
         for place, inner in enumerate(self._tiles.work):
-            extents = [n for region in inner.regions for n in (region.rows, region.cols, region.at)]
-            parts.append([[(place, *one) for one in of_rank] for of_rank in self._counted(*extents)])
+            parts.append([[(place, *one) for one in of_rank] for of_rank in self._counted(*_extents(inner))])
         read = self._read_bytes(item_bytes)
         differing = max([len(read), *map(len, parts), *map(len, sets)])
         return [
@@ -304,49 +409,44 @@ class _Tables:
 
         Every third number is a rank, and is replaced by its distance.
         """
-        table, times = self._table(numbers, ranks=slice(2, None, 3))
-        return [_occurring(of_rank, times) for of_rank in np.moveaxis(table, 1, 0)]
+        table, tiles = self._table(numbers, ranks=slice(2, None, 3))
+        return [_occurring(of_rank, tiles.times) for of_rank in np.moveaxis(table, 1, 0)]
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
         """Return the sets of `step` by rank, or once for all ranks.
 
         Tiles run in order: a counter that only the first tiles set is complete once they are done.
         """
-        (places, distances), times = self._table((step.index, step.at), ranks=slice(1, 2))
-        seen = len(times)
+        (places, distances), tiles = self._table((step.index, step.at), ranks=slice(1, 2))
         found = []
         for of_rank in places * self._world + distances:  # one number sorts faster than two
             values, first, which = np.unique(of_rank, return_index=True, return_inverse=True)
-            last = seen - 1 - np.unique(of_rank[::-1], return_index=True)[1]
-            count = np.bincount(which, weights=times).astype(int)
-            # Representative tiles repeat periodically, so that the last set is near the end.
-            end = (last + 1) / seen if seen == self._extent else np.ones(len(first))
-            where = (values % self._world, values // self._world, count, first / self._extent, end)
+            last = np.zeros(len(values))
+            np.maximum.at(last, which, tiles.last)
+            count = np.bincount(which, weights=tiles.times).astype(int)
+            where = (values % self._world, values // self._world, count, tiles.at[first] / self._extent, last)
             found.append([SetBy(step.signal, *one) for one in zip(*(w.tolist() for w in where), strict=True)])
         return found
 
-    def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Return ([numbers, ranks, representative tiles], how often each of these tiles occurs).
+    def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, _Tiles]:
+        """Return ([numbers, ranks, representative tiles], these tiles).
 
         There is one rank if all have the same numbers. ranks: which of the numbers are ranks; distances replace them.
         """
-        index = self._tiles.index
-        # Most numbers depend only on a tile's place within its sample, so one sample represents all.
-        period = math.lcm(*(n.period(index) for n in numbers if isinstance(n, Expr)))
-        at = np.arange(min(period, self._extent) or self._extent)
-        columns = [self._column(number, at) for number in numbers]
+        tiles = self._different.of(numbers)
+        columns = [self._column(number, tiles.at) for number in numbers]
         columns[ranks] = [(column - self._ranks) % self._world for column in columns[ranks]]
         columns = [column[:1] if column.ndim > 1 and (column == column[:1]).all() else column for column in columns]
         rows = max(len(column) if column.ndim > 1 else 1 for column in columns)
-        table = np.empty((len(columns), rows, len(at)), np.int64)
+        table = np.empty((len(columns), rows, len(tiles.at)), np.int64)
         for column, found in zip(table, columns, strict=True):
             column[...] = found
-        return table, self._extent // len(at) + (at < self._extent % len(at))
+        return table, tiles
 
     def _column(self, number: Index, at: np.ndarray) -> np.ndarray:
         if not isinstance(number, Expr):
             return np.asarray(number, np.int64)
-        key = (number.text, len(at))
+        key = (number.text, id(at))
         if key not in self._columns:
             self._columns[key] = np.asarray(number.evaluated_over({**self._values, self._tiles.index: at}), np.int64)
         return self._columns[key]
@@ -355,10 +455,8 @@ class _Tables:
         """Return, by rank or once for all ranks, the bytes that matmuls read in the rank's own memory."""
         found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
         for matmul in (step for step in self._tiles.work if step.multiplies):
-            *inputs, out = matmul.regions
-            for region in inputs:
-                numbers = (out.rows, region.at, region.row, region.col, region.rows, region.cols)
-                found.setdefault(region.buffer, []).append(self._table(numbers, ranks=slice(1, 2))[0])
+            for region in matmul.regions[:-1]:
+                found.setdefault(region.buffer, []).append(self._table(_read(region, matmul), ranks=slice(1, 2))[0])
         ranks = max((table.shape[1] for tables in found.values() for table in tables), default=1)
         total = np.zeros(ranks, np.int64)
         for buffer, tables in found.items():
@@ -371,7 +469,7 @@ class _Tables:
             last = np.flatnonzero(np.diff(place, append=-1).any(0))
             np.add.at(total, place[0, last], count[order[last]] * item_bytes[buffer])
         found_bytes: list[int] = total.tolist()
-        return found_bytes
+        return found_bytes if len(set(found_bytes)) > 1 else found_bytes[:1]
 
 
 def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:

@@ -20,8 +20,8 @@ LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to sums"
 class SharedMemory:
     """The parts of the schedule that all ranks share: memory, signals, and the last readers of slots.
 
-    m: rows that a rank owns. slots, made_slots: by node, the first part in `box` of the updates that it receives, and in `made`
-    of its product, counted in m rows. grants: for each rank, the (rank, lane) pairs that signal that its slots there are free.
+    m: rows that a rank owns. times, slots, made_slots: by node of `routes.ranks`, when it may be sent on, and the first part in
+    `box` of the updates that it receives, and in `made` of its product, counted in m rows.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class SharedMemory:
         self.tiles = TrackedTiles(self.m, o.p.n, routes.per_rank) if gemm == "tracked" else None
         self.pieces = self.tiles.pieces if self.tiles else o.chunks(routes.per_rank)
         self.times = routes.times(in_turn=routes.sums and add == "gemm")
-        self.slots, boxes = self._placed({node: len(routes.sources[node[0]].get(node[1], ())) for node in self.times})
+        self.slots, boxes = self._placed({node: len(routes.sources(*node)) for node in self.times})
         self.made_slots, scratch = self._placed({node: int(self.has_scratch(node)) for node in self.times})
         # Tiles of one kernel are stored in one buffer, here or at a peer.
-        stored = [self._by(rank, "remote_map") for rank in range(routes.world)]
+        stored = [self._by(rank, "remote_map") for rank in routes.ranks]
         shared = self.tiles is not None and any(stored)
         self.box = self._memory("box", boxes + scratch * shared, "symmetric")
         self.made = self.box if shared else self._memory("made", scratch, "scratch")
@@ -47,22 +47,23 @@ class SharedMemory:
         begin = self.made_first * routes.per_rank
         self.kept = [
             {place: begin + i for i, place in enumerate(p for p in routes.computed(rank) if p not in stored[rank])}
-            for rank in range(routes.world)
+            for rank in routes.ranks
         ]
         """The number of the signal of each tracked chunk that stays here at first, by rank and place."""
         sent = 1 + max(
-            (routes.number[rank][place] for rank in range(routes.world) for place in self._by(rank, "dma_map")),
-            default=0,
+            (routes.number[rank][place] for rank in routes.ranks for place in self._by(rank, "dma_map")), default=0
         )
         telling: dict[int, set[tuple[int, str]]] = defaultdict(set)
         for rank, place, nth, source in routes.arrivals():
-            telling[source] |= {(rank, lane) for lane in self.last_readers(rank, place, nth)}
-        self.grants = {
-            source: sorted(told, key=lambda one: ((one[0] - source) % routes.world, self.lanes.index(one[1])))
-            for source, told in telling.items()
-        }
+            distance = (rank - source) % routes.world
+            telling[0 if routes.alike else source] |= {(distance, lane) for lane in self.last_readers(rank, place, nth)}
+        self._grants: dict[int, dict[int, list[tuple[int, str]]]] = {}  # by source and distance, (number, lane)
+        for source, told in telling.items():
+            of_source = self._grants.setdefault(source, defaultdict(list))
+            for number, (distance, lane) in enumerate(sorted(told, key=lambda one: (one[0], self.lanes.index(one[1])))):
+                of_source[distance].append((number, lane))
         self._counts = {
-            "credit": max((len(told) for told in self.grants.values()), default=0),
+            "credit": max(map(len, telling.values()), default=0),
             "there": boxes * routes.per_rank,
             "computed": sent,
             "added": sent,
@@ -72,9 +73,14 @@ class SharedMemory:
         }
         self._signals: dict[str, Signals] = {}
 
-    def _by(self, rank: int, how: str) -> list[int]:
+    def _by(self, rank: int, how: str) -> set[int]:
         """Return the places of the chunks that a rank sends in this way."""
-        return [p for p, sends in self.routes.sends[rank].items() if any(send.how == how for send in sends)]
+        sends = self.routes.sends
+        return {place for place in self.routes.order[rank] if any(send.how == how for send in sends(rank, place))}
+
+    def grants(self, rank: int, distance: int) -> list[tuple[int, str]]:
+        """Return (number of the signal, lane) of each lane that signals to `rank` that its slots at that distance are free."""
+        return self._grants.get(0 if self.routes.alike else rank, {}).get(distance, [])
 
     def signals(self, name: str) -> Signals:
         """Return the signals of this name, declared at first use."""
@@ -85,7 +91,7 @@ class SharedMemory:
     def has_scratch(self, node: Node) -> bool:
         """True if the node's product is kept in `made` to be sent, not in a slot or in the result."""
         rank, place = node
-        by_engine = any(send.how == "dma_map" for send in self.routes.sends[rank].get(place, ()))
+        by_engine = any(send.how == "dma_map" for send in self.routes.sends(rank, place))
         if self.tiles is not None:
             return self.routes.collective != "all_gather" and (by_engine or self.routes.owner(place) == rank)
         if self.routes.sums:
@@ -94,16 +100,16 @@ class SharedMemory:
 
     def slot(self, rank: int, place: int, nth: int) -> int:
         """Return the number of the slot for the chunk that the nth source sends there."""
-        return self.slots[rank, place] + nth
+        return self.slots[self.routes.representative(rank, place)] + nth
 
     def sender(self, rank: int, to: int) -> str:
         """Return the lane on which a rank's engines send to rank `to`; targets are spread over the lanes in order."""
-        return self._senders[self.routes.targets[rank].index(to) % len(self._senders)]
+        return self._senders[self.routes.targets(rank).index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
         """Return the lanes that read last the slot that the nth source of a node fills."""
         routes = self.routes
-        engines = [send.to for send in routes.sends[rank].get(place, ()) if send.how == "dma_map"]
+        engines = [send.to for send in routes.sends(rank, place) if send.how == "dma_map"]
         sent_on = [self.sender(rank, to) for to in engines]
         if not routes.sums:
             return ["to y"] if routes.computes(rank, place) else ["to y", *sent_on]
@@ -115,7 +121,7 @@ class SharedMemory:
 
     def adds_to_copy(self, rank: int, place: int) -> bool:
         """True if the own GEMM adds to the only update of a chunk, once it is copied into the result."""
-        alone = len(self.routes.sources[rank][place]) == 1
+        alone = len(self.routes.sources(rank, place)) == 1
         return self.add == "gemm" and alone and not self.o.following_part(None)
 
     def _memory(self, name: str, parts: int, role: Literal["symmetric", "scratch"]) -> Buffer:
@@ -125,7 +131,7 @@ class SharedMemory:
     def _placed(self, counts: dict[Node, int]) -> tuple[dict[Node, int], int]:
         """Return (first part of each node, most parts on a rank). Pieces of one owner's rows are side by side."""
         routes, most, found = self.routes, 0, dict[Node, int]()
-        for rank in range(routes.world):
+        for rank in routes.ranks:
             begin = 0
             for owner in dict.fromkeys(map(routes.owner, routes.order[rank])):
                 nodes = [(rank, owner * routes.per_rank + piece) for piece in range(routes.per_rank)]

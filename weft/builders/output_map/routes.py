@@ -15,12 +15,14 @@ computation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
-from weft.schedule.expr import RANK, Index, value
+import numpy as np
+
+from weft.schedule.expr import RANK, Expr, Index, value
 
 CollectiveName: TypeAlias = Literal["reduce_scatter", "all_gather", "all_to_all"]
 MapKind: TypeAlias = Literal["local", "remote_map", "dma_map"]
@@ -66,9 +68,9 @@ def routes_of(
 class Routes:
     """The routes of all ranks, in numbers.
 
-    order: the places of a rank's chunks by their numbers. sends: by rank and place, the sends of its GEMM or copy engine.
-    targets: the ranks to which a rank's engines send. sources: by rank and place, the ranks that send there, the nearest behind
-    in the ring first. alike: True if ranks differ only by their place in the ring.
+    alike: True if ranks differ only by their place in the ring. ranks: the ranks that are evaluated; rank 0 represents all ranks
+    that are alike, so that the work does not grow with the ranks. order: the places of such a rank's chunks by their numbers.
+    number: the reverse.
     """
 
     def __init__(
@@ -86,29 +88,36 @@ class Routes:
         self.collective, self.world, self.chunks, self.per_rank = collective, world, chunks, chunks // world
         self.sums = collective == "reduce_scatter"
         of_rank = maps * world if len(maps) == 1 else maps
-        self.order = [self._order(rank, order) for rank, (order, _) in enumerate(of_rank)]
+        turned = len(maps) == 1 and self._turns(*maps[0])
+        self.ranks = range(1 if turned else world)
+        self.order = [self._order(rank, of_rank[rank][0]) for rank in self.ranks]
         self.number = [{place: number for number, place in enumerate(order)} for order in self.order]
-        self._entries = [self._in_numbers(rank, entries) for rank, (_, entries) in enumerate(of_rank)]
-        self.sends: list[dict[int, tuple[Send, ...]]] = [{} for _ in range(world)]
-        for rank in range(world):
+        self._entries = [self._in_numbers(rank, of_rank[rank][1]) for rank in self.ranks]
+        self.alike = turned or all(self._seen_from(rank) == self._seen_from(0) for rank in self.ranks)
+        self.ranks = range(1 if self.alike else world)
+        self._sends: dict[Node, tuple[Send, ...]] = {}
+        for rank in self.ranks:
             self._check_rank(rank)
-        self.targets = [
-            list(dict.fromkeys(s.to for place in order for s in sends[place] if s.how == "dma_map"))
-            for order, sends in zip(self.order, self.sends, strict=True)
+        self._targets = [
+            list(
+                dict.fromkeys(
+                    s.to for place in self.order[rank] for s in self._sends[rank, place] if s.how == "dma_map"
+                )
+            )
+            for rank in self.ranks
         ]
-        self.sources: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(world)]
-        for source, of_source in enumerate(self.sends):
-            for place, sends in of_source.items():
-                for send in sends:
-                    self.sources[send.to][self.landing(source, place)].append(source)
-        for rank, places in enumerate(self.sources):
-            for sources in places.values():
-                sources.sort(key=lambda source: (rank - source) % world)
-        for rank in range(world):
+        self._sources: dict[Node, list[int]] = defaultdict(list)
+        for (source, place), sends in self._sends.items():
+            for send in sends:
+                rank, there = self.representative(send.to, self.landing(source, place))
+                self._sources[rank, there].append((source + rank - send.to) % world)
+        for (rank, _), sources in self._sources.items():
+            sources.sort(key=lambda source: (rank - source) % world)
+        for rank in self.ranks:
             self._check_arrivals(rank)
+        self._nth: dict[Node, dict[int, int]] = {}
         self._times: dict[bool, dict[Node, int]] = {}
         self.times()
-        self.alike = all(self._seen_from(rank) == self._seen_from(0) for rank in range(1, world))
 
     def owner(self, place: int) -> int:
         return place // self.per_rank
@@ -124,48 +133,88 @@ class Routes:
         """Return the place of the chunk at its receiver: in an all-to-all, that of its source."""
         return source * self.per_rank + place % self.per_rank if self.collective == "all_to_all" else place
 
+    def sends(self, rank: int, place: int) -> tuple[Send, ...]:
+        """Return the sends of this chunk by the rank's GEMM or copy engines."""
+        found = self._sends.get(self.representative(rank, place), ())
+        return tuple(Send(how, (to + rank) % self.world) for how, to in found) if self.alike and rank else found
+
+    def sources(self, rank: int, place: int) -> list[int]:
+        """Return the ranks that send a chunk to this place, the nearest behind in the ring first."""
+        found = self._sources.get(self.representative(rank, place), [])
+        return [(source + rank) % self.world for source in found] if self.alike and rank else found
+
+    def nth(self, source: int, rank: int, place: int) -> int:
+        """Return how many of the sources of a place are before `source`."""
+        if self.alike:
+            source = (source - rank) % self.world
+        node = self.representative(rank, place)
+        if node not in self._nth:
+            self._nth[node] = {source: nth for nth, source in enumerate(self._sources[node])}
+        return self._nth[node][source]
+
+    def targets(self, rank: int) -> list[int]:
+        """Return the ranks to which the rank's engines send."""
+        return [(to + rank) % self.world for to in self._targets[0]] if self.alike and rank else self._targets[rank]
+
     def arriving(self, rank: int, place: int) -> list[int]:
         """Return the ranks that send this chunk here.
 
         Empty for an all-to-all: the results of other ranks have their own places."""
-        return [] if self.collective == "all_to_all" else self.sources[rank].get(place, [])
+        return [] if self.collective == "all_to_all" else self.sources(rank, place)
+
+    def representative(self, rank: int, place: int) -> Node:
+        """Return the node of `ranks` that stands for this node."""
+        return (0, self._seen(rank, place)) if self.alike else (rank, place)
+
+    def _seen(self, rank: int, place: int) -> int:
+        """Return the place of the chunk as rank 0 sees it, if `rank` became rank 0."""
+        return (place - rank * self.per_rank) % self.chunks
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
-        """Return the time at which each chunk may be sent on, counted in chunks: later than all chunks that it waits for.
+        """Return the time at which each chunk of `ranks` may be sent on, counted in chunks: later than all that it waits for.
 
         in_turn: a GEMM that adds to an arriving chunk waits for it, and later GEMMs of the rank wait with it. Raises `ValueError`
         if a chunk waits for itself."""
-        if in_turn in self._times:
-            return self._times[in_turn]
+        if in_turn not in self._times:
+            before, least = self._waits(self.ranks, in_turn)
+            if self.alike:
+                before = {node: [self.representative(*one) for one in earlier] for node, earlier in before.items()}
+            found = _times(before, least)
+            if len(found) < len(before):
+                before, least = self._waits(range(self.world), in_turn)
+                found = _times(before, least)
+                self._refuse_circle(
+                    {node: [n for n in e if n not in found] for node, e in before.items() if node not in found}
+                )
+            self._times[in_turn] = found
+        return self._times[in_turn]
+
+    def _waits(self, ranks: Sequence[int], in_turn: bool) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
+        """Return, for each chunk of `ranks`, the nodes that it waits for, and its own number among the rank's GEMMs."""
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
-        for rank in range(self.world):
-            computed = self.computed(rank)
+        for rank in ranks:
+            order = self._order_of(rank)
+            computed = [place for place in order if self.computes(rank, place)]
             position = {place: i for i, place in enumerate(computed)}
-            for place in self.order[rank]:
+            for place in order:
                 node = rank, place
                 least[node] = position.get(place, 0)
                 before[node] = [(source, place) for source in self.arriving(rank, place)]
                 if in_turn and position.get(place, 0):
                     before[node].append((rank, computed[position[place] - 1]))
-        after: dict[Node, list[Node]] = defaultdict(list)
-        for node, earlier in before.items():
-            for one in earlier:
-                after[one].append(node)
-        left = {node: len(earlier) for node, earlier in before.items()}
-        ready, found = [node for node, count in left.items() if not count], dict[Node, int]()
-        for node in ready:
-            found[node] = max(least[node], *(found[one] + 1 for one in before[node]), 0)
-            for one in after[node]:
-                left[one] -= 1
-                if not left[one]:
-                    ready.append(one)
-        if len(found) < len(before):
-            self._refuse_circle(
-                {node: [n for n in e if n not in found] for node, e in before.items() if node not in found}
-            )
-        self._times[in_turn] = found
-        return found
+        return before, least
+
+    def _order_of(self, rank: int) -> Sequence[int]:
+        if rank in self.ranks:
+            return self.order[rank]
+        return [self._seen(-rank, place) for place in self.order[0]]
+
+    def _turns(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
+        """True if a map that all ranks share makes ranks differ only by their place in the ring, with legal ranks and places."""
+        distances = [_distance(e.to, self.world, self.world) for e in entries]
+        distances += [_distance(place, self.chunks, self.world) for place in order or ()]
+        return None not in distances
 
     def _order(self, rank: int, order: ChunkOrder) -> tuple[int, ...]:
         per = self.per_rank
@@ -196,14 +245,17 @@ class Routes:
             return (self.owner(place) - rank) % self.world, place % self.per_rank
 
         return [
-            (from_here(place), [(e.how, (e.to - rank) % self.world) for e in self._entries[rank].get(place, [])])
+            (
+                from_here(place),
+                [(e.how, _from(rank, e.to, self.world), e.op, e.after) for e in self._entries[rank].get(place, [])],
+            )
             for place in self.order[rank]
         ]
 
     def _refuse(self, rank: int, place: int, text: str) -> NoReturn:
         owner = self.owner(place)
         whose = "its own rows" if owner == rank else f"rows of rank {owner}"
-        raise ValueError(f"chunk {self.number[rank][place]} of rank {rank}, {whose}: {text}")
+        raise ValueError(f"chunk {self._number(rank, place)} of rank {rank}, {whose}: {text}")
 
     def _check_rank(self, rank: int) -> None:
         for place in self.order[rank]:
@@ -212,7 +264,7 @@ class Routes:
                 if trouble := self._trouble(rank, place, e):
                     self._refuse(rank, place, trouble)
             self._check_together(rank, place, entries)
-            self.sends[rank][place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
+            self._sends[rank, place] = tuple(Send(e.how, int(e.to)) for e in entries if e.how != "local")
 
     def _trouble(self, rank: int, place: int, e: Entry) -> str:
         """Return the fault in a single call."""
@@ -292,7 +344,7 @@ class Routes:
             path.append(node)
             node = waiting[node][0]
         circle = path[path.index(node) :]
-        names = [f"chunk {self.number[rank][place]} of rank {rank}" for rank, place in circle]
+        names = [f"chunk {self._number(rank, place)} of rank {rank}" for rank, place in circle]
         in_turn = len({place for _, place in circle}) > 1
         fix = (
             "GEMMs that add to arriving chunks wait for them in order: use add='reduce'"
@@ -304,13 +356,53 @@ class Routes:
             f"it waits for {', which waits for '.join([*names[1:], names[0]])}: none of them is ever sent: {fix}",
         )
 
+    def _number(self, rank: int, place: int) -> int:
+        return self.number[0][self._seen(rank, place)] if self.alike else self.number[rank][place]
+
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (rank, place there, number of earlier sources, source)."""
-        for rank in range(self.world):
-            for place, sources in self.sources[rank].items():
-                for nth, source in enumerate(sources):
-                    yield rank, place, nth, source
+        """Yield (rank, place there, number of earlier sources, source) of the arrivals at `ranks`."""
+        for (rank, place), sources in self._sources.items():
+            for nth, source in enumerate(sources):
+                yield rank, place, nth, source
 
 
 def _ranks(ranks: list[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
+    """Return the time of each node that waits for no circle: at least `least`, and later than the nodes that it waits for."""
+    after: dict[Node, list[Node]] = defaultdict(list)
+    for node, earlier in before.items():
+        for one in earlier:
+            after[one].append(node)
+    left = {node: len(earlier) for node, earlier in before.items()}
+    ready, found = [node for node, count in left.items() if not count], dict[Node, int]()
+    for node in ready:
+        found[node] = max(least[node], *(found[one] + 1 for one in before[node]), 0)
+        for one in after[node]:
+            left[one] -= 1
+            if not left[one]:
+                ready.append(one)
+    return found
+
+
+def _from(rank: int, to: Index, world: int) -> int:
+    """Return the distance to a rank; the number itself if it is not a rank, which is refused later."""
+    number = int(to)
+    return (number - rank) % world if 0 <= number < world else number
+
+
+@lru_cache(maxsize=1 << 12)  # the maps of all candidates have the same few thousand
+def _distance(number: Index, count: int, world: int) -> int | None:
+    """Return how far `number`, one of `count` places, lies from the first place of each rank.
+
+    None if that depends on the rank, or if the number is not a place at some rank."""
+    ranks = np.arange(world)
+    try:
+        found = np.asarray(number.evaluated_over({"rank": ranks}) if isinstance(number, Expr) else number)
+    except (KeyError, IndexError, ArithmeticError):
+        return None  # errors name rank and number when they are evaluated one by one
+    distances = (found - ranks * (count // world)) % count
+    legal = (found >= 0).all() and (found < count).all()
+    return int(distances[0]) if legal and (distances == distances[0]).all() else None

@@ -86,8 +86,9 @@ class _RankLanes:
         self.plan, self.routes, self.rank, self.at = plan, plan.routes, rank, at
         gather = plan.routes.collective == "all_gather"
         self.lane = lambda name: lane(name, _resource(name))
+        routes = plan.routes
         self._sent_by_gemm = {
-            send.to for sends in plan.routes.sends[rank].values() for send in sends if send.how == "remote_map"
+            send.to for place in routes.order[rank] for send in routes.sends(rank, place) if send.how == "remote_map"
         }
         self._opened: set[tuple[str, int]] = set()
         self._computed = self.routes.computed(rank)
@@ -109,7 +110,7 @@ class _RankLanes:
         routes, rank, gather = self.routes, self.rank, self.routes.collective == "all_gather"
         by_time = sorted(routes.order[rank], key=lambda place: self.plan.times[rank, place])
         self.lane("compute")
-        for send in (send for place in by_time for send in routes.sends[rank].get(place, ()) if send.how == "dma_map"):
+        for send in (send for place in by_time for send in routes.sends(rank, place) if send.how == "dma_map"):
             self.lane(self.plan.sender(rank, send.to))
         for place in [] if self.plan.tiles else self._computed:
             if gather:
@@ -117,7 +118,7 @@ class _RankLanes:
             elif place in self._own:
                 self._compute_own(place, self._rows(self._own[place]))
             elif routes.owner(place) != rank:
-                self._compute_sent(place, *routes.sends[rank][place])
+                self._compute_sent(place, *routes.sends(rank, place))
         if self.plan.tiles:
             self._compute_tracked(self.plan.tiles.kernel)
         if routes.sums and self.plan.add == "reduce":
@@ -130,7 +131,7 @@ class _RankLanes:
 
     def _compute_gathered(self, place: int) -> None:
         """Compute a chunk that stays and that other ranks get too."""
-        compute, sends = self._multiply(place, self._result(place)), self.routes.sends[self.rank][place]
+        compute, sends = self._multiply(place, self._result(place)), self.routes.sends(self.rank, place)
         if any(send.how == "dma_map" for send in sends):
             compute.set(self.plan.signals("computed"), self._number(place))
         for send in sends:
@@ -158,7 +159,7 @@ class _RankLanes:
     def _compute_tracked(self, kernel: TrackedMatmul) -> None:
         """Compute all chunks in one launch. Each is stored at its destination, or kept until an engine sends it."""
         plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
-        sends = [next((s for s in routes.sends[rank][p] if s.how == "remote_map"), None) for p in self._computed]
+        sends = [next((s for s in routes.sends(rank, p) if s.how == "remote_map"), None) for p in self._computed]
         for send in filter(None, sends):
             self._open(compute, send.to)
         tiles = TrackedTiles(plan.m, plan.o.p.n, routes.per_rank, [place % routes.per_rank for place in self._computed])
@@ -239,7 +240,7 @@ class _RankLanes:
         """Send a chunk by engine when it is complete."""
         plan, sources, seen = self.plan, self._sources(place), set[str]()
         added = self.routes.sums and bool(sources) and plan.add == "reduce"
-        for send in self.routes.sends[self.rank].get(place, ()):
+        for send in self.routes.sends(self.rank, place):
             if send.how == "remote_map":
                 continue
             sender = self.lane(plan.sender(self.rank, send.to))
@@ -258,12 +259,13 @@ class _RankLanes:
 
     def _receive(self) -> None:
         """Copy the chunks that others computed and this rank keeps into the result."""
-        times, rank, receiver = self.plan.times, self.rank, self.lane("to y")
-        came = [(place, source) for place, sources in self.routes.sources[rank].items() for source in sources]
+        routes, rank, receiver = self.routes, self.rank, self.lane("to y")
+        came = [(place, source) for place in routes.order[rank] for source in routes.sources(rank, place)]
 
         def when(one: tuple[int, int]) -> tuple[int, int, int]:
             place, source = one
-            return times[source, self.routes.landing(rank, place)], (rank - source) % self.routes.world, place
+            sent = self.plan.times[routes.representative(source, routes.landing(rank, place))]
+            return sent, (rank - source) % routes.world, place
 
         for place in self._own if self.plan.tiles else ():
             rows = self._rows(self._own[place])
@@ -280,9 +282,8 @@ class _RankLanes:
             return
         for distance in range(1, world):
             source = (self.rank - distance) % world
-            for index, (rank, name) in enumerate(plan.grants.get(source, ())):
-                if rank == self.rank:
-                    self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
+            for index, name in plan.grants(source, distance):
+                self.lane(name).set(plan.signals("credit"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
         """Wait for free slots before a lane first fills slots of a rank in a run.
@@ -294,16 +295,16 @@ class _RankLanes:
             return
         self._opened.add((lane.name, to))
         behind_gemm = to in self._sent_by_gemm and lane.name != "compute"
-        forwards = self.routes.collective == "all_gather" and to in self.routes.targets[self.rank]
+        forwards = self.routes.collective == "all_gather" and to in self.routes.targets(self.rank)
         opened = (to - self.rank) % self.routes.world - 1
         if behind_gemm and forwards:
             lane.wait(self.plan.signals("opened"), opened)
         if behind_gemm:
             return
-        for index, (rank, _) in enumerate(self.plan.grants[self.rank]):
-            if rank == to and self.plan.fetched:
+        for index, _ in self.plan.grants(self.rank, opened + 1):
+            if self.plan.fetched:
                 self.plan.fetched.wait_for(lane, index)
-            elif rank == to:
+            else:
                 lane.wait(self.plan.signals("credit"), index, previous=True)
         if lane.name == "compute" and forwards:
             lane.set(self.plan.signals("opened"), opened)
@@ -316,7 +317,7 @@ class _RankLanes:
 
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
         """Return the slots of adjacent chunks, on a lane that has waited for all of them."""
-        slots = range(len(self.routes.sources[self.rank][places[0]]))
+        slots = range(len(self.routes.sources(self.rank, places[0])))
         for place in places:
             for nth in slots:
                 self._wait_for(lane, place, nth)
@@ -325,8 +326,8 @@ class _RankLanes:
     def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
         """Wait for the chunk from the nth source; if a tracked GEMM stores it, for all its tiles."""
         plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
-        source = routes.sources[self.rank][place][nth]
-        sends = routes.sends[source][routes.landing(self.rank, place)]
+        source = routes.sources(self.rank, place)[nth]
+        sends = routes.sends(source, routes.landing(self.rank, place))
         if plan.tiles and any(send == ("remote_map", self.rank) for send in sends):
             lane.wait(plan.signals("done"), number, count=plan.tiles.counts[place % routes.per_rank])
         else:
@@ -369,7 +370,7 @@ class _RankLanes:
     def _arrival(self, place: int, send: Send) -> tuple[int, int]:
         """Return the place of a sent chunk at its receiver, and the number of sources before this rank there."""
         landing = self.routes.landing(self.rank, place)
-        return landing, self.routes.sources[send.to][landing].index(self.rank)
+        return landing, self.routes.nth(self.rank, send.to, landing)
 
     def _kept(self, place: int, rows: Chunk | None = None) -> Region:
         plan, rows = self.plan, rows or self._rows([place])
