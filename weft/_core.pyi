@@ -545,6 +545,7 @@ class SortedRows:
         seed: int,
         skip_nonfinite: bool,
         n_threads: int,
+        isa: str = "",
     ) -> int:
         """Reduce the gradient of every row that occurs, and apply a rule to it. Releases the GIL.
 
@@ -560,6 +561,7 @@ class SortedRows:
                 two corrections, and the largest element of a gradient.
             is_stochastic, seed: round rows of 16 bits up or down at random.
             skip_nonfinite: leave a row alone whose gradient is infinite or NaN.
+            isa: one of `isas()`, or "" for the best. Results have the same bits.
 
         Returns:
             How many rows were left alone.
