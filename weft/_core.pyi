@@ -254,6 +254,9 @@ class Mapping:
     @property
     def nbytes(self) -> int: ...
 
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Ask the kernel for huge pages in memory that is not touched yet. It may ignore it."""
+
 # csrc/accumulate.cpp
 def add_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, cols: int, rows: int, dtype: str) -> None:
     """Add `rows` rows of `cols` elements at address `src` to those at `dst`, each element in one piece, rounded each time.

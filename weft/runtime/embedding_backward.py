@@ -193,8 +193,11 @@ def to_owners(
     for r, begin, end in column_runs(sharding):
         pieces[r].append(grad[:, first : first + end - begin])
         first += end - begin
-    send = torch.cat([torch.cat(of_rank, dim=1).flatten() for of_rank in pieces if of_rank])
     leaving = [batch_sizes[rank] * count for count in columns]
+    send = grad.new_empty(sum(leaving))
+    for of_rank, part, count in zip(pieces, send.split(leaving), columns, strict=True):
+        if of_rank:
+            torch.cat(of_rank, dim=1, out=part.view(batch_sizes[rank], count))
     arriving = [size * columns[rank] for size in batch_sizes]
     received = send.new_empty(sum(arriving))
     turn.run("all_to_all of gradients", all_to_all_single, received, send, arriving, leaving, group=group)
