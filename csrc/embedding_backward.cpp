@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 #include <exception>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "half.hpp"
 
@@ -15,10 +16,11 @@ namespace weft {
 namespace {
 
 constexpr int64_t unit_occurrences = 2048;  // of short runs that a thread takes at once
-constexpr int64_t ahead = 8;                // occurrences from a prefetch to its use
-constexpr int digit_bits = 11;
-constexpr size_t sort_by_comparison = 1024;
-constexpr int lanes = 8;  // partial sums of a row's squares, so that they are summed in one order for any compiler
+constexpr int64_t bytes_at_once = 8 << 10;  // of the reduced gradients of rows that are updated together
+constexpr int64_t bytes_ahead = 4 << 10;    // of gradients, from a prefetch to their use
+constexpr int most_digit_bits = 11;
+constexpr int64_t sort_by_comparison = 1024;
+constexpr int lanes = 8;  // partial sums of a product, so that it is summed in one order for any compiler
 
 float widened(float x) { return x; }
 struct Half {
@@ -34,40 +36,6 @@ float widened(Brain x) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
-void narrow(float value, float &to) { to = value; }
-void narrow(float value, Half &to) { to.bits = to_half(value); }
-void narrow(float value, Brain &to) {  // to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    to.bits = (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t(bits >> 16 | 0x40)
-                                                 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-// Rounding at random: up with a probability that is the distance from the lower neighbour, over that of the neighbours. The
-// 24 lowest bits of `random` decide. weft/kernels/embedding_backward.py does the same.
-void narrow_at_random(float value, uint64_t, float &to) { to = value; }
-void narrow_at_random(float value, uint64_t random, Brain &to) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if ((bits & 0x7f800000u) == 0x7f800000u) return narrow(value, to);
-    to.bits = uint16_t((bits + uint32_t(random & 0xffff)) >> 16);
-}
-void narrow_at_random(float value, uint64_t random, Half &to) {
-    constexpr float smallest_normal = 6.103515625e-05f, units = 16777216.0f;  // 2**-14, 2**24
-    const float size = std::fabs(value);
-    if (size < smallest_normal) {  // subnormals are multiples of 2**-24
-        const float scaled = size * units, below = std::floor(scaled);
-        const float up = float(random & 0xffffff) < (scaled - below) * units ? 1.0f : 0.0f;
-        return narrow(std::copysign((below + up) / units, value), to);
-    }
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if ((bits & 0x7f800000u) == 0x7f800000u) return narrow(value, to);
-    bits = (bits + uint32_t(random & 0x1fff)) & ~uint32_t(0x1fff);
-    std::memcpy(&value, &bits, 4);
-    narrow(value, to);
-}
-constexpr uint64_t golden = 0x9e3779b97f4a7c15u;
 
 int64_t at(const void *array, int bits, int64_t i) {
     return bits == 32 ? static_cast<const int32_t *>(array)[i] : static_cast<const int64_t *>(array)[i];
@@ -111,8 +79,8 @@ template <class Visit> void each_bag(const SparseInput &in, int64_t key, int64_t
 }
 
 // The row of an id, or -1.
-int64_t row_of(const SparseInput &in, int64_t position, int64_t rows) {
-    const int64_t id = at(in.values, in.values_bits, position);
+template <class Index> int64_t row_of(const SparseInput &in, int64_t position, int64_t rows) {
+    const int64_t id = static_cast<const Index *>(in.values)[position];
     if (in.hash) return int64_t(hash_id(uint64_t(id)) % uint64_t(rows));
     return uint64_t(id) < uint64_t(rows) ? id : -1;
 }
@@ -121,26 +89,6 @@ int bits_of(uint64_t most) {
     int bits = 0;
     for (; most > 0; most >>= 1) ++bits;
     return bits;
-}
-
-// Sorts ascending by the bits from `low` up to `high`; keys are distinct, and ascend in the bits below `low`.
-void radix_sort(std::vector<uint64_t> &keys, int low, int high) {
-    if (keys.size() <= sort_by_comparison) return std::sort(keys.begin(), keys.end());
-    std::vector<uint64_t> other(keys.size());
-    std::vector<size_t> places(size_t(1) << digit_bits);
-    constexpr uint64_t mask = (uint64_t(1) << digit_bits) - 1;
-    for (int shift = low; shift < high; shift += digit_bits) {
-        std::fill(places.begin(), places.end(), 0);
-        for (const uint64_t key : keys) ++places[key >> shift & mask];
-        size_t sum = 0;
-        for (size_t &place : places) {
-            const size_t count = place;
-            place = sum;
-            sum += count;
-        }
-        for (const uint64_t key : keys) other[places[key >> shift & mask]++] = key;
-        keys.swap(other);
-    }
 }
 
 }  // namespace
@@ -153,60 +101,115 @@ SortedRows::SortedRows(std::vector<BackwardSlot> slots, std::vector<BackwardTabl
 }
 
 void SortedRows::sort(int64_t table, const SparseInput &in) {
+    return in.values_bits == 32 ? sort_as<int32_t>(table, in) : sort_as<int64_t>(table, in);
+}
+
+// A stable radix sort by row: occurrences are visited in the order of payloads. The first pass writes the keys as it visits
+// them, to their places by the lowest digit.
+template <class Index> void SortedRows::sort_as(int64_t table, const SparseInput &in) {
     OfTable &of = of_table_[table];
     const int64_t rows = tables_[table].rows;
-    if (uint64_t(of.slots.size()) * uint64_t(batch_) >= uint64_t(1) << 32)
+    const uint64_t bags = uint64_t(of.slots.size()) * uint64_t(batch_);
+    if (bags >= uint64_t(1) << 32)
         throw std::invalid_argument(std::to_string(of.slots.size()) + " features of " + std::to_string(batch_) +
                                     " samples read one table: it may have less than 2**32 bags in a batch");
-    bool scaled = in.per_sample_weights != nullptr;
-    uint64_t count = 0;
+    const bool weighted = in.per_sample_weights != nullptr;
+    bool mean = false;
+    int64_t given = 0;
     for (const int64_t s : of.slots) {
-        scaled = scaled || slots_[s].mean;
-        each_bag(in, slots_[s].key, 0, batch_, [&](int64_t, int64_t begin, int64_t end) { count += uint64_t(end - begin); });
+        mean = mean || slots_[s].mean;
+        each_bag(in, slots_[s].key, 0, batch_, [&](int64_t, int64_t begin, int64_t end) { given += end - begin; });
     }
-    of.index_bits = bits_of(count);
-    const int row_bits = bits_of(uint64_t(rows));
-    if (of.index_bits + row_bits > 64)
-        throw std::invalid_argument(std::to_string(count) + " ids of a table of " + std::to_string(rows) +
+    of.payload_bits = bits_of(weighted ? uint64_t(given) : bags);
+    const int row_bits = bits_of(uint64_t(rows - 1));
+    if (of.payload_bits + row_bits > 64)
+        throw std::invalid_argument(std::to_string(given) + " ids of a table of " + std::to_string(rows) +
                                     " rows: too many for one batch");
-    of.keys.reserve(count);
-    of.bags.reserve(count);
-    if (scaled) of.scales.reserve(count);
+    const int digits = given <= sort_by_comparison ? 0 : std::max(1, (row_bits + most_digit_bits - 1) / most_digit_bits);
+    const int digit_bits = digits > 0 ? (row_bits + digits - 1) / digits : 0;
+    const int64_t places = int64_t(1) << digit_bits, mask = places - 1;
+    std::vector<int64_t> place(size_t(digits * places));  // of each digit: how many keys have it, then where the next one goes
+    if (weighted) {
+        of.bags.reserve(size_t(given));
+        of.scales.reserve(size_t(given));
+    } else if (mean) {
+        of.scales.assign(size_t(bags), 1.0f);
+    }
     for (size_t number = 0; number < of.slots.size(); ++number) {
         const BackwardSlot &slot = slots_[of.slots[number]];
         each_bag(in, slot.key, 0, batch_, [&](int64_t sample, int64_t begin, int64_t end) {
             const float length = slot.mean ? float(end - begin) : 1.0f;
+            const uint32_t bag = uint32_t(uint64_t(number) * uint64_t(batch_) + uint64_t(sample));
+            if (!weighted && mean) of.scales[bag] = 1.0f / length;
             for (int64_t i = begin; i < end; ++i) {
-                const int64_t row = row_of(in, i, rows);
+                const int64_t row = row_of<Index>(in, i, rows);
                 if (row < 0) continue;
-                of.keys.push_back(uint64_t(row) << of.index_bits | of.bags.size());
-                of.bags.push_back(uint32_t(uint64_t(number) * uint64_t(batch_) + uint64_t(sample)));
-                if (scaled) of.scales.push_back((in.per_sample_weights ? in.per_sample_weights[i] : 1.0f) / length);
+                ++of.count;
+                for (int digit = 0; digit < digits; ++digit) ++place[digit * places + (row >> digit * digit_bits & mask)];
+                if (!weighted) continue;
+                of.bags.push_back(bag);
+                of.scales.push_back(in.per_sample_weights[i] / length);
             }
         });
     }
-    radix_sort(of.keys, of.index_bits, of.index_bits + row_bits);
-    of.runs.clear();
-    for (size_t i = 0; i < of.keys.size(); ++i)
-        if (i == 0 || of.keys[i] >> of.index_bits != of.keys[i - 1] >> of.index_bits) of.runs.push_back(int64_t(i));
-    of.runs.push_back(int64_t(of.keys.size()));
+    for (int digit = 0; digit < digits; ++digit) {
+        int64_t sum = 0;
+        for (int64_t d = 0; d < places; ++d) sum += std::exchange(place[digit * places + d], sum);
+    }
+    of.keys.reset(new uint64_t[size_t(of.count)]);
+    uint64_t occurrence = 0;
+    for (size_t number = 0; number < of.slots.size(); ++number)
+        each_bag(in, slots_[of.slots[number]].key, 0, batch_, [&](int64_t sample, int64_t begin, int64_t end) {
+            const uint64_t bag = uint64_t(number) * uint64_t(batch_) + uint64_t(sample);
+            for (int64_t i = begin; i < end; ++i) {
+                const int64_t row = row_of<Index>(in, i, rows);
+                if (row < 0) continue;
+                const int64_t to = digits > 0 ? place[row & mask]++ : int64_t(occurrence);
+                of.keys[to] = uint64_t(row) << of.payload_bits | (weighted ? occurrence : bag);
+                ++occurrence;
+            }
+        });
+    if (digits == 0) {
+        std::sort(of.keys.get(), of.keys.get() + of.count);
+    } else if (digits > 1) {
+        std::unique_ptr<uint64_t[]> other(new uint64_t[size_t(of.count)]);
+        for (int digit = 1; digit < digits; ++digit) {
+            int64_t *const next = place.data() + digit * places;
+            const int shift = of.payload_bits + digit * digit_bits;
+            for (int64_t i = 0; i < of.count; ++i) other[next[of.keys[i] >> shift & uint64_t(mask)]++] = of.keys[i];
+            of.keys.swap(other);
+        }
+    }
+    of.runs.resize(size_t(of.count) + 1);
+    int64_t runs = 0, last = -1;
+    for (int64_t i = 0; i < of.count; ++i) {
+        of.runs[runs] = i;
+        const int64_t row = of.row(i);
+        runs += row != last;
+        if (row != last) of.runs[runs - 1] = i;
+        last = row;
+    }
+    of.runs[runs] = of.count;
+    of.runs.resize(size_t(runs) + 1);
 }
 
 void SortedRows::rows(int64_t table, int64_t *out) const {
     const OfTable &of = of_table_[table];
-    for (int64_t run = 0; run < runs(table); ++run) out[run] = int64_t(of.keys[of.runs[run]] >> of.index_bits);
+    for (int64_t run = 0; run < runs(table); ++run) out[run] = of.row(of.runs[run]);
 }
 
 // The work of one update: sums of runs and segments, and the rule.
 class RowUpdater {
   public:
-    RowUpdater(const SortedRows &sorted, const Update &update) : sorted_(sorted), update_(update) {}
-
-    // T: of tables, and of rule `gradient`'s output. G: of the gradients that come in.
-    template <class T, class G> int64_t run() {
+    RowUpdater(const SortedRows &sorted, const Update &update)
+        : sorted_(sorted), update_(update), update_rows_(update.isa->update_rows(update.dtype)) {
+        widen();
         plan();
-        on_threads(update_.threads, int64_t(units_.size()), [&](int64_t unit) { work_on<T, G>(units_[unit]); });
-        on_threads(update_.threads, int64_t(long_runs_.size()), [&](int64_t i) { finish<T>(long_runs_[i]); });
+    }
+
+    int64_t run() {
+        on_threads(update_.threads, int64_t(units_.size()), [&](int64_t unit) { work_on(units_[unit]); });
+        on_threads(update_.threads, int64_t(long_runs_.size()), [&](int64_t i) { finish(long_runs_[i]); });
         return skipped_;
     }
 
@@ -221,6 +224,22 @@ class RowUpdater {
         float *partials;
         int64_t count;
     };
+
+    // Gradients of 16 bits are widened once.
+    void widen() {
+        gradients_ = reinterpret_cast<const float *>(update_.gradients);
+        if (update_.gradients_dtype == Dtype::fp32) return;
+        const int64_t stride = update_.stride;
+        widened_.reset(new float[size_t(sorted_.batch_ * stride)]);
+        const auto as = [&](auto *from) {
+            on_threads(update_.threads, sorted_.batch_, [&](int64_t sample) {
+                for (int64_t i = sample * stride; i < (sample + 1) * stride; ++i) widened_[i] = widened(from[i]);
+            });
+        };
+        if (update_.gradients_dtype == Dtype::fp16) as(reinterpret_cast<const Half *>(update_.gradients));
+        else as(reinterpret_cast<const Brain *>(update_.gradients));
+        gradients_ = widened_.get();
+    }
 
     void plan() {
         for (int64_t table = 0; table < sorted_.tables(); ++table) {
@@ -252,159 +271,117 @@ class RowUpdater {
         }
     }
 
-    template <class T, class G> void work_on(const Unit &unit) {
-        const int64_t dim = sorted_.tables_[unit.table].dim;
-        if (unit.partial) return sum<G>(unit.table, unit.begin, unit.end, dim, unit.partial);
-        std::vector<float> g(size_t(dim), 0.0f);
-        const auto &runs = sorted_.of_table_[unit.table].runs;
-        for (int64_t run = unit.begin; run < unit.end; ++run) {
-            sum<G>(unit.table, runs[run], runs[run + 1], dim, g.data());
-            apply<T>(unit.table, run, dim, g.data());
+    // What one thread works with.
+    struct Scratch {
+        std::vector<const char *> gradients;  // the address of each occurrence's gradient, and some more
+        std::vector<float> scales, sums;
+        std::vector<int64_t> lengths, rows;   // of each run
+    };
+
+    void work_on(const Unit &unit) {
+        static thread_local Scratch scratch;
+        const auto &of = sorted_.of_table_[unit.table];
+        const int64_t dim = sorted_.tables_[unit.table].dim, *const runs = of.runs.data();
+        const int64_t first = unit.partial ? unit.begin : runs[unit.begin], end = unit.partial ? unit.end : runs[unit.end];
+        const int64_t ahead = std::clamp<int64_t>(bytes_ahead / (4 * dim), 2, 64);
+        find(of, first, end, ahead, scratch);
+        const bool scaled = !of.scales.empty();
+        const Pool pool = update_.isa->pool(Dtype::fp32, dim, scaled);
+        const auto sum = [&](int64_t at, const int64_t *lengths, int64_t count, float *out) {
+            pool({scratch.gradients.data() + at, scaled ? scratch.scales.data() + at : nullptr, lengths, count, dim, ahead,
+                  reinterpret_cast<char *>(out), 4 * dim, false, false});
+        };
+        if (unit.partial) {
+            const int64_t length = end - first;
+            return sum(0, &length, 1, unit.partial);
+        }
+        const int64_t count = unit.end - unit.begin;
+        scratch.lengths.resize(size_t(count));
+        scratch.rows.resize(size_t(count));
+        for (int64_t i = 0; i < count; ++i) {
+            scratch.lengths[i] = runs[unit.begin + i + 1] - runs[unit.begin + i];
+            scratch.rows[i] = of.row(runs[unit.begin + i]);
+        }
+        const int64_t at_once = std::clamp<int64_t>(bytes_at_once / (4 * dim), 1, most_rows);
+        scratch.sums.resize(size_t(at_once * dim));
+        for (int64_t i = 0, at = 0; i < count; i += at_once) {
+            const int64_t now = std::min(at_once, count - i);
+            for (int64_t coming = i == 0 ? 0 : i + at_once; coming < std::min(i + 2 * at_once, count); ++coming)
+                prefetch_row(unit.table, scratch.rows[coming]);
+            sum(at, scratch.lengths.data() + i, now, scratch.sums.data());
+            apply(unit.table, unit.begin + i, scratch.rows.data() + i, now, scratch.sums.data());
+            at = runs[unit.begin + i + now] - first;
         }
     }
 
     // The segments' sums, by a binary tree of neighbours.
-    template <class T> void finish(const LongRun &of) {
+    void finish(const LongRun &of) {
         const int64_t dim = sorted_.tables_[of.table].dim;
         for (int64_t step = 1; step < of.count; step *= 2)
             for (int64_t i = 0; i + step < of.count; i += 2 * step)
                 for (int64_t d = 0; d < dim; ++d) of.partials[i * dim + d] += of.partials[(i + step) * dim + d];
-        apply<T>(of.table, of.run, dim, of.partials);
+        const auto &of_table = sorted_.of_table_[of.table];
+        const int64_t row = of_table.row(of_table.runs[of.run]);
+        apply(of.table, of.run, &row, 1, of.partials);
     }
 
-    template <class G> const G *gradient_of(const SortedRows::OfTable &of, int64_t i) const {
-        const uint64_t bag = of.bags[of.keys[i] & ((uint64_t(1) << of.index_bits) - 1)];
-        const auto &slot = sorted_.slots_[of.slots[bag / uint64_t(sorted_.batch_)]];
-        const int64_t sample = int64_t(bag % uint64_t(sorted_.batch_));
-        return reinterpret_cast<const G *>(update_.gradients) + sample * update_.stride + slot.column;
+    // The gradients of occurrences [first, end), and `ahead` more addresses that are only prefetched.
+    void find(const SortedRows::OfTable &of, int64_t first, int64_t end, int64_t ahead, Scratch &scratch) const {
+        scratch.gradients.resize(size_t(end - first + ahead));
+        const uint32_t batch = uint32_t(sorted_.batch_);
+        const float *const of_first_slot = gradients_ + sorted_.slots_[of.slots[0]].column;
+        for (int64_t i = first; i < end; ++i) {
+            const uint64_t payload = of.payload(i);
+            const uint32_t bag = of.bags.empty() ? uint32_t(payload) : of.bags[payload];
+            const float *const gradient =
+                bag < batch ? of_first_slot + bag * update_.stride  // no division: most tables have one slot
+                            : gradients_ + bag % batch * update_.stride + sorted_.slots_[of.slots[bag / batch]].column;
+            scratch.gradients[i - first] = reinterpret_cast<const char *>(gradient);
+        }
+        std::fill_n(scratch.gradients.begin() + (end - first), ahead, reinterpret_cast<const char *>(gradients_));
+        if (of.scales.empty()) return;
+        scratch.scales.resize(size_t(end - first));
+        for (int64_t i = first; i < end; ++i) scratch.scales[i - first] = of.scales[of.payload(i)];
     }
 
-    template <class G> void sum(int64_t table, int64_t begin, int64_t end, int64_t dim, float *__restrict out) const {
-        const auto &of = sorted_.of_table_[table];
-        std::fill_n(out, dim, 0.0f);
-        for (int64_t i = begin; i < end; ++i) {
-            if (i + ahead < int64_t(of.keys.size())) {
-                const char *coming = reinterpret_cast<const char *>(gradient_of<G>(of, i + ahead));
-                for (int64_t b = 0; b < dim * int64_t(sizeof(G)); b += 64) __builtin_prefetch(coming + b);
-            }
-            const G *g = gradient_of<G>(of, i);
-            if (of.scales.empty()) {
-                for (int64_t d = 0; d < dim; ++d) out[d] += widened(g[d]);
-            } else {
-                const float scale = of.scales[of.keys[i] & ((uint64_t(1) << of.index_bits) - 1)];
-                for (int64_t d = 0; d < dim; ++d) out[d] += widened(g[d]) * scale;
-            }
-        }
+    static void prefetch_to_write(void *from, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<char *>(from) + i, 1);
     }
 
-    static float mean_of_squares(const float *g, int64_t dim) {
-        float sums[lanes] = {};
-        for (int64_t d = 0; d < dim; ++d) sums[d % lanes] += g[d] * g[d];
-        for (int step = lanes / 2; step > 0; step /= 2)
-            for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
-        return sums[0] / float(dim);
+    void prefetch_row(int64_t table, int64_t row) const {
+        const RowMemory &memory = update_.tables[table];
+        const int64_t dim = sorted_.tables_[table].dim, bytes = dim * bytes_of(update_.dtype);
+        const Rule rule = update_.rule.rule;
+        if (rule == Rule::gradient || rule == Rule::squares) return;
+        prefetch_to_write(memory.weight + row * bytes, bytes);
+        const bool by_row = rule == Rule::rowwise_adagrad;
+        if (memory.first) prefetch_to_write(memory.first + row * (by_row ? 1 : dim), by_row ? 4 : 4 * dim);
+        if (memory.second && rule == Rule::adam) prefetch_to_write(memory.second + row * dim, 4 * dim);
     }
 
-    // The rules. g: the row's reduced gradient, which becomes its product with the factor, plus weight decay.
-    template <class T> void apply(int64_t table, int64_t run, int64_t dim, float *__restrict g) {
-        const Update &u = update_;
-        const RowMemory &memory = u.tables[table];
-        const auto &of = sorted_.of_table_[table];
-        const int64_t row = int64_t(of.keys[of.runs[run]] >> of.index_bits);
-        for (int64_t d = 0; d < dim; ++d) g[d] *= u.factor;
-        if (u.skip_nonfinite) {
-            bool finite = true;
-            for (int64_t d = 0; d < dim; ++d) finite = finite && std::isfinite(g[d]);
-            if (!finite) {
-                skipped_.fetch_add(1, std::memory_order_relaxed);
-                return;
-            }
-        }
-        if (std::isfinite(u.clip))
-            for (int64_t d = 0; d < dim; ++d) g[d] = g[d] > u.clip ? u.clip : g[d] < -u.clip ? -u.clip : g[d];
-        if (u.rule == Rule::squares) {
-            reinterpret_cast<float *>(memory.out)[run] = mean_of_squares(g, dim) * float(dim);
-            return;
-        }
-        if (u.rule == Rule::gradient) {
-            T *out = reinterpret_cast<T *>(memory.out) + (u.sparse ? run : row) * dim;
-            for (int64_t d = 0; d < dim; ++d) narrow(g[d], out[d]);
-            return;
-        }
-        T *__restrict w = reinterpret_cast<T *>(memory.weight) + row * dim;
-        if (u.weight_decay != 0)
-            for (int64_t d = 0; d < dim; ++d) g[d] += u.weight_decay * widened(w[d]);
-        float *first = memory.first, *second = memory.second;
-        switch (u.rule) {
-            case Rule::rowwise_adagrad: {
-                first[row] += mean_of_squares(g, dim);
-                const float divisor = std::sqrt(first[row]) + u.eps;
-                for (int64_t d = 0; d < dim; ++d) g[d] /= divisor;
-                break;
-            }
-            case Rule::adagrad: {
-                float *__restrict sums = first + row * dim;
-                for (int64_t d = 0; d < dim; ++d) {
-                    sums[d] += g[d] * g[d];
-                    g[d] /= std::sqrt(sums[d]) + u.eps;
-                }
-                break;
-            }
-            case Rule::adam: {
-                float *__restrict m = first + row * dim, *__restrict v = second + row * dim;
-                for (int64_t d = 0; d < dim; ++d) {
-                    m[d] = u.beta1 * m[d] + u.rest1 * g[d];
-                    v[d] = u.beta2 * v[d] + u.rest2 * (g[d] * g[d]);
-                    g[d] = m[d] * u.correction1 / (std::sqrt(v[d] * u.correction2) + u.eps);
-                }
-                break;
-            }
-            case Rule::partial_rowwise_adam: {
-                float *__restrict m = first + row * dim;
-                second[row] = u.beta2 * second[row] + u.rest2 * mean_of_squares(g, dim);
-                const float divisor = std::sqrt(second[row] * u.correction2) + u.eps;
-                for (int64_t d = 0; d < dim; ++d) {
-                    m[d] = u.beta1 * m[d] + u.rest1 * g[d];
-                    g[d] = m[d] * u.correction1 / divisor;
-                }
-                break;
-            }
-            default: break;
-        }
-        if (u.learning_rate == 0) return;  // the row keeps its bits, the sign of a zero too
-        if (!u.is_stochastic) {
-            for (int64_t d = 0; d < dim; ++d) narrow(widened(w[d]) - u.learning_rate * g[d], w[d]);
-            return;
-        }
-        const uint64_t base = hash_id(u.seed + memory.number * golden);
-        for (int64_t d = 0; d < dim; ++d)
-            narrow_at_random(widened(w[d]) - u.learning_rate * g[d], hash_id(base + uint64_t(row * dim + d) * golden), w[d]);
+    // Applies the rule to `count` rows, of the runs from `run` on.
+    void apply(int64_t table, int64_t run, const int64_t *rows, int64_t count, float *g) {
+        int64_t runs[most_rows];
+        std::iota(runs, runs + count, run);
+        const bool by_run = update_.sparse || update_.rule.rule == Rule::squares;
+        const int64_t dim = sorted_.tables_[table].dim;
+        const int64_t skipped =
+            update_rows_({&update_.rule, &update_.tables[table], rows, by_run ? runs : rows, count, dim, g});
+        if (skipped > 0) skipped_.fetch_add(skipped, std::memory_order_relaxed);
     }
 
     const SortedRows &sorted_;
     const Update &update_;
+    const UpdateRows update_rows_;
+    const float *gradients_ = nullptr;
+    std::unique_ptr<float[]> widened_;
     std::vector<Unit> units_;
     std::vector<LongRun> long_runs_;
     std::vector<std::unique_ptr<float[]>> partials_;
     std::atomic<int64_t> skipped_{0};
 };
 
-int64_t SortedRows::update(const Update &update) const {
-    RowUpdater updater(*this, update);
-    auto with = [&](auto of_tables) -> int64_t {
-        using T = decltype(of_tables);
-        switch (update.gradients_dtype) {
-            case Dtype::fp16: return updater.run<T, Half>();
-            case Dtype::bf16: return updater.run<T, Brain>();
-            default: return updater.run<T, float>();
-        }
-    };
-    switch (update.dtype) {
-        case Dtype::fp16: return with(Half{});
-        case Dtype::bf16: return with(Brain{});
-        default: return with(float{});
-    }
-}
+int64_t SortedRows::update(const Update &update) const { return RowUpdater(*this, update).run(); }
 
 namespace {
 
@@ -426,7 +403,8 @@ void gradients_of_weights_as(const std::vector<BackwardSlot> &slots, const std::
             each_bag(in, key, first, std::min(first + samples, in.batch), [&](int64_t sample, int64_t begin, int64_t end) {
                 const T *g = gradients + sample * stride + slot.column;
                 for (int64_t i = begin; i < end; ++i) {
-                    const int64_t row = row_of(in, i, rows);
+                    const int64_t row =
+                        in.values_bits == 32 ? row_of<int32_t>(in, i, rows) : row_of<int64_t>(in, i, rows);
                     if (row < 0) continue;
                     const T *w = reinterpret_cast<const T *>(weights[slot.table]) + row * dim;
                     float sums[lanes] = {};

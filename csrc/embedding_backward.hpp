@@ -12,19 +12,19 @@
 // by a binary tree: neighbours first. So a row that is hit a million times has work for every thread.
 //
 // Out-of-range ids have no row: forward reads zeros for them, and backward leaves them out.
+//
+// The loops over columns are those of the machine's instruction set (embedding_update.hpp).
 #pragma once
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "embedding_update.hpp"
 #include "pooling.hpp"
 
 namespace weft {
 
 constexpr int64_t segment_occurrences = 512;
-
-enum class Rule : int { gradient = 0, sgd = 1, rowwise_adagrad = 2, adagrad = 3, adam = 4, partial_rowwise_adam = 5,
-                        squares = 6 };
 
 struct BackwardSlot {
     int64_t table, key, column;  // key: which block of `batch` offsets; column: first column of the gradient, in elements
@@ -47,30 +47,15 @@ struct SparseInput {
     bool hash;
 };
 
-// One table's memory in an update. states: null where the rule has none. out: of rules `gradient` and `squares`; of the latter
-// float32, with the sum of squares of each run's gradient. number: of the table, for random bits of its rows.
-struct RowMemory {
-    char *weight;
-    float *first, *second;
-    char *out;
-    uint64_t number;
-};
-
 struct Update {
     std::vector<RowMemory> tables;
     const char *gradients;  // [batch, stride]
     int64_t stride;         // elements
     Dtype gradients_dtype;
     Dtype dtype;            // of the tables, and of the output of rule `gradient`
-    Rule rule;
+    UpdateRule rule;
     bool sparse;            // rule `gradient`: out has one row for each run, in ascending order; else one for each row
-    float learning_rate, factor, eps, weight_decay, beta1, beta2;
-    float rest1, rest2;              // 1 - beta, which float32 would round too early
-    float correction1, correction2;  // Adam: 1 / (1 - beta ** iteration)
-    float clip;                      // elements of a gradient stay between -clip and clip
-    bool is_stochastic;              // rows of 16 bits are rounded up or down at random, by `seed`, table, row and column
-    uint64_t seed;
-    bool skip_nonfinite;             // leave rows with a gradient that is infinite or NaN as they are
+    const Isa *isa;
     int threads;
 };
 
@@ -78,6 +63,7 @@ struct Update {
 class SortedRows {
   public:
     SortedRows(std::vector<BackwardSlot> slots, std::vector<BackwardTable> tables, const SparseInput &input, int threads);
+    SortedRows(const SortedRows &) = delete;
 
     int64_t tables() const { return int64_t(tables_.size()); }
     int64_t runs(int64_t table) const { return int64_t(of_table_[table].runs.size()) - 1; }
@@ -88,16 +74,22 @@ class SortedRows {
 
   private:
     struct OfTable {
-        int index_bits = 0;
-        std::vector<uint64_t> keys;   // row << index_bits | occurrence, ascending
-        std::vector<uint32_t> bags;   // of an occurrence: number of the slot within the table * batch + sample
-        std::vector<float> scales;    // of an occurrence; empty: all one
-        std::vector<int64_t> runs;    // begin of each run in `keys`, and the end
-        std::vector<int64_t> slots;   // numbers of this table's slots
+        int payload_bits = 0;
+        int64_t count = 0;                 // occurrences
+        std::unique_ptr<uint64_t[]> keys;  // row << payload_bits | payload, ascending
+        // Payload: the number of an occurrence with per-sample weights, which has its bag in `bags`; else of its bag.
+        std::vector<uint32_t> bags;        // number of the slot within the table * batch + sample
+        std::vector<float> scales;         // of a payload; empty: all one
+        std::vector<int64_t> runs;         // begin of each run in `keys`, and the end
+        std::vector<int64_t> slots;        // numbers of this table's slots
+
+        int64_t row(int64_t i) const { return int64_t(keys[i] >> payload_bits); }
+        uint64_t payload(int64_t i) const { return keys[i] & ((uint64_t(1) << payload_bits) - 1); }
     };
     friend class RowUpdater;
 
     void sort(int64_t table, const SparseInput &input);
+    template <class Index> void sort_as(int64_t table, const SparseInput &input);
 
     std::vector<BackwardSlot> slots_;
     std::vector<BackwardTable> tables_;

@@ -64,7 +64,7 @@ Dtype dtype_from(int dtype) {
 
 int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradients, int64_t stride, int gradients_dtype,
                int dtype, int rule, bool sparse, const std::vector<double> &numbers, bool is_stochastic, int64_t seed,
-               bool skip_nonfinite, int n_threads) {
+               bool skip_nonfinite, int n_threads, const std::string &isa) {
     require(memory.shape(1) == 5 && int64_t(memory.shape(0)) == sorted.tables(),
             "memory must have a line of 4 addresses and a number for each of " + std::to_string(sorted.tables()) +
                 " tables");
@@ -83,14 +83,16 @@ int64_t update(const SortedRows &sorted, const Table &memory, uintptr_t gradient
     u.stride = stride;
     u.gradients_dtype = dtype_from(gradients_dtype);
     u.dtype = dtype_from(dtype);
-    u.rule = Rule(rule);
+    UpdateRule &r = u.rule;
+    r.rule = Rule(rule);
     u.sparse = sparse;
-    float *const fields[] = {&u.learning_rate, &u.factor, &u.eps, &u.weight_decay, &u.beta1, &u.beta2, &u.rest1,
-                             &u.rest2, &u.correction1, &u.correction2, &u.clip};
+    float *const fields[] = {&r.learning_rate, &r.factor, &r.eps, &r.weight_decay, &r.beta1, &r.beta2, &r.rest1,
+                             &r.rest2, &r.correction1, &r.correction2, &r.clip};
     for (size_t i = 0; i < numbers.size(); ++i) *fields[i] = float(numbers[i]);
-    u.is_stochastic = is_stochastic;
-    u.seed = uint64_t(seed);
-    u.skip_nonfinite = skip_nonfinite;
+    r.is_stochastic = is_stochastic;
+    r.seed = uint64_t(seed);
+    r.skip_nonfinite = skip_nonfinite;
+    u.isa = &isa_named(isa);
     u.threads = n_threads;
     nb::gil_scoped_release unlocked;
     return sorted.update(u);
@@ -127,7 +129,7 @@ void register_embedding_backward(nb::module_ &m) {
              },
              "table"_a, "out"_a)
         .def("update", update, nb::kw_only(), "memory"_a, "gradients"_a, "stride"_a, "gradients_dtype"_a, "dtype"_a,
-             "rule"_a, "sparse"_a, "numbers"_a, "is_stochastic"_a, "seed"_a, "skip_nonfinite"_a, "n_threads"_a);
+             "rule"_a, "sparse"_a, "numbers"_a, "is_stochastic"_a, "seed"_a, "skip_nonfinite"_a, "n_threads"_a, "isa"_a = "");
     m.def("gradients_of_weights",
           [](const Table &slots, const Table &tables, const std::vector<uintptr_t> &weights, uintptr_t values,
              int values_bits, int64_t n_values, uintptr_t offsets, int offsets_bits, int64_t batch, bool hash,

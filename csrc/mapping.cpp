@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 
@@ -46,6 +47,16 @@ class Mapping {
     size_t nbytes_;
 };
 
+// Ask for huge pages in memory that is not touched yet. Random reads of a large table then miss the TLB less often. Only advice:
+// kernels without huge pages ignore it.
+void prefer_huge_pages(uintptr_t address, size_t nbytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (address + page - 1) / page * page;
+    const uintptr_t end = (address + nbytes) / page * page;
+    if (end > first) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 void register_mapping(nb::module_ &m) {
@@ -55,4 +66,6 @@ void register_mapping(nb::module_ &m) {
         .def(nb::init<int, size_t>(), nb::arg("fd"), nb::arg("nbytes"))
         .def_prop_ro("address", &Mapping::address)
         .def_prop_ro("nbytes", &Mapping::nbytes);
+    m.def("prefer_huge_pages", prefer_huge_pages, nb::arg("address"), nb::arg("nbytes"),
+          "Ask for huge pages in memory that is not touched yet.");
 }

@@ -15,6 +15,8 @@
 #include <string_view>
 #include <vector>
 
+#include "embedding_update.hpp"
+
 namespace weft {
 
 enum class Dtype : int { fp32 = 0, fp16 = 1, bf16 = 2 };
@@ -62,6 +64,7 @@ struct Isa {
     Bags (*read_bags)(const void *offsets, int index_bits, int64_t bags, int64_t values, int64_t *lengths);
     int64_t (*count_bad)(const void *indices, int index_bits, int64_t count, int64_t rows);
     void (*stream_copy)(void *to, const void *from, int64_t bytes);  // past the caches; `to` and bytes multiples of 64
+    UpdateRows (*update_rows)(Dtype tables);
 };
 
 // The instruction sets of this machine, best first. Never empty: "portable" is always available.

@@ -1,118 +1,23 @@
 // The pooling loops of pooling.hpp for one instruction set. This file is compiled once for each, with WEFT_ISA set to
 // its name.
 //
-// All code here has internal linkage and uses no library templates: otherwise the linker could keep a shared inline
-// function compiled with wide instructions for the whole module.
+// All code here has internal linkage and uses no library templates (lanes.hpp says why).
 //
 // Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed. The last
 // vector ends exactly at `dim` and may overlap the one before (both compute the same sums, so tails need no masks).
 // Rows wider than `most` vectors are summed in blocks of columns. Rows narrower than a vector use the widest power of
 // two that fits.
-#include <string.h>
-#ifdef __AVX2__
-#include <immintrin.h>
-#elif defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
-#include "half.hpp"
-#include "pooling.hpp"
+#include "isa.hpp"
+#include "lanes.hpp"
 
 namespace weft {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int widest = 16, most = 16;  // 16 of the 32 registers hold sums
-#elif defined(__AVX2__)
-constexpr int widest = 8, most = 8;  // 8 of 16
+constexpr int most = 16;  // 16 of the 32 registers hold sums
 #else
-constexpr int widest = 4, most = 8;
+constexpr int most = 8;  // of 16
 #endif
-
-struct Half {
-    uint16_t bits;
-};
-struct Brain {
-    uint16_t bits;
-};
-
-template <int W> struct Lanes {
-    typedef float F __attribute__((vector_size(4 * W)));
-    typedef uint32_t U __attribute__((vector_size(4 * W)));
-    typedef uint16_t S __attribute__((vector_size(2 * W)));
-};
-template <int W> using Floats = typename Lanes<W>::F;
-
-template <int W> inline Floats<W> load(const float *from) {
-    Floats<W> v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
-template <int W> inline Floats<W> load(const Brain *from) {
-    typename Lanes<W>::S narrow;
-    memcpy(&narrow, from, sizeof narrow);
-    return (Floats<W>)(__builtin_convertvector(narrow, typename Lanes<W>::U) << 16);
-}
-
-// fp16 that the machine does not convert takes some dozen instructions an element: a call a vector, as inline copies in every
-// loop below take most of the time to compile.
-#ifdef __F16C__
-#define WEFT_HALF inline
-#else
-#define WEFT_HALF [[gnu::noinline]]
-#endif
-
-template <int W> WEFT_HALF Floats<W> load(const Half *from) {
-#ifdef __AVX512F__
-    if constexpr (W == 16) return (Floats<W>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#endif
-#ifdef __F16C__
-    if constexpr (W == 8) return (Floats<W>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-    if constexpr (W == 4) return (Floats<W>)_mm_cvtph_ps(_mm_loadu_si64(from));
-#endif
-    if constexpr (W <= 4) {
-        Floats<W> v;
-        for (int i = 0; i < W; ++i) {
-#ifdef __F16C__
-            v[i] = _cvtsh_ss(from[i].bits);
-#else
-            v[i] = from_half(from[i].bits);
-#endif
-        }
-        return v;
-    }
-}
-
-template <int W> inline void store(float *to, Floats<W> v) { memcpy(to, &v, sizeof v); }
-
-template <int W> inline void store(Brain *to, Floats<W> v) {
-    const auto bits = (typename Lanes<W>::U)v;
-    const auto rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const auto is_nan = (typename Lanes<W>::U)(v != v);
-    const auto narrow = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), typename Lanes<W>::S);
-    memcpy(to, &narrow, sizeof narrow);
-}
-
-template <int W> WEFT_HALF void store(Half *to, Floats<W> v) {
-#ifdef __AVX512F__
-    if constexpr (W == 16)
-        return _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
-#endif
-#ifdef __F16C__
-    if constexpr (W == 8) return _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
-    if constexpr (W == 4) return _mm_storeu_si64(to, _mm_cvtps_ph((__m128)v, _MM_FROUND_TO_NEAREST_INT));
-#endif
-    if constexpr (W <= 4) {
-        for (int i = 0; i < W; ++i) {
-#ifdef __F16C__
-            to[i].bits = uint16_t(_cvtss_sh(v[i], _MM_FROUND_TO_NEAREST_INT));
-#else
-            to[i].bits = to_half(v[i]);
-#endif
-        }
-    }
-}
 
 // Stores one vector of `bytes` (16, 32 or 64) past the caches.
 template <int bytes> inline void stream(void *to, const void *from) {
@@ -300,13 +205,9 @@ void stream_copy(void *to, const void *from, int64_t bytes) {
 
 }  // namespace
 
-#define WEFT_STRING_(x) #x
-#define WEFT_STRING(x) WEFT_STRING_(x)
-#define WEFT_JOIN_(a, b) a##b
-#define WEFT_JOIN(a, b) WEFT_JOIN_(a, b)
-
-Isa WEFT_JOIN(isa_, WEFT_ISA)() {
-    return {WEFT_STRING(WEFT_ISA), choose_pool, choose_find_rows, read_bags, count_bad, stream_copy};
+Isa WEFT_ISA_NAME(isa_)() {
+    return {WEFT_STRING(WEFT_ISA), choose_pool, choose_find_rows, read_bags, count_bad, stream_copy,
+            WEFT_ISA_NAME(update_rows_)};
 }
 
 }  // namespace weft

@@ -254,6 +254,9 @@ class Mapping:
     @property
     def nbytes(self) -> int: ...
 
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Ask the kernel for huge pages in memory that is not touched yet. It may ignore it."""
+
 # csrc/accumulate.cpp
 def add_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, cols: int, rows: int, dtype: str) -> None:
     """Add `rows` rows of `cols` elements at address `src` to those at `dst`, each element in one piece, rounded each time.
@@ -545,6 +548,7 @@ class SortedRows:
         seed: int,
         skip_nonfinite: bool,
         n_threads: int,
+        isa: str = "",
     ) -> int:
         """Reduce the gradient of every row that occurs, and apply a rule to it. Releases the GIL.
 
@@ -560,6 +564,7 @@ class SortedRows:
                 two corrections, and the largest element of a gradient.
             is_stochastic, seed: round rows of 16 bits up or down at random.
             skip_nonfinite: leave a row alone whose gradient is infinite or NaN.
+            isa: one of `isas()`, or "" for the best. Results have the same bits.
 
         Returns:
             How many rows were left alone.

@@ -126,4 +126,4 @@ def test_a_rowwise_state_of_columns_fits_the_same_number_of_parts(pool: Pool, tm
         == ["nothing"] * 2
     )
     for error in pool.run(load_error, str(tmp_path), {**of, "users": 0}, optimizer, ranks=2):
-        assert "users.momentum1 has shape [30, 2] in the checkpoint and [30] here" in error
+        assert "users.momentum1 has shape [60] in the checkpoint and [30] here" in error

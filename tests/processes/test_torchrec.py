@@ -215,11 +215,17 @@ def test_tables_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
         assert "is sharded otherwise than this module's plan" in plan
 
 
-def loads_into_nn(group: dist.ProcessGroup, folder: str) -> dict[str, torch.Tensor]:
-    """Load into a module of weft alone."""
+def of_nn(group: dist.ProcessGroup, placement: Any = None) -> nn.Module:
+    """Return a module of weft alone."""
     tables = [weft.EmbeddingBagConfig(rows, dim, name, f, p.lower()) for rows, dim, name, f, p in TABLES]  # type: ignore[arg-type]
-    ebc = weft.nn.ShardedEmbeddingBagCollection(tables, group=group, optimizer=weft.RowwiseAdagrad(lr=0.1))
-    model = nn.ModuleDict({"sparse": nn.ModuleDict({"ebc": ebc})})
+    ebc = weft.nn.ShardedEmbeddingBagCollection(
+        tables, group=group, optimizer=weft.RowwiseAdagrad(lr=0.1, eps=1e-6), placement=placement
+    )
+    return nn.ModuleDict({"sparse": nn.ModuleDict({"ebc": ebc})})
+
+
+def loads_into_nn(group: dist.ProcessGroup, folder: str) -> dict[str, torch.Tensor]:
+    model = of_nn(group)
     state = {"model": model, "optim": weft.nn.FusedOptimizers(model)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -245,6 +251,44 @@ def test_each_loads_the_others_checkpoints(pool: Pool, tmp_path: Path, writer: s
     found = joined(pool.run(loads_into_nn, str(tmp_path), ranks=2))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def by_columns(group: dist.ProcessGroup, writer: str, reader: str, folder: str) -> list[dict[str, torch.Tensor]]:
+    """Save a model whose table "users" is cut by columns, load it into another, and return this rank's values of both."""
+    found = []
+    for does, by in ((dcp.save, writer), (dcp.load, reader)):
+        model: Any
+        if by == "nn":
+            model = of_nn(group, {"users": weft.embedding.ColumnWise((0, 1)), "movies": 0, "pairs": 1})
+            features = next(batches(group.rank(), 1)).sparse_features
+            if does is dcp.save:
+                model["sparse"]["ebc"](features).values().sum().backward()
+            state = {"model": weft.nn.ModelState(model), "optim": weft.nn.FusedOptimizers(model)}
+            does(state, checkpoint_id=folder, **({"planner": weft.nn.LoadPlanner()} if does is dcp.load else {}))
+            values = weft.nn.ModelState(model).state_dict()
+            for states in weft.nn.FusedOptimizers(model).state_dict()["state"].values():
+                values |= states
+            found.append({n: v.local_shards()[0].tensor.clone() for n, v in values.items() if "users" in n})
+        else:
+            model = sharded(group, by, optimizer=ADAGRAD, kinds={"users": "column_wise"})
+            if does is dcp.save:
+                step_of(model, group.rank())
+            tables = {name: value for name, value in model.state_dict().items() if "embedding_bags" in name}
+            stored = {"model": tables, "optim": model.fused_optimizer.state_dict()}
+            does(stored, checkpoint_id=folder, **({"planner": weft.nn.LoadPlanner()} if does is dcp.load else {}))
+            model.load_state_dict(tables, strict=False)
+            model.fused_optimizer.load_state_dict(stored["optim"])
+            found.append({name: value for name, value in tables_of(model).items() if "users" in name})
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+@pytest.mark.parametrize(("writer", "reader"), [("torchrec", "nn"), ("nn", "torchrec"), ("weft", "nn")])
+def test_columns_load_the_others_checkpoints(pool: Pool, tmp_path: Path, writer: str, reader: str) -> None:
+    for saved, loaded in pool.run(by_columns, writer, reader, str(tmp_path), ranks=2):
+        assert saved.keys() == loaded.keys()
+        assert saved["users.momentum1"].any()
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
 
 
 # --- refusals ---

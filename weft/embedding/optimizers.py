@@ -17,7 +17,7 @@ row at once: no gradient of the table is stored, and other rows cost nothing. Wi
 t counts updates, not the reads of a row: rows that a batch does not read keep m and v, as in `torch.optim.SparseAdam`. States
 are float32 for tables of any dtype, and updates are computed in float32. The rules are those of FBGEMM's exact optimizers, but
 for weight decay of Adam, which FBGEMM applies beside the gradient. They stand in code once for each device:
-`csrc/embedding_backward.cpp` and `weft/kernels/embedding_backward.py`.
+`csrc/embedding_update_isa.cpp` and `weft/kernels/embedding_backward.py`.
 """
 
 from __future__ import annotations

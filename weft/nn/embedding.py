@@ -8,10 +8,10 @@ In both cases a rank gets the pooled vectors of all tables for its own samples, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, replace
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
@@ -32,11 +32,11 @@ from weft.embedding.update import FusedUpdate
 from weft.nn import local_batch
 from weft.nn.embedding_memory import BatchesInFlight, EmbeddingMemory, memory_of
 from weft.nn.embedding_table import Table, first_values
-from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.id_bound import require_bound, totals_of_ranks
 from weft.nn.input_dist import input_dist_of
 from weft.nn.making import agree_on_module, check_input_options, device_for, fill_together, rank_in
 from weft.nn.prefetching import Prefetched
+from weft.nn.trained_tables import TrainedTables
 from weft.operator.calls import made
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import OPERATOR, Form, buffer_bytes, form_of, plan_in, release
@@ -49,7 +49,7 @@ def mark_again(module: Any, incompatible_keys: Any) -> None:
     module._mark_tables()
 
 
-class ShardedEmbeddingBagCollection(nn.Module):
+class ShardedEmbeddingBagCollection(TrainedTables):
     """Embedding tables on the ranks of `group`, whole or in parts; pooled vectors for each rank's own samples.
 
     The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
@@ -100,6 +100,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
     """
 
+    _container = "embedding_bags"
     _of_parts: ClassVar[type[Any] | None] = None
     """The subclass with tables that are cut into parts (`weft.nn.partitioned_embedding`, which imports this file)."""
 
@@ -132,8 +133,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.deadline_s: float | None = None
         self._is_weighted = is_weighted
         self._optimizer, self._sparse, self._factor = optimizer, sparse, 1.0
-        self._update: FusedUpdate | None = None
-        self._fused_optimizer: FusedOptimizer | None = None
+        self._update, self._fused_optimizer = None, None
         self._batches = BatchesInFlight()
         self._prefetched: Prefetched | None = None
         self._is_frozen = False
@@ -157,7 +157,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         said |= {"max_ids": max_ids, "optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
-        sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s)
+        sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s, type(self).__name__)
         self._options, self._max_ids = cast(EmbeddingOptions, options), max_ids
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._settle(sharding, cast(torch.device, device))
@@ -278,50 +278,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
             self._batches.note(called[0], len(called[0].keys or self._own))
         return KeyedTensor(self._keys, self._length_per_key, values)
 
-    @property
-    def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer of the tables as a `torch.optim.Optimizer` (`weft.nn.FusedOptimizer`), for schedulers and checkpoints.
+    def _collecting(self) -> AbstractContextManager[list[Any]]:
+        return collecting(cast(FusedUpdate, self._update))
 
-        Raises `ValueError` without an `optimizer`.
-        """
-        if self._update is None:
-            raise ValueError(
-                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
-            )
-        if self._fused_optimizer is None:
-            tables = {name: cast(nn.Parameter, bag.weight) for name, bag in self.embedding_bags.items()}
-            self._fused_optimizer = FusedOptimizer(self._update, tables)
-        return self._fused_optimizer
-
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Keep ids and gradients of every backward inside, and update the tables once, at the end. Every rank does the same.
-
-        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end is
-        collective and waits for the device. The learning rate is read there, and compared on CPU. After an error nothing is
-        updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
-
-        Memory: the ids and the gradients of pooled vectors of all calls inside, twice at the end.
-        """
-        if self._update is None:
-            yield
-            return
-        with collecting(self._update) as collected:
-            yield
-        with together(f"accumulate() of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
-            update_collected(self._update, collected, self.group, self._speaks_on(), self.deadline_s)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set whether backward trains the tables. Every rank must do the same, ranks without tables too.
-
-        With an `optimizer`, False freezes the tables: backward leaves them alone. True lets backward update them again. Call it on
-        this module: on a module around it, PyTorch sets the parameters only, which an optimizer in backward ignores.
-        """
-        self._is_frozen = not requires_grad
-        if self._optimizer is not None:
-            return self
-        self._is_trained = requires_grad
-        return super().requires_grad_(requires_grad)
+    def _update_collected(self, collected: list[Any]) -> None:
+        update_collected(cast(FusedUpdate, self._update), collected, self.group, self._speaks_on(), self.deadline_s)
 
     def _training(self) -> Training:
         if not torch.is_grad_enabled() or (self._is_frozen and self._update is not None):

@@ -35,12 +35,12 @@ from weft.embedding.training import check_module_options
 from weft.embedding.update import FusedUpdate
 from weft.errors import WeftError
 from weft.nn.embedding_table import Table, filler_of
-from weft.nn.fused_optimizer import FusedOptimizer
 from weft.nn.id_bound import check_max_ids
 from weft.nn.making import agree_on_parts, device_for, fill_together, rank_in
 from weft.nn.partitioned_input import ends_of_keys
 from weft.nn.row_dist import RowDist, RowRoute, starts
 from weft.nn.table_parts import load_full, parts_of_rank
+from weft.nn.trained_tables import TrainedTables
 from weft.operator.derivatives import once
 from weft.operator.together import together
 from weft.runtime.embedding_backward import compare_ranks, refuse_nonfinite
@@ -52,7 +52,7 @@ from weft.words import counted
 NAME = "ShardedEmbeddingCollection"
 
 
-class ShardedEmbeddingCollection(nn.Module):
+class ShardedEmbeddingCollection(TrainedTables):
     """Embedding tables on the ranks of `group`; a row for each id of each rank's own samples.
 
     The constructor is collective, and so are every call and every backward. Ids go to the owners of their rows, and rows come back.
@@ -80,6 +80,8 @@ class ShardedEmbeddingCollection(nn.Module):
     Memory: a call holds its ids, the rows that this rank sends and those that it receives; backward the same for gradients.
     """
 
+    _container = "embeddings"
+
     def __init__(
         self,
         tables: Sequence[Any],
@@ -101,7 +103,7 @@ class ShardedEmbeddingCollection(nn.Module):
         self.rank, self.group = rank_in(group), group
         self._optimizer, self._sparse, self._bounds_check = optimizer, sparse, bounds_check
         self._is_trained, self._is_frozen = optimizer is None, False
-        self._fused_optimizer: FusedOptimizer | None = None
+        self._update, self._fused_optimizer = None, None
         self._collected: list[_Received] | None = None
         self._numbers = itertools.count(1)
         self.embeddings = nn.ModuleDict()
@@ -124,7 +126,7 @@ class ShardedEmbeddingCollection(nn.Module):
             refusal = error
         said: dict[str, Any] = {"optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients, "hash": hash}
         said |= {"dedup": dedup, "max_ids": max_ids, "bounds_check": bounds_check}
-        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s)
+        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, NAME)
         self.partition, self.device = cast(Partition, partition), cast(torch.device, device)
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self._dist = RowDist(self.partition, group, dedup, max_ids, self.deadline_s)
@@ -132,7 +134,6 @@ class ShardedEmbeddingCollection(nn.Module):
         self._keys = [slot.key for slot in self.partition.slots]
         self._of_said = EmbeddingPlan(cast(EmbeddingSharding, self.partition.sharding), EmbeddingOptions(hash=hash))
         fill_together(lambda: self._make_tables(seed), group, self.device, self.deadline_s)
-        self._update: FusedUpdate | None = None
         if optimizer is not None:
             self._update = FusedUpdate(optimizer, self._weights(), factor=self._factor, device=self.device)
         for parameter in self.parameters():
@@ -249,49 +250,26 @@ class ShardedEmbeddingCollection(nn.Module):
         table = self.partition.tables[part.table]
         return replace(table, num_embeddings=part.rows, name=part.name_in(table), init_fn=None)
 
-    @property
-    def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer of the tables as a `torch.optim.Optimizer` (`weft.nn.FusedOptimizer`). `ValueError` without one."""
-        if self._update is None:
-            raise ValueError(
-                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
-            )
-        if self._fused_optimizer is None:
-            tables = {name: cast(nn.Parameter, table.weight) for name, table in self.embeddings.items()}
-            self._fused_optimizer = FusedOptimizer(self._update, tables)
-        return self._fused_optimizer
-
     @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Keep the gradients of every backward inside, and update the tables once, at the end. Collective.
-
-        Memory: the ids and the gradients of rows of all calls inside, twice at the end.
-        """
-        if self._update is None:
-            yield
-            return
+    def _collecting(self) -> Iterator[list[Any]]:
         if self._collected is not None:
             raise ValueError("accumulate() inside of accumulate() of the same module: leave out the inner one")
-        collected = self._collected = []
+        self._collected = collected = list[Any]()
         try:
-            yield
+            yield collected
         finally:
             self._collected = None
-        with together(f"accumulate() of {NAME}", self.group, lambda: self.device, self.deadline_s):
-            of = self._record(0)
-            self._compare(of, "the end of accumulate()")
-            if collected:
-                self._finish(of, collected)
+
+    def _update_collected(self, collected: list[Any]) -> None:
+        of = self._record(0)
+        self._compare(of, "the end of accumulate()")
+        if collected:
+            self._finish(of, collected)
+
+    def _speaks_on(self) -> torch.device:
+        return self.device
 
     # --- handling ---
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set whether backward trains the tables, as `ShardedEmbeddingBagCollection` does. Every rank must do the same."""
-        self._is_frozen = not requires_grad
-        if self._optimizer is not None:
-            return self
-        self._is_trained = requires_grad
-        return super().requires_grad_(requires_grad)
 
     def parts(self) -> list[tuple[TablePart, torch.Tensor]]:
         """Return this rank's parts with their weights, in the order of `embeddings`."""

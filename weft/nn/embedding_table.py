@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft import _core
 from weft.embedding.tables import EmbeddingBagConfig, bytes_text
 
 BLOCK_ELEMENTS = 1 << 26  # that one seed fills: memory for a part's values, and the least to draw for it
@@ -30,6 +31,8 @@ class Table(nn.EmbeddingBag):
                 "(placement=, weft.embedding.RowWise, ColumnWise; weft.embedding.plan_tables chooses)"
             )
             raise (torch.OutOfMemoryError if device.type == "cuda" else MemoryError)(text) from error
+        if device.type == "cpu":  # rows are read at random: each would need a page table walk
+            _core.prefer_huge_pages(weight.data_ptr(), weight.nbytes)
         super().__init__(rows, dim, mode=table.pooling, include_last_offset=True, _weight=weight)
         self._table, self._seed = table, seed
         self.reset_parameters()

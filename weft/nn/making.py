@@ -64,11 +64,12 @@ def agree_on_module(
     said: dict[str, Any],
     refusal: Exception | None,
     deadline_s: float | None,
+    module: str,
 ) -> tuple[EmbeddingSharding, int]:
     """Return (the sharding, the first rank's seed) if all ranks have the same sharding and other arguments. Collective.
 
-    Otherwise every rank raises `RefusedError`, with the reason of the rank that refused its arguments, or
-    `DisagreementError`.
+    module: the name of its class, for errors. Otherwise every rank raises `RefusedError`, with the reason of the rank that refused
+    its arguments, or `DisagreementError`.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     # Refused arguments may be of any type, and need not pickle. Nor need an `init_fn`.
@@ -76,7 +77,7 @@ def agree_on_module(
     if refusal is None and sharding is not None:
         mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
     comm = _comm_of(group, device, deadline_s)
-    what = "making a ShardedEmbeddingBagCollection"
+    what = f"making a {module}"
     everyone = comm.all_gather(mine, what=what, deadline_s=_patient(deadline_s))
     if reasons := by_rank((rank, text) for rank, (_, _, text, _) in enumerate(everyone) if text is not None):
         raise RefusedError(f"arguments refused by {reasons}") from refusal
@@ -101,6 +102,7 @@ def agree_on_parts(
     said: dict[str, Any],
     refusal: Exception | None,
     deadline_s: float | None,
+    module: str,
 ) -> int:
     """Return the first rank's seed if all ranks have the same tables, shardings and other arguments. Collective.
 
@@ -111,7 +113,7 @@ def agree_on_parts(
         first = [first_values(table) for table in partition.tables]
         said = {**said, "placement": repr(partition.shardings), "first values": first}
         whole = EmbeddingSharding(partition.tables, (0,) * len(partition.tables), group.size())
-    return agree_on_module(group, device, whole, said, refusal, deadline_s)[1]
+    return agree_on_module(group, device, whole, said, refusal, deadline_s, module)[1]
 
 
 def _comm_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Communicator:

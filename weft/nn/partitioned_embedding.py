@@ -79,7 +79,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             "sparse": sparse,
         }
         said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, **options}
-        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s)
+        seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, NAME)
         self.partition, self._seed = cast(Partition, partition), seed
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self.device = cast(torch.device, device)

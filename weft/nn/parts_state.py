@@ -4,7 +4,7 @@
     <path>.embedding_bags.users.weight         in a checkpoint: a ShardedTensor of all parts, which shares their memory
 
 Data-parallel and whole tables are plain tensors, as those of a module without parts. A state with one number for a row has a number
-for each part of a column-wise table: it is [rows, parts] there, and fits only the same number of parts.
+for each part of a column-wise table: it is [parts x rows] there, as in TorchRec, and fits only the same number of parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from weft.embedding.partition import DataParallel, Partition, TablePart
-from weft.nn.sharded_tensors import Part, sharded_tensor
+from weft.nn.sharded_tensors import layout, sharded_tensor
 
 
 class OfTable(NamedTuple):
@@ -54,18 +54,7 @@ def whole(module: Any, own: list[tuple[TablePart, torch.Tensor]]) -> dict[int, A
         if isinstance(partition.shardings[number], DataParallel) or len(parts) == 1:
             found[number] = mine[0]
             continue
-        size, places = (table.num_embeddings, table.embedding_dim), list[Part]()
-        columns_are_cut = len({part.column for part in parts}) > 1
-        for place, part in enumerate(parts):
-            if mine[0].dim() == 2:
-                places.append(Part(part.rank, (part.row, part.column), (part.rows, part.columns)))
-            elif columns_are_cut:
-                places.append(Part(part.rank, (0, place), (part.rows, 1)))
-            else:
-                places.append(Part(part.rank, (part.row,), (part.rows,)))
-        if mine[0].dim() == 1:
-            size = (table.num_embeddings, len(parts)) if columns_are_cut else (table.num_embeddings,)  # type: ignore[assignment]
-            mine = [one[:, None] if columns_are_cut else one for one in mine]
+        size, places = layout(table, parts, mine[0].dim() == 1)
         found[number] = sharded_tensor(size, places, mine, mine[0].dtype, mine[0].device, module.group)
     return found
 

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
+from weft.embedding.partition import TablePart
+from weft.embedding.tables import EmbeddingBagConfig
+
 
 class Part(NamedTuple):
     """A part of a tensor on `rank` of a group: `sizes` elements in each dimension from `offsets` on."""
@@ -21,6 +24,22 @@ class Part(NamedTuple):
     rank: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+def layout(table: EmbeddingBagConfig, parts: Sequence[TablePart], per_row: bool) -> tuple[tuple[int, ...], list[Part]]:
+    """Return the size and the parts of a table, or of a state of it that has a number for each row.
+
+    Such a state is [rows]. Each part of a column-wise table has its own numbers, since a mean is over its columns. They stand one
+    after another, [parts x rows], as in TorchRec.
+    """
+    if not per_row:
+        places = [Part(part.rank, (part.row, part.column), (part.rows, part.columns)) for part in parts]
+        return (table.num_embeddings, table.embedding_dim), places
+    begins = [part.row for part in parts]
+    if any(part.columns < table.embedding_dim for part in parts):
+        begins = [place * table.num_embeddings for place in range(len(parts))]
+    places = [Part(part.rank, (begin,), (part.rows,)) for part, begin in zip(parts, begins, strict=True)]
+    return (begins[-1] + parts[-1].rows,), places
 
 
 def sharded_tensor(

@@ -1,0 +1,242 @@
+// The rules of embedding_update.hpp for one instruction set. This file is compiled once for each, with WEFT_ISA set to its
+// name. All code here has internal linkage and uses no library templates (lanes.hpp says why).
+//
+// Each step is a loop over the rows of a job: their gradients stay in the first-level cache, and the machine overlaps the long
+// chain of one row (squares, root, quotient) with those of the others.
+#include "isa.hpp"
+#include "lanes.hpp"
+
+namespace weft {
+namespace {
+
+constexpr int sums_of_squares = 8;  // partial sums of a row's squares, the same for any width of vectors
+constexpr uint64_t golden = 0x9e3779b97f4a7c15u;
+
+template <int W> struct Width {
+    static constexpr int lanes = W;
+};
+
+// Calls visit(Width<W>, d) for all columns [d, end), with the widest vectors that fit.
+template <int W = widest, class Visit> [[gnu::always_inline]] inline void each(int64_t end, Visit visit, int64_t d = 0) {
+    for (; d + W <= end; d += W) visit(Width<W>{}, d);
+    if constexpr (W > 1) each<W / 2>(end, visit, d);
+}
+
+template <int W> [[gnu::always_inline]] inline Floats<W> root(Floats<W> x) {
+#ifdef __AVX512F__
+    if constexpr (W == 16) return (Floats<W>)_mm512_sqrt_ps((__m512)x);
+#endif
+#ifdef __AVX2__
+    if constexpr (W == 8) return (Floats<W>)_mm256_sqrt_ps((__m256)x);
+#endif
+#ifdef __SSE2__
+    if constexpr (W == 4) return (Floats<W>)_mm_sqrt_ps((__m128)x);
+#endif
+    if constexpr (W <= 4)
+        for (int i = 0; i < W; ++i) x[i] = __builtin_sqrtf(x[i]);
+    return x;
+}
+
+bool is_finite(const float *g, int64_t dim) {
+    uint32_t bad = 0;
+    for (int64_t d = 0; d < dim; ++d) {
+        uint32_t bits;
+        memcpy(&bits, g + d, 4);
+        bad |= (bits & 0x7f800000u) == 0x7f800000u;
+    }
+    return bad == 0;
+}
+
+float mean_of_squares(const float *g, int64_t dim) {
+    typedef float F __attribute__((vector_size(4 * sums_of_squares)));
+    F vector = {};
+    float sums[sums_of_squares];
+    int64_t d = 0;
+    for (; d + sums_of_squares <= dim; d += sums_of_squares) {
+        F x;
+        memcpy(&x, g + d, sizeof x);
+        vector += x * x;
+    }
+    memcpy(sums, &vector, sizeof sums);
+    for (; d < dim; ++d) sums[d % sums_of_squares] += g[d] * g[d];
+    for (int step = sums_of_squares / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
+    return sums[0] / float(dim);
+}
+
+// Rounding at random: up with a probability that is the distance from the lower neighbour, over that of the neighbours. The
+// 24 lowest bits of `random` decide. weft/kernels/embedding_backward.py does the same.
+void narrow_at_random(float value, uint64_t, float *to) { *to = value; }
+void narrow_at_random(float value, uint64_t random, Brain *to) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return store<1>(to, Floats<1>{value});
+    to->bits = uint16_t((bits + uint32_t(random & 0xffff)) >> 16);
+}
+void narrow_at_random(float value, uint64_t random, Half *to) {
+    constexpr float smallest_normal = 6.103515625e-05f, units = 16777216.0f;  // 2**-14, 2**24
+    const float size = __builtin_fabsf(value);
+    if (size < smallest_normal) {  // subnormals are multiples of 2**-24
+        const float scaled = size * units, below = __builtin_floorf(scaled);
+        const float up = float(random & 0xffffff) < (scaled - below) * units ? 1.0f : 0.0f;
+        to->bits = to_half(__builtin_copysignf((below + up) / units, value));
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7f800000u) != 0x7f800000u) {
+        bits = (bits + uint32_t(random & 0x1fff)) & ~uint32_t(0x1fff);
+        memcpy(&value, &bits, 4);
+    }
+    to->bits = to_half(value);
+}
+
+// Calls visit(k) for the rows k of the job that are not skipped.
+template <class Visit> [[gnu::always_inline]] inline void each_row(const UpdateJob &job, uint32_t skipped, Visit visit) {
+    for (int64_t k = 0; k < job.count; ++k)
+        if (!(skipped >> k & 1)) visit(k);
+}
+
+// w = w - learning rate * step(width, d). With a learning rate of 0 the row keeps its bits, the sign of a zero too.
+template <class T, class Step>
+[[gnu::always_inline]] inline void subtract(const UpdateRule &u, uint64_t number, T *w, int64_t row, int64_t dim, Step step) {
+    if (u.learning_rate == 0) {
+        each(dim, [&](auto width, int64_t d) { step(width, d); });  // which updates states
+    } else if (!u.is_stochastic || sizeof(T) == 4) {
+        each(dim, [&](auto width, int64_t d) {
+            constexpr int W = decltype(width)::lanes;
+            store<W>(w + d, load<W>(w + d) - u.learning_rate * step(width, d));
+        });
+    } else {
+        const uint64_t base = hash_id(u.seed + number * golden);
+        each(dim, [&](auto width, int64_t d) {
+            constexpr int W = decltype(width)::lanes;
+            const Floats<W> value = load<W>(w + d) - u.learning_rate * step(width, d);
+            for (int i = 0; i < W; ++i)
+                narrow_at_random(value[i], hash_id(base + uint64_t(row * dim + d + i) * golden), w + d + i);
+        });
+    }
+}
+
+template <class T> int64_t update_rows(const UpdateJob &job) {
+    const UpdateRule u = *job.rule;
+    const RowMemory memory = *job.memory;
+    const int64_t dim = job.dim;
+    float *const first = memory.first, *const second = memory.second;
+    uint32_t skipped = 0;
+    float numbers[most_rows];  // of each row
+    // The gradients become those of the rule: times the factor, clipped, plus weight decay.
+    if (u.factor != 1)
+        each(job.count * dim, [&](auto width, int64_t d) {
+            constexpr int W = decltype(width)::lanes;
+            store<W>(job.g + d, load<W>(job.g + d) * u.factor);
+        });
+    if (u.skip_nonfinite)
+        for (int64_t k = 0; k < job.count; ++k) skipped |= uint32_t(!is_finite(job.g + k * dim, dim)) << k;
+    if (u.clip < __builtin_inff())
+        for (int64_t d = 0; d < job.count * dim; ++d) {
+            float &g = job.g[d];
+            g = g > u.clip ? u.clip : g < -u.clip ? -u.clip : g;
+        }
+    const auto gradient = [&](int64_t k) { return job.g + k * dim; };
+    const auto weight = [&](int64_t k) { return reinterpret_cast<T *>(memory.weight) + job.rows[k] * dim; };
+    if (u.weight_decay != 0 && u.rule != Rule::gradient && u.rule != Rule::squares)
+        each_row(job, skipped, [&](int64_t k) {
+            float *g = gradient(k);
+            const T *w = weight(k);
+            each(dim, [&](auto width, int64_t d) {
+                constexpr int W = decltype(width)::lanes;
+                store<W>(g + d, load<W>(g + d) + u.weight_decay * load<W>(w + d));
+            });
+        });
+    switch (u.rule) {
+        case Rule::squares:
+            each_row(job, skipped, [&](int64_t k) {
+                reinterpret_cast<float *>(memory.out)[job.out_rows[k]] = mean_of_squares(gradient(k), dim) * float(dim);
+            });
+            break;
+        case Rule::gradient:
+            each_row(job, skipped, [&](int64_t k) {
+                const float *g = gradient(k);
+                T *out = reinterpret_cast<T *>(memory.out) + job.out_rows[k] * dim;
+                each(dim, [&](auto width, int64_t d) {
+                    constexpr int W = decltype(width)::lanes;
+                    store<W>(out + d, load<W>(g + d));
+                });
+            });
+            break;
+        case Rule::sgd:
+            each_row(job, skipped, [&](int64_t k) {
+                const float *g = gradient(k);
+                subtract(u, memory.number, weight(k), job.rows[k], dim,
+                         [&](auto width, int64_t d) { return load<decltype(width)::lanes>(g + d); });
+            });
+            break;
+        case Rule::rowwise_adagrad:
+            each_row(job, skipped, [&](int64_t k) { numbers[k] = mean_of_squares(gradient(k), dim); });
+            each_row(job, skipped, [&](int64_t k) {
+                float &sum = first[job.rows[k]];
+                sum += numbers[k];
+                numbers[k] = __builtin_sqrtf(sum) + u.eps;
+            });
+            each_row(job, skipped, [&](int64_t k) {
+                const float *g = gradient(k), divisor = numbers[k];
+                subtract(u, memory.number, weight(k), job.rows[k], dim,
+                         [&](auto width, int64_t d) { return load<decltype(width)::lanes>(g + d) / divisor; });
+            });
+            break;
+        case Rule::adagrad:
+            each_row(job, skipped, [&](int64_t k) {
+                const float *g = gradient(k);
+                float *sums = first + job.rows[k] * dim;
+                subtract(u, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
+                    constexpr int W = decltype(width)::lanes;
+                    const Floats<W> x = load<W>(g + d), sum = load<W>(sums + d) + x * x;
+                    store<W>(sums + d, sum);
+                    return x / (root<W>(sum) + u.eps);
+                });
+            });
+            break;
+        case Rule::adam:
+            each_row(job, skipped, [&](int64_t k) {
+                const float *g = gradient(k);
+                float *m = first + job.rows[k] * dim, *v = second + job.rows[k] * dim;
+                subtract(u, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
+                    constexpr int W = decltype(width)::lanes;
+                    const Floats<W> x = load<W>(g + d), mean = u.beta1 * load<W>(m + d) + u.rest1 * x;
+                    const Floats<W> square = u.beta2 * load<W>(v + d) + u.rest2 * (x * x);
+                    store<W>(m + d, mean);
+                    store<W>(v + d, square);
+                    return mean * u.correction1 / (root<W>(square * u.correction2) + u.eps);
+                });
+            });
+            break;
+        case Rule::partial_rowwise_adam:
+            each_row(job, skipped, [&](int64_t k) { numbers[k] = mean_of_squares(gradient(k), dim); });
+            each_row(job, skipped, [&](int64_t k) {
+                float &square = second[job.rows[k]];
+                square = u.beta2 * square + u.rest2 * numbers[k];
+                numbers[k] = __builtin_sqrtf(square * u.correction2) + u.eps;
+            });
+            each_row(job, skipped, [&](int64_t k) {
+                const float *g = gradient(k), divisor = numbers[k];
+                float *m = first + job.rows[k] * dim;
+                subtract(u, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
+                    constexpr int W = decltype(width)::lanes;
+                    const Floats<W> mean = u.beta1 * load<W>(m + d) + u.rest1 * load<W>(g + d);
+                    store<W>(m + d, mean);
+                    return mean * u.correction1 / divisor;
+                });
+            });
+            break;
+    }
+    return __builtin_popcount(skipped);
+}
+
+}  // namespace
+
+UpdateRows WEFT_ISA_NAME(update_rows_)(Dtype dtype) {
+    return dtype == Dtype::fp16 ? update_rows<Half> : dtype == Dtype::bf16 ? update_rows<Brain> : update_rows<float>;
+}
+
+}  // namespace weft

@@ -1,0 +1,16 @@
+// Names of the functions that are compiled once per instruction set, with WEFT_ISA set to its name.
+#pragma once
+#include "embedding_update.hpp"
+#include "pooling.hpp"
+
+#define WEFT_STRING_(x) #x
+#define WEFT_STRING(x) WEFT_STRING_(x)
+#define WEFT_JOIN_(a, b) a##b
+#define WEFT_JOIN(a, b) WEFT_JOIN_(a, b)
+#define WEFT_ISA_NAME(name) WEFT_JOIN(name, WEFT_ISA)
+
+namespace weft {
+
+UpdateRows WEFT_ISA_NAME(update_rows_)(Dtype dtype);
+
+}  // namespace weft

@@ -1,0 +1,88 @@
+"""The part of modules of embedding tables that concerns an optimizer in backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.embedding.optimizers import EmbeddingOptimizer
+from weft.embedding.update import FusedUpdate
+from weft.nn.fused_optimizer import FusedOptimizer
+from weft.operator.together import together
+
+
+class TrainedTables(nn.Module):
+    """The base class of modules whose tables backward may update."""
+
+    _container: ClassVar[str]
+    """The name of the module that has the tables."""
+    group: dist.ProcessGroup
+    deadline_s: float | None
+    _optimizer: EmbeddingOptimizer | None
+    _update: FusedUpdate | None
+    _fused_optimizer: FusedOptimizer | None
+    _is_trained: bool
+    _is_frozen: bool
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer of the tables as a `torch.optim.Optimizer` (`weft.nn.FusedOptimizer`), for schedulers and checkpoints.
+
+        Raises `ValueError` without an `optimizer`.
+        """
+        if self._update is None:
+            raise ValueError(
+                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
+            )
+        if self._fused_optimizer is None:
+            tables: Any = getattr(self, self._container)
+            self._fused_optimizer = FusedOptimizer(self._update, {name: table.weight for name, table in tables.items()})
+        return self._fused_optimizer
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep ids and gradients of every backward inside, and update the tables once, at the end. Every rank does the same.
+
+        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end is
+        collective and waits for the device. The learning rate is read there, and compared on CPU. After an error nothing is
+        updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
+
+        Memory: the ids and the gradients of all calls inside, twice at the end.
+        """
+        if self._update is None:
+            yield
+            return
+        with self._collecting() as collected:
+            yield
+        with together(f"accumulate() of {type(self).__name__}", self.group, self._speaks_on, self.deadline_s):
+            self._update_collected(collected)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set whether backward trains the tables. Every rank must do the same, ranks without tables too.
+
+        With an `optimizer`, False freezes the tables: backward leaves them alone. True lets backward update them again. Call it on
+        this module: on a module around it, PyTorch sets the parameters only, which an optimizer in backward ignores.
+        """
+        self._is_frozen = not requires_grad
+        if self._optimizer is not None:
+            return self
+        self._is_trained = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def _collecting(self) -> AbstractContextManager[list[Any]]:
+        """Keep the gradients of every backward inside, in the list that it yields."""
+        raise NotImplementedError
+
+    def _update_collected(self, collected: list[Any]) -> None:
+        """Update the tables once by these gradients. Collective."""
+        raise NotImplementedError
+
+    def _speaks_on(self) -> torch.device:
+        """Return the device by which ranks exchange."""
+        raise NotImplementedError
