@@ -22,7 +22,7 @@ class Case:
     wait: bool = False
     poisoned: int | None = None
     dtype: torch.dtype = torch.float32
-    """Of the inboxes, unless the gradients have 16 bits."""
+    """The dtype of the inboxes, unless the gradients have 16 bits."""
 
 
 CASES: dict[str, Case] = {
