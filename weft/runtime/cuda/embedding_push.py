@@ -110,7 +110,7 @@ class PushedGradients:
         device, world = comm.device, comm.world_size
         self._signals = comm.allocate(8 * 2 * world, what="signals of gradients")
         self._inbox: Region | None = None
-        self._kept: list[Region] = []  # inboxes that captured graphs use
+        self._kept: list[tuple[Region, torch.Tensor]] = []  # inboxes that captured graphs use, and their addresses
         self._captured = False
         self._state = lasting(device, lambda: torch.zeros(device_code.STATE_WORDS, dtype=torch.int64, device=device))
         self._record_tensor = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
@@ -213,7 +213,7 @@ class PushedGradients:
             smaller, most = self._inbox, max(nbytes, 1)
             self._inbox = self.comm.allocate(most, what="gradients of embeddings")
         if smaller is not None and self._captured:
-            self._kept.append(smaller)
+            self._kept.append((smaller, self._inboxes_at))
         elif smaller is not None:
             smaller.give_back()
         self._inboxes_at = self._addresses(self._inbox)
