@@ -22,7 +22,7 @@ from weft.embedding.tables import column_runs
 from weft.errors import DeadlineError, WeftError
 from weft.kernels import embedding_push as device_code
 from weft.kernels.signals import POISON
-from weft.runtime.capture import is_captured, refuse_capture
+from weft.runtime.capture import is_captured, keep_for_graphs, refuse_capture
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.runtime.cuda.watch import watch
 from weft.runtime.meeting import of_communicator
@@ -84,7 +84,7 @@ def launch_push(
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     first = [*accumulate(batch_sizes, initial=0)][rank]
     device_code.push_kernel[max(1, min(units, sms * _PROGRAMS_PER_SM)), 1, 1](
-        grad, pieces.table, inboxes, signals, state, record, len(grad), first, len(pieces.table), grad.shape[1],
+        grad, keep_for_graphs(pieces.table), inboxes, signals, state, record, len(grad), first, len(pieces.table), grad.shape[1],
         int(1e9 * deadline_s), RANK=rank, **_of_world(sharding.world_size, device), ROWS=rows, BLOCK=pieces.block,
         ALIGN=pieces.align if is_aligned else 1, DTYPE=TRITON_TYPE[dtype], ITEM_BYTES=dtype.itemsize,
         WAIT=wait, num_warps=_WARPS,

@@ -18,7 +18,7 @@ import triton.language as tl
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
-from weft.runtime.capture import is_captured
+from weft.runtime.capture import is_captured, keep_for_graphs
 from weft.symm.lasting import lasting
 
 SEGMENT = 128  # occurrences
@@ -204,7 +204,9 @@ def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
     if not count or bags <= 0 or not local:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
-    slots = _slots_of(of.plan.sharding, of.rank, of.checked.key_of_slot, bags // batch, device)
+    slots = _Slots(
+        *map(keep_for_graphs, _slots_of(of.plan.sharding, of.rank, of.checked.key_of_slot, bags // batch, device))
+    )
     size = len(slots.of_key) * count
     keys = torch.empty(size, dtype=shape.key_dtype, device=device)
     places = torch.empty(size, dtype=of_places, device=device)
