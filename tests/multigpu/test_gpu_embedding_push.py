@@ -10,6 +10,7 @@ import gpu_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
+from support import embedding_training as training
 from support.on_ranks import error_of
 from support.reference import Problem, problem, tables_of
 
@@ -60,6 +61,19 @@ def test_bits_are_those_of_the_all_to_all(pair: Pool) -> None:
         for mine, others in zip(pair.run(learned, True, delays, timeout_s=120), wanted, strict=True):
             for name, one, other in zip(PROBLEMS, mine, others, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), (name, delays)
+
+
+def rounded(group: dist.ProcessGroup, pushes: bool, name: str, dtype: torch.dtype) -> bool:
+    os.environ["WEFT_PUSH_GRADIENTS"] = str(int(pushes))
+    same = training.rounded_on_the_way(group, problem(2, (8, 3, 16, 70), 13), name, dtype)
+    os.environ["WEFT_PUSH_GRADIENTS"] = "0"
+    return same
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_gradients_are_rounded_once(pair: Pool, pushes: bool, name: str, dtype: torch.dtype) -> None:
+    assert pair.run(rounded, pushes, name, dtype, timeout_s=120) == [True, True]
 
 
 def two_backwards(group: dist.ProcessGroup, pushes: bool) -> list[torch.Tensor]:

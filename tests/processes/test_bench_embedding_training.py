@@ -122,6 +122,22 @@ def _not_finite(step: TrainingStep, out: torch.Tensor) -> None:
     step.work.weights[0].fill_(math.nan)
 
 
+def _fails(which: int) -> torch.Tensor:
+    raise RuntimeError("no kernel here\nfor this")
+
+
+def _failures(group: dist.ProcessGroup) -> list[str]:
+    work = _data(group, TINY)
+    return [
+        work._failure(_fails if group.rank() == 1 else work.grads.__getitem__),
+        work._failure(work.grads.__getitem__),
+    ]
+
+
+def test_a_library_that_fails_on_a_rank_is_left_out_on_all(pool: Pool) -> None:
+    assert pool.run(_failures, ranks=2) == [["on another rank", ""], ["RuntimeError: no kernel here", ""]]
+
+
 def _refused(group: dist.ProcessGroup) -> dict[str, str]:
     work = _data(group, RAGGED)
     pooled, expected, found = work.reference(0), work.expected(), Results({})

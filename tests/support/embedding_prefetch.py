@@ -38,7 +38,7 @@ def module_on(group: dist.ProcessGroup, device: torch.device, **options: Any) ->
 
 
 def learned(group: dist.ProcessGroup, device: torch.device, ahead: bool, steps: int = 4) -> list[torch.Tensor]:
-    """What steps return and leave in the tables, with every second batch or none prefetched, and gradients of weights."""
+    """Return the vectors, gradients of weights and tables of some steps, with every second batch prefetched, or none."""
     module, found = module_on(group, device, max_ids=1000), list[torch.Tensor]()
     batches = [batch(step, group.rank(), device) for step in range(steps)]
     for number, one in enumerate(batches):

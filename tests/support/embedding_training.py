@@ -83,6 +83,24 @@ def trained(
     ]
 
 
+def rounded_on_the_way(group: dist.ProcessGroup, p: Problem, name: str, dtype: torch.dtype) -> bool:
+    """Gradients that travel in 16 bits leave the bits that rounded gradients leave."""
+    device, found = device_of(group), []
+    generator = torch.Generator().manual_seed(5)
+    upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=generator)[p.rows_of(group.rank())]
+    for is_rounded in (False, True):
+        weights = [weight.clone() for weight in on(device, p.local_weights(group.rank()))]
+        optimizer = weft.RowwiseAdagrad(lr=0.1, gradient_dtype="table" if is_rounded else name)  # type: ignore[arg-type]
+        update = FusedUpdate(optimizer, weights, device=device)
+        for scale in (1.0, 1e-3):
+            given = weights, tuple(on(device, p.tupled(group.rank()))), p.sharding
+            y = weft.embedding_all_to_all(*given, group=group, batch_sizes=p.batch_sizes, update=update)
+            grad = scale * upstream
+            y.backward((grad.to(dtype).float() if is_rounded else grad).to(device))
+        found.append([*weights, *update.tensors])
+    return all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
 def gradients(
     group: dist.ProcessGroup, steps: Steps, sparse: bool = False, of_per_sample: bool = False, **options: Any
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:

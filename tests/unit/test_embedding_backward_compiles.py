@@ -108,8 +108,8 @@ def test_kernels_that_push_compile(target: str) -> None:
     with compiling_for(TARGETS[target]):
         found = [
             push_code.push_kernel.warmup(
-                torch.bfloat16, I64, I64, I64, I64, I64, 100, 200, 7, 640, 10**10, ROWS=8, BLOCK=512, ALIGN=8, ITEM_BYTES=2,
-                WAIT=True, **of_world,
+                F32, I64, I64, I64, I64, I64, 100, 200, 7, 640, 10**10, ROWS=8, BLOCK=512, ALIGN=8, DTYPE=tl.bfloat16,
+                ITEM_BYTES=2, WAIT=True, **of_world,
             ),
             push_code.free_kernel.warmup(I64, I64, **of_world),
         ]  # fmt: skip

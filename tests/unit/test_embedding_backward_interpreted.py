@@ -5,6 +5,7 @@ The exchange of gradients is left out: each rank gets its columns of the whole g
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -33,13 +34,17 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Case:
-    """optimizer: None for gradients, dense and sparse, and those of per-sample weights. bad: ids of rank 0 that have no row."""
+    """optimizer: None for gradients, dense and sparse, and those of per-sample weights. bad: ids of rank 0 that have no row.
+
+    small: constants as if runs were long, and numbers beyond 32 bits.
+    """
 
     p: Problem
     optimizer: EmbeddingOptimizer | None = None
     is_hot: bool = False
     bad: int = 0
     keyed: bool = False
+    small: bool = False
 
 
 FEW = problem(2, (8, 3), 7)
@@ -51,6 +56,12 @@ CASES: dict[str, Case] = {
     "keys in another order": Case(Problem(SHARED, (1, 0, 1), (4, 3), weighted=True), keyed=True),
     "hashed int32": Case(problem(2, (8, 3), 7, hash=True, index_dtype=torch.int32, offset_dtype=torch.int32)),
     "hot rows": Case(problem(1, (8, 33), 10, longest=150), is_hot=True),
+    "very long runs, 64 bits": Case(
+        Problem(SHARED, (1, 0, 1), (7, 5), longest=40, weighted=True), is_hot=True, small=True
+    ),
+    "very long runs, 64 bits, updated": Case(
+        problem(2, (8, 16), 9, longest=40), weft.RowwiseAdagrad(lr=0.1), is_hot=True, small=True
+    ),
     "bf16": Case(problem(2, (8, 12), 7, dtype=torch.bfloat16)),
     "wide": Case(problem(1, (1028, 4), 4)),
     "a rank without tables": Case(Problem(tables_of((8, 3)), (1, 1), (2, 3))),
@@ -86,7 +97,15 @@ def test_backward(wrong: dict[str, str], name: str) -> None:
 
 def play(case: Case) -> None:
     from weft.runtime.cuda import embedding_backward as device
+    from weft.runtime.cuda import embedding_runs as runs
 
+    if case.small:
+        constants = (device, "SEGMENT", 4), (runs, "SEGMENT", 4), (device, "_ROWS", 64), (runs, "_MOST_32", 0)
+        with contextlib.ExitStack() as patched:
+            for module, name, value in constants:
+                patched.enter_context(mock.patch.object(module, name, value))
+            play(replace(case, small=False))
+        return
     p = training.hot(case.p) if case.is_hot else case.p
     batch = sum(p.batch_sizes)
     upstream = torch.randn(batch, p.sharding.total_dim, generator=torch.Generator().manual_seed(5)).to(p.sharding.dtype)
@@ -128,7 +147,9 @@ def play(case: Case) -> None:
 
 def _check_bits_of_one_rank(p: Problem, found: list[torch.Tensor], upstream: torch.Tensor, device: Any) -> None:
     """Gradients do not depend on the placement of tables or the number of ranks."""
+    bags = p.bags
     p = replace(p, rank_of_table=(0,) * len(p.tables), batch_sizes=(sum(p.batch_sizes),))
+    p.__dict__["bags"] = bags  # some of them hot
     plan, jagged = EmbeddingPlan(p.sharding, EmbeddingOptions(hash=p.hash)), _input_of(Case(p), p, 0)
     of = ForwardCall(plan, 0, check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights), 1, None, 1.0, False)
     alone = device.gradients_of_tables(of, device.sorted_rows(of, jagged), upstream)

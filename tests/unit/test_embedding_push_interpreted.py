@@ -21,12 +21,15 @@ class Case:
     calls: int = 1
     wait: bool = False
     poisoned: int | None = None
+    dtype: torch.dtype = torch.float32
+    """The dtype of the inboxes, unless the gradients have 16 bits."""
 
 
 CASES: dict[str, Case] = {
     "any width": Case(problem(2, (8, 3, 16, 1, 70), 9)),
     "three ranks, several calls": Case(problem(3, (8, 4, 16, 4), 7), calls=3),
     "wider than a piece, bf16": Case(problem(2, (1028, 2052, 4), 3, dtype=torch.bfloat16)),
+    "rounded": Case(problem(2, (8, 4, 24), 9), dtype=torch.float16),
     "many samples": Case(problem(2, (64,) * 4, 301)),
     "uneven": Case(Problem(tables_of((8, 3, 16)), (2, 0, 1), (4, 0, 3))),
     "a rank without tables": Case(Problem(tables_of((8, 3)), (1, 1), (2, 3))),
@@ -55,7 +58,8 @@ class Ranks:
         self.sharding, self.sizes = case.p.sharding, case.p.batch_sizes
         self.world, self.columns = self.sharding.world_size, push.columns_of(self.sharding)
         elements = max(1, sum(self.sizes) * max(self.columns)) + 3
-        self.inbox = torch.full((self.world, elements), PATTERN, dtype=self.sharding.dtype)
+        self.dtype = min(self.sharding.dtype, case.dtype, key=lambda one: one.itemsize)
+        self.inbox = torch.full((self.world, elements), PATTERN, dtype=self.dtype)
         self.signals = torch.zeros(self.world, 2 * self.world, dtype=torch.int64)
         self.states = [torch.zeros(device_code.STATE_WORDS, dtype=torch.int64) for _ in range(self.world)]
         self.records = [torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64) for _ in range(self.world)]
@@ -65,7 +69,7 @@ class Ranks:
 
     def run(self, rank: int, grad: torch.Tensor) -> None:
         memory: tuple[Any, ...] = self.inboxes_at, self.signals_at, self.states[rank], self.records[rank]
-        self.push.launch_push(grad, self.sharding, rank, self.sizes, *memory, 60.0, wait=self.case.wait)
+        self.push.launch_push(grad, self.sharding, rank, self.sizes, *memory, 60.0, self.dtype, wait=self.case.wait)
 
     def received(self, rank: int) -> torch.Tensor:
         """[global batch, columns]; nothing else of the inbox may have been written."""
@@ -96,7 +100,7 @@ def play(case: Case) -> None:
         for rank in range(ranks.world):
             columns = [whole[:, slot.column : slot.column + slot.dim] for slot in ranks.sharding.local_slots(rank)]
             wanted = torch.cat(columns, 1) if columns else whole[:, :0]
-            assert torch.equal(ranks.received(rank), wanted)
+            assert torch.equal(ranks.received(rank), wanted.to(ranks.dtype))
             arrived = ranks.signals[rank, ranks.world :]
             assert arrived.tolist() == [epoch] * ranks.world
         for rank in range(ranks.world):

@@ -51,11 +51,12 @@ TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, ske
 last matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each, forward and
 backward. inefficiency: g1 to g16, the paper's GEMMs. Default: all presets for the device"""
 _VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and
-these with -natural and -sliceN, such as put-natural-slice8. embedding_training: weft, fbgemm-deterministic, fbgemm, torch (each
-runs only if named; default: FBGEMM's and weft). all_gather_matmul: asynctp (baseline), weft (the planner's choice),
-autotune, heuristic (FiCCO's), all, or beginnings of schedules' names: shard, 'shard[chunks=2'. all_to_all_matmul: padded
-(baseline, always runs), weft, all, or beginnings of names: dispatch; each also as ...-bounded. matmul_all_to_all: weft, all,
-combine, likewise. tensor_parallel: serial (baseline), weft, weft-compiled, asynctp; default: all variants for the device"""
+these with -natural and -sliceN, such as put-natural-slice8. embedding_training: weft, weft-push, fbgemm-deterministic,
+fbgemm, torch (each runs only if named; default: FBGEMM's and weft). all_gather_matmul: asynctp (baseline), weft (the
+planner's choice), autotune, heuristic (FiCCO's), all, or beginnings of schedules' names: shard, 'shard[chunks=2'.
+all_to_all_matmul: padded (baseline, always runs), weft, all, or beginnings of names: dispatch; each also as ...-bounded.
+matmul_all_to_all: weft, all, combine, likewise. tensor_parallel: serial (baseline), weft, weft-compiled, asynctp; default:
+all variants for the device"""
 _SCALE = """as 1/32 or 0.03; it is printed. Embeddings: shrink batch and tables. Default: the largest that fits.
 inefficiency: shrink M, N and K. Default: 1/32 on CPU; GEMMs that are still too large shrink further"""
 

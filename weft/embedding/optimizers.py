@@ -38,7 +38,9 @@ def state_shape(table: Sequence[int], shape: StateShape) -> tuple[int, ...]:
 
 Nonfinite: TypeAlias = Literal["propagate", "skip", "raise"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
-_NOT_OF_THE_RULE = ("lr", "nonfinite", "clip_value", "clip_norm", "rounding", "seed")
+GradientDtype: TypeAlias = Literal["table", "fp16", "bf16"]
+_CHOICES = {"nonfinite": Nonfinite, "rounding": Rounding, "gradient_dtype": GradientDtype}
+_NOT_OF_THE_RULE = ("lr", "clip_value", "clip_norm", "seed", *_CHOICES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,9 @@ class EmbeddingOptimizer:
         larger norm all are scaled. Ranks exchange one number for it before each update. Rows that "skip" leaves alone do not count.
     rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost; the mean of
         many roundings is the exact value. Random bits depend on `seed`, the number of the update, table, row and column alone.
+    gradient_dtype: "fp16" or "bf16" rounds the gradients of pooled vectors to that dtype before they travel to the owners of
+        tables, for half the bytes of float32; sums stay in float32. "table": no rounding. Data-parallel tables and rows without
+        pooling ignore it.
     """
 
     rule: ClassVar[int]
@@ -67,10 +72,11 @@ class EmbeddingOptimizer:
     clip_norm: float | None = None
     rounding: Rounding = "nearest"
     seed: int = 0
+    gradient_dtype: GradientDtype = "table"
 
     def __post_init__(self) -> None:
-        for name, legal in (("nonfinite", get_args(Nonfinite)), ("rounding", get_args(Rounding))):
-            if getattr(self, name) not in legal:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in (legal := get_args(choices)):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, legal))}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to 2**63 - 1")
@@ -80,7 +86,7 @@ class EmbeddingOptimizer:
             )
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("nonfinite", "rounding", "seed") or (field.name.startswith("clip") and value is None):
+            if field.name in ("seed", *_CHOICES) or (field.name.startswith("clip") and value is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{type(self).__name__}: {field.name}={value!r} must be a finite number")

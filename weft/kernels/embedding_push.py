@@ -67,12 +67,13 @@ def _waited(record, state, word, wanted, epoch, deadline_ns, STATUS: tl.constexp
 def push_kernel(
     grad, pieces, inboxes, signals, state, record, samples, first_sample, count_of_pieces, stride, deadline_ns: tl.int64,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr, ITEM_BYTES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
+    ALIGN: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Store `grad`, [samples, stride], at the owners of its columns.
 
     pieces [count_of_pieces, PIECE_FIELDS], each at most BLOCK columns wide. inboxes, signals [WORLD]: addresses of every rank's
-    memory as mapped here. first_sample: of this rank in the global batch. WAIT is off if one process runs all ranks.
+    memory as mapped here; inboxes are of DTYPE. first_sample: of this rank in the global batch. WAIT is off if one process runs
+    all ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + _EPOCH) + 1
@@ -96,10 +97,10 @@ def push_kernel(
         width, of_owner = tl.load(piece + 3), tl.load(piece + 4)
         mask = (sample < samples)[:, None] & (columns < tl.multiple_of(width, ALIGN))[None, :]
         source = tl.multiple_of(sample.to(tl.int64) * stride + here, ALIGN)
-        inbox = tl.multiple_of(tl.load(inboxes + owner).to(grad.dtype), ALIGN * ITEM_BYTES)
+        inbox = tl.multiple_of(tl.load(inboxes + owner).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
         target = tl.multiple_of((first_sample + sample.to(tl.int64)) * of_owner + there, ALIGN)
         g = tl.load(grad + source[:, None] + columns[None, :], mask=mask)
-        tl.store(inbox + target[:, None] + columns[None, :], g, mask=mask)
+        tl.store(inbox + target[:, None] + columns[None, :], g.to(DTYPE), mask=mask)
 
     tl.debug_barrier()
     arrived = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel", scope="sys")

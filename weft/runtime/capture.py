@@ -10,6 +10,19 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+_OF_GRAPHS: list[torch.Tensor] = []
+
+
+def keep_for_graphs(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`. Keep it for the rest of the process if work that is enqueued now becomes part of a CUDA graph.
+
+    It is for small tables that caches may drop: every replay reads them.
+    """
+    if is_captured(tensor.device) and not any(tensor is one for one in _OF_GRAPHS):
+        _OF_GRAPHS.append(tensor)
+    return tensor
+
+
 def refuse_capture(device: torch.device) -> None:
     """Raise `ValueError` if a CUDA graph is being captured. Call this before setting something up."""
     if is_captured(device):

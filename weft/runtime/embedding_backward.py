@@ -58,10 +58,10 @@ def gradients(
     device = device_code(grad.device)
     if wanted[0]:
         sort_ahead(of, jagged)  # beside the exchange, unless forward has begun it
-    with received(grad, sharding, of.rank, sizes, group, turn) as (found, ok):
+    with received(grad, sharding, of.rank, sizes, group, turn, _dtype_on_the_way(of, grad.dtype)) as (found, ok):
         if of.tables is not None and of.tables.optimizer.nonfinite == "raise":
             _require_finite(of, found, group, turn.deadline_s)
-        of_weights = device.gradients_of_weights(of, jagged, weights, found) if wanted[1] else None
+        of_weights = device.gradients_of_weights(of, jagged, weights, found.to(grad.dtype)) if wanted[1] else None
         of_tables = None
         if wanted[0]:
             if of.tables is None:
@@ -74,24 +74,31 @@ def gradients(
     return of_tables, of_weights
 
 
+def _dtype_on_the_way(of: ForwardCall, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of dtype `dtype` travel."""
+    wanted = "table" if of.tables is None else of.tables.optimizer.gradient_dtype
+    return {"table": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}[wanted]
+
+
 @contextlib.contextmanager
 def received(
-    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn
+    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """Yield the gradients of the vectors that this rank has pooled, [global batch, columns of its tables].
+    """Yield the gradients of the vectors that this rank has pooled, [global batch, columns of its tables], as `dtype`.
 
     Also yield None if they are an ordinary tensor. Otherwise they are in memory that peers write, inside of the context only, and
     the second is 1 on the device if all have come, else 0.
     """
     pushes = grad.device.type == "cuda" and sharding.world_size > 1 and env.push_gradients()
     if not pushes or not (comm := symm.communicator(group, grad.device)).all_mapped:
-        yield to_owners(grad, sharding, rank, batch_sizes, group, turn), None
+        yield to_owners(grad, sharding, rank, batch_sizes, group, turn, dtype or grad.dtype), None
         return
     from weft.runtime.cuda.embedding_push import pushed_on  # needs Triton
 
     exchange = pushed_on(comm)
     try:
-        yield exchange.run(grad, sharding, batch_sizes, turn.deadline_s), exchange.ok
+        yield exchange.run(grad, sharding, batch_sizes, turn.deadline_s, dtype or grad.dtype), exchange.ok
     finally:
         exchange.free()
 
@@ -211,12 +218,13 @@ def refuse_nonfinite(bad: list[str], group: dist.ProcessGroup, device: torch.dev
 
 
 def to_owners(
-    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn
+    grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], group: dist.ProcessGroup, turn: Turn,
+    dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradients of the vectors that this rank has pooled, [global batch, columns of its tables]."""
+    """Return the gradients of the vectors that this rank has pooled, [global batch, columns of its tables], as `dtype`."""
     world = sharding.world_size
     if world == 1:
-        return grad.contiguous()
+        return grad.to(dtype).contiguous()
     columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(world)]
     pieces: list[list[torch.Tensor]] = [[] for _ in range(world)]
     first = 0
@@ -224,7 +232,7 @@ def to_owners(
         pieces[r].append(grad[:, first : first + end - begin])
         first += end - begin
     leaving = [batch_sizes[rank] * count for count in columns]
-    send = grad.new_empty(sum(leaving))
+    send = grad.new_empty(sum(leaving), dtype=dtype)
     for part, of_rank, count in zip(send.split(leaving), pieces, columns, strict=True):
         if of_rank:
             torch.cat(of_rank, dim=1, out=part.view(batch_sizes[rank], count))

@@ -58,6 +58,7 @@ from weft.words import counted
 
 BASELINES = (DETERMINISTIC, FBGEMM, TORCH)
 _SAMPLED = 64  # rows of each table that occur, and as many drawn from all
+_BY_OTHERS = {DETERMINISTIC, FBGEMM}
 _STEPS = 2  # of a check: the second one finds states
 _CHUNK_BYTES = 128 << 20  # of gradients in float64 while expected rows are computed
 _ZIPF = 1.05
@@ -237,6 +238,10 @@ class TrainingWorkload(TrainingData, Variants):
         self.fill_tables()
         pooled, expected = self.reference(0), self.expected()
         found = Results({})
+        for name in [name for name in variants if name in _BY_OTHERS]:
+            if why := self._failure(variants[name]):
+                notes.append(f"{name} failed: {why}")
+                del self.steps[name]
         found.first_call_ms = first_calls(variants, self.ranks)
         self.extra_bytes = {name: self._extra_bytes(variants[name]) for name in variants}
         for name in list(variants):
@@ -275,6 +280,17 @@ class TrainingWorkload(TrainingData, Variants):
             "are discarded"
         )
         return False
+
+    def _failure(self, call: Callable[[int], torch.Tensor]) -> str:
+        """Return the error of a call of another library, or "". Collective: one that fails on a rank counts as failed on all."""
+        why = ""
+        try:
+            call(0)
+            self.ranks.synchronize()
+        except Exception as error:  # the other variants are still to be measured
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        failed = self.ranks.most(float(bool(why)))
+        return (why or "on another rank") if failed else ""
 
     def _extra_bytes(self, call: Callable[[int], torch.Tensor]) -> int | None:
         """Return the bytes beyond tables, inputs, states and kept buffers that a step takes at most, on the worst rank; None on

@@ -17,6 +17,7 @@ import torch
 from weft.embedding import JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.kernels import embedding_backward as device_code
+from weft.runtime.capture import keep_for_graphs
 from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, occurrences, shape_of, sort_ahead, sorted_rows
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.symm.lasting import lasting
@@ -197,7 +198,9 @@ def _numbers(of: ForwardCall, tables: Tables) -> torch.Tensor:
     """Return the rule's numbers. The learning rate and the number of updates are read on the device."""
     optimizer, device = tables.optimizer, tables.learning_rate.device
     clip = optimizer.clip_value or math.inf
-    numbers = _fixed_numbers(optimizer.written, tuple(optimizer.numbers.items()), of.factor, clip, device).clone()
+    numbers = keep_for_graphs(
+        _fixed_numbers(optimizer.written, tuple(optimizer.numbers.items()), of.factor, clip, device)
+    ).clone()
     numbers[device_code.RATE] = tables.learning_rate
     if optimizer.counts:
         step = tables.step.to(torch.float64)
@@ -228,4 +231,5 @@ def _device_table(lines: list[list[int]], device: torch.device) -> _DeviceTable:
         of_lines = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
         is_aligned = all(address % 16 == 0 for line in rows for address in line[:4])
         table = _device_tables[key] = _DeviceTable(of_lines, max(1, len(lines)), is_aligned)
+    keep_for_graphs(table.lines)
     return table

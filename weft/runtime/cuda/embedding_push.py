@@ -22,7 +22,8 @@ from weft.embedding.tables import column_runs
 from weft.errors import DeadlineError, WeftError
 from weft.kernels import embedding_push as device_code
 from weft.kernels.signals import POISON
-from weft.runtime.capture import is_captured, refuse_capture
+from weft.runtime.capture import is_captured, keep_for_graphs, refuse_capture
+from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.runtime.cuda.watch import watch
 from weft.runtime.meeting import of_communicator
 from weft.symm import Communicator, Region, set_up_within
@@ -72,19 +73,21 @@ def columns_of(sharding: EmbeddingSharding) -> list[int]:
 
 def launch_push(
     grad: torch.Tensor, sharding: EmbeddingSharding, rank: int, batch_sizes: Sequence[int], inboxes: torch.Tensor,
-    signals: torch.Tensor, state: torch.Tensor, record: torch.Tensor, deadline_s: float, wait: bool = True,
+    signals: torch.Tensor, state: torch.Tensor, record: torch.Tensor, deadline_s: float, dtype: torch.dtype,
+    wait: bool = True,
 ) -> None:  # fmt: skip
-    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]."""
-    pieces, device = pieces_of(sharding, rank, grad.itemsize, grad.device), grad.device
+    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]. dtype: of the inboxes."""
+    pieces, device = pieces_of(sharding, rank, min(grad.itemsize, dtype.itemsize), grad.device), grad.device
     is_aligned = grad.data_ptr() % 16 == 0
     rows = max(1, _TILE // pieces.block)
     units = len(pieces.table) * -(-len(grad) // rows)
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     first = [*accumulate(batch_sizes, initial=0)][rank]
     device_code.push_kernel[max(1, min(units, sms * _PROGRAMS_PER_SM)), 1, 1](
-        grad, pieces.table, inboxes, signals, state, record, len(grad), first, len(pieces.table), grad.shape[1],
+        grad, keep_for_graphs(pieces.table), inboxes, signals, state, record, len(grad), first, len(pieces.table), grad.shape[1],
         int(1e9 * deadline_s), RANK=rank, **_of_world(sharding.world_size, device), ROWS=rows, BLOCK=pieces.block,
-        ALIGN=pieces.align if is_aligned else 1, ITEM_BYTES=grad.itemsize, WAIT=wait, num_warps=_WARPS,
+        ALIGN=pieces.align if is_aligned else 1, DTYPE=TRITON_TYPE[dtype], ITEM_BYTES=dtype.itemsize,
+        WAIT=wait, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -107,7 +110,7 @@ class PushedGradients:
         device, world = comm.device, comm.world_size
         self._signals = comm.allocate(8 * 2 * world, what="signals of gradients")
         self._inbox: Region | None = None
-        self._kept: list[Region] = []  # inboxes that captured graphs use
+        self._kept: list[tuple[Region, torch.Tensor]] = []  # inboxes that captured graphs use, and their addresses
         self._captured = False
         self._state = lasting(device, lambda: torch.zeros(device_code.STATE_WORDS, dtype=torch.int64, device=device))
         self._record_tensor = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=True)
@@ -126,16 +129,17 @@ class PushedGradients:
         comm.before_check(self.look)  # the watching thread may be late
 
     def run(
-        self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None
-    ) -> torch.Tensor:
+        self, grad: torch.Tensor, sharding: EmbeddingSharding, batch_sizes: Sequence[int], deadline_s: float | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
         """Enqueue the exchange. Return the gradients of the vectors that this rank has pooled, until `free`.
 
-        They are [global batch, columns of this rank's tables].
+        They are [global batch, columns of this rank's tables], as `dtype`.
         """
         self.check()
         comm, patience_s = self.comm, deadline_s or env.deadline_s()
         columns, batch = columns_of(sharding), sum(batch_sizes)
-        self._reserve(batch * max(columns) * grad.itemsize, patience_s)
+        self._reserve(batch * max(columns) * dtype.itemsize, patience_s)
         assert self._inbox is not None
         here, captured = torch.cuda.current_stream(comm.device), is_captured(comm.device)
         if self._last is not None and self._last[0] != here and not captured:
@@ -143,9 +147,9 @@ class PushedGradients:
         self._captured = self._captured or captured
         launch_push(
             grad.contiguous(), sharding, comm.rank, batch_sizes, self._inboxes_at, self._signals_at, self._state,
-            self._record_tensor, patience_s,
+            self._record_tensor, patience_s, dtype,
         )  # fmt: skip
-        return self._inbox.tensor(comm.rank, (batch, columns[comm.rank]), grad.dtype)
+        return self._inbox.tensor(comm.rank, (batch, columns[comm.rank]), dtype)
 
     @property
     def ok(self) -> torch.Tensor:
@@ -209,7 +213,7 @@ class PushedGradients:
             smaller, most = self._inbox, max(nbytes, 1)
             self._inbox = self.comm.allocate(most, what="gradients of embeddings")
         if smaller is not None and self._captured:
-            self._kept.append(smaller)
+            self._kept.append((smaller, self._inboxes_at))
         elif smaller is not None:
             smaller.give_back()
         self._inboxes_at = self._addresses(self._inbox)

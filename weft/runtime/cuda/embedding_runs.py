@@ -18,13 +18,14 @@ import triton.language as tl
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.forward_call import ForwardCall
 from weft.kernels import embedding_runs as device_code
-from weft.runtime.capture import is_captured
+from weft.runtime.capture import is_captured, keep_for_graphs
 from weft.symm.lasting import lasting
 
 SEGMENT = 128  # occurrences
 _TILE = 1024  # elements that a program sums at once
 _BLOCK = 1024  # ids, or keys, of a program
 _RUNS = 256  # of a program, while it looks for long ones
+_MOST_32 = 2**31  # numbers below it take 32 bits
 _PROGRAMS_PER_SM = 32  # of one warp
 
 
@@ -59,7 +60,7 @@ class Shape:
 
     @property
     def key_dtype(self) -> torch.dtype:
-        return torch.int32 if self.split * (self.rows + 1) < 2**31 else torch.int64
+        return torch.int32 if self.split * (self.rows + 1) < _MOST_32 else torch.int64
 
     @property
     def no_row(self) -> int:
@@ -166,7 +167,7 @@ def _sorted(of: ForwardCall, jagged: JaggedInput) -> Rows:
 
     # Sort first: its own memory is free again before the rest is allocated.
     ordered, order = torch.sort(ids.keys, stable=True)
-    at = torch.int32 if count < 2**31 else torch.int64
+    at = torch.int32 if count < _MOST_32 else torch.int64
     starts, keys, places = new(count + 1, at), new(count, ids.keys.dtype), torch.empty_like(ids.places)
     scales = None if ids.scales is None else torch.empty_like(ids.scales)
     most_long = count // SEGMENT  # a run is cut only if it is longer than a segment
@@ -199,11 +200,13 @@ def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
     local = of.plan.sharding.local_slots(of.rank)
     stride = sum(slot.dim for slot in local)
-    of_places = torch.int32 if batch * stride < 2**31 else torch.int64
+    of_places = torch.int32 if batch * stride < _MOST_32 else torch.int64
     if not count or bags <= 0 or not local:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
-    slots = _slots_of(of.plan.sharding, of.rank, of.checked.key_of_slot, bags // batch, device)
+    slots = _Slots(
+        *map(keep_for_graphs, _slots_of(of.plan.sharding, of.rank, of.checked.key_of_slot, bags // batch, device))
+    )
     size = len(slots.of_key) * count
     keys = torch.empty(size, dtype=shape.key_dtype, device=device)
     places = torch.empty(size, dtype=of_places, device=device)
@@ -215,7 +218,7 @@ def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
         places if scales is None else scales, places if over is None else over,
         count, bags, batch, slots.of_key.shape[1], stride, shape.no_row,
         BLOCK=_BLOCK, SPLIT=shape.split, HASH=of.plan.options.hash, WEIGHTED=weights is not None, ANY_MEAN=shape.any_mean,
-        BAG=tl.int32 if bags < 2**30 else tl.int64,
+        BAG=tl.int32 if bags < _MOST_32 // 2 else tl.int64,
     )  # fmt: skip
     return Occurrences(keys, places, scales, over)
 

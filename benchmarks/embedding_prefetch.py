@@ -1,0 +1,168 @@
+"""The time that a step of a recommendation model waits for its ids, and the part of it that `prefetch` hides.
+
+    torchrun --nproc-per-node 2 benchmarks/embedding_prefetch.py [--json FILE] [--quick]
+
+Every rank trains an embedding module and a dense layer on twenty batches in turn, in three ways that alternate:
+
+    plain        the module distributes the ids of a batch in its call
+    prefetch     it has begun to in the step before
+    distributed  every rank has its tables' ids of the global batch already: the least that a step can take
+
+exposed = plain - distributed; hidden = (plain - prefetch) / exposed. Milliseconds of a step, the slowest rank's median of rounds.
+All three leave the same tables, which is checked. On CPU ranks shapes are small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.bench.core.console import print_table
+from weft.bench.core.records import append, environment
+from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
+from weft.nn import ShardedEmbeddingBagCollection
+
+BATCHES, ROUNDS = 20, 5
+CASES = {  # tables in all, rows, D, local batch, mean ids a bag (uniform in 1 .. 2L - 1)
+    "dcnv2-like 26 x 1M x 128, B 8192, L 10": (26, 1_000_000, 128, 8192, 10),
+    "one-hot 26 x 1M x 128, B 16384": (26, 1_000_000, 128, 16384, 1),
+    "wide 256 x 100k x 64, B 2048, L 20": (256, 100_000, 64, 2048, 20),
+    "small 64 x 1M x 128, B 256, L 20": (64, 1_000_000, 128, 256, 20),
+}
+SMALL = {"small 6 x 1k x 16, B 64, L 3": (6, 1000, 16, 64, 3)}
+
+
+def batches_of(case: tuple[int, ...], source: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (ids, lengths) of the samples of rank `source`."""
+    tables, rows, _, batch, mean = case
+    generator, found = torch.Generator().manual_seed(7 + source), []
+    for _ in range(BATCHES):
+        lengths = torch.randint(1, 2 * mean, (tables * batch,), generator=generator)
+        found.append(
+            (torch.randint(0, rows, (int(lengths.sum()),), generator=generator).to(device), lengths.to(device))
+        )
+    return found
+
+
+def measured(case: tuple[int, ...], device: torch.device, control: Any, calls: int) -> dict[str, float]:
+    tables, rows, dim, batch, _ = case
+    world, rank, names = dist.get_world_size(), dist.get_rank(), [f"f{i}" for i in range(tables)]
+    configs = [EmbeddingBagConfig(rows, dim, f"t{i}", (names[i],)) for i in range(tables)]
+    placement = [i % world for i in range(tables)]
+    group: Any = dist.group.WORLD
+
+    def made(given: Any) -> ShardedEmbeddingBagCollection:
+        torch.manual_seed(1)
+        return ShardedEmbeddingBagCollection(
+            configs,
+            group=group,
+            device=device,
+            placement=placement,
+            optimizer=weft.SGD(lr=0.01),
+            input=given,
+        )
+
+    modules = {"plain": made("local_batch"), "prefetch": made("local_batch"), "distributed": made("global_batch")}
+    local = batches_of(case, rank, device)
+    of_all = [batches_of(case, source, device) for source in range(world)]
+    own = [i for i in range(tables) if placement[i] == rank]
+
+    def keyed(which: int) -> KeyedJaggedTensor:
+        ids, lengths = local[which % BATCHES]
+        return KeyedJaggedTensor(names, ids, lengths=lengths)
+
+    def joined(which: int) -> KeyedJaggedTensor:
+        """Return this rank's features of all ranks' samples."""
+        lengths, ids = [], []
+        of_source = [of[which] for of in of_all]
+        cuts = [torch.cat([n.new_zeros(1), n.view(tables, batch).sum(1).cumsum(0)]).tolist() for _, n in of_source]
+        for table in own:
+            for (values, n), cut in zip(of_source, cuts, strict=True):
+                lengths.append(n.view(tables, batch)[table])
+                ids.append(values[cut[table] : cut[table + 1]])
+        return KeyedJaggedTensor([names[i] for i in own], torch.cat(ids), lengths=torch.cat(lengths))
+
+    ready = [joined(which) for which in range(BATCHES)]
+    layer = torch.nn.Sequential(torch.nn.Linear(tables * dim, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1)).to(device)
+
+    def plain(count: int) -> None:
+        for step in range(count):
+            layer(modules["plain"](keyed(step)).values()).sum().backward()
+
+    def prefetch(count: int) -> None:
+        module, following = modules["prefetch"], keyed(0)
+        module.prefetch(following)
+        for step in range(count):
+            one = following
+            pooled = module(one).values()
+            if step + 1 < count:
+                following = keyed(step + 1)
+                module.prefetch(following)
+            layer(pooled).sum().backward()
+
+    def distributed(count: int) -> None:
+        for step in range(count):
+            layer(modules["distributed"](ready[step % BATCHES]).values()).sum().backward()
+
+    ways: dict[str, Callable[[int], None]] = {"plain": plain, "prefetch": prefetch, "distributed": distributed}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(1 + ROUNDS):
+        for name, way in ways.items():
+            synchronize(device)
+            dist.barrier(control)
+            begin = time.perf_counter()
+            way(calls)
+            synchronize(device)
+            if number:
+                found[name].append(1e3 * (time.perf_counter() - begin) / calls)
+    first, *others = ([weight.detach() for weight in module.parameters()] for module in modules.values())
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), "the ways learn differently"
+    slowest = torch.tensor([statistics.median(times) for times in found.values()], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
+    ms = dict(zip(ways, slowest.tolist(), strict=True))
+    exposed = ms["plain"] - ms["distributed"]
+    for module in modules.values():
+        module.close()
+    return ms | {"exposed": exposed, "hidden": (ms["plain"] - ms["prefetch"]) / exposed if exposed > 0 else 0.0}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="few steps")
+    given = parser.parse_args()
+    on_gpu, rank = torch.cuda.is_available(), int(os.environ["RANK"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    control, lines = dist.new_group(backend="gloo"), []
+    for name, case in (CASES if on_gpu else SMALL).items():
+        ms = measured(case, device, control, 5 if given.quick or not on_gpu else 2 * BATCHES)
+        lines.append((name, *(f"{ms[part]:.3f}" for part in ms)))
+        if rank == 0 and given.json is not None:
+            append(given.json, [{"case": name, "ms": ms, **environment(device.type)}])
+        if on_gpu:
+            torch.cuda.empty_cache()
+    if rank == 0:
+        print_table("milliseconds of a step", ("case", *ms), lines, [])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
