@@ -184,7 +184,7 @@ def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pool: Pool, worl
         wanted, uneven = warned  # once each, though called twice
         assert f"FiCCO's heuristic is not followed, it picks {columns}, which does not support this problem: " in wanted
         assert "of the gathered input" in wanted
-        assert f"{tuple(range(3, 3 + world))} rows have no common chunks" in uneven
+        assert f"{tuple(range(3, 3 + world))} rows cannot be cut into equal chunks" in uneven
 
 
 def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:

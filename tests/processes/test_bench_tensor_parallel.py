@@ -46,7 +46,7 @@ def _options(**given: Any) -> BenchOptions:
             "variant 'asynctp' has no all-reduce: use other variants for llama-3-8b-whole",
         ),
         ({"preset": "llama"}, "no preset 'llama': give some of llama-3-8b, llama-3-70b, llama-3-405b, cpu"),
-        ({"ranks": 1}, "ranks=1: a block communicates only on 2 or more"),
+        ({"ranks": 1}, "ranks=1: a block communicates only between ranks: use at least 2"),
         ({"ranks": 3}, "length=512 of cpu must be divisible by ranks=3"),
         ({"ranks": 16, "preset": "llama-3-8b"}, "kv_heads=8 of llama-3-8b must be divisible by ranks=16"),
         ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),

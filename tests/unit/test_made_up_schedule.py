@@ -216,7 +216,7 @@ def test_a_builder_of_another_module_is_not_replaced() -> None:
     def serial(p: AllGatherMatmul) -> Schedule:
         raise AssertionError("it was refused, and is never called")
 
-    with pytest.raises(ValueError, match=r"a builder 'serial' from weft\.builders\.all_gather_matmul: name yours"):
+    with pytest.raises(ValueError, match=r"AllGatherMatmul already has a builder named 'serial', from weft\.builders\.all_gather_matmul: give yours another name"):
         builder(AllGatherMatmul)(serial)
 
 
@@ -295,7 +295,7 @@ def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
     builder(Bare)(own)
     with pytest.raises(
-        ValueError, match="no schedule 'serial' for bare, and every problem needs one: register a builder named"
+        ValueError, match="no schedule 'serial' for bare, but every problem needs one: register a builder named"
     ):
         named(p, "serial")
 
@@ -303,7 +303,7 @@ def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         raise NotApplicableError("never")
 
     builder(Bare)(own)
-    with pytest.raises(ValueError, match="no schedule 'else' for bare: none of its builders has one for m=4, 2 ranks"):
+    with pytest.raises(ValueError, match="no schedule 'else' for bare: none of its builders supports m=4, 2 ranks"):
         named(p, "else")
 
 

@@ -120,9 +120,17 @@ def test_some_small_shapes(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("change", "name", "why"),
     [
-        ({"world_size": 1}, "direct[chunks=2]", "one rank has nothing to send"),
-        ({"n": 0}, "direct[chunks=2]", "there is nothing to multiply"),
-        ({"k": 0}, "direct[chunks=1]", "there is nothing to multiply"),
+        ({"world_size": 1}, "direct[chunks=2]", "there is only one rank, so there is nothing to send"),
+        (
+            {"n": 0},
+            "direct[chunks=2]",
+            "a size is 0, so there is nothing to multiply",
+        ),
+        (
+            {"k": 0},
+            "direct[chunks=1]",
+            "a size is 0, so there is nothing to multiply",
+        ),
         ({"m": 3}, "direct[chunks=4]", "rows of a product: 3 cannot be cut into 4 pieces"),
         ({"n": 3}, "direct[chunks=4,last=columns]", "columns of a product: 3 cannot be cut as 1:1:1:1"),
     ],

@@ -153,7 +153,7 @@ def test_bad_problems_are_refused() -> None:
     for arguments, words in (
         ((2, (1,), (((0, 4),), ())), "one entry for each of 2 ranks"),
         ((1, (-1,), (((0, 4),),)), "must not be negative"),
-        ((1, (1,), (((1, 4),),)), "a slot of 4 columns begins at 1, not at 0"),
+        ((1, (1,), (((1, 4),),)), "a slot of 4 columns begins at 1 instead of 0"),
         ((1, (1,), (((4, 4), (0, 4)),)), "in the order of columns"),
         ((1, (1,), ((),)), "give at least one slot"),
         ((1, (1,), (((0, 4),),), ((1.0, 2.0),)), "one number for each slot"),

@@ -58,7 +58,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     for each peer, so that the copies run concurrently; the box is free when the run before has read its rows."""
     world = p.world_size
     if world == 1:
-        raise NotApplicableError("one rank has nothing to gather")
+        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     o = Operands("gather", p)
     d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
     arrived, credit = d.signals("arrived", world), d.signals("credit", world)
@@ -101,11 +101,13 @@ def shard(
     the first shard behind a switch; at_once: over all links of a mesh."""
     world = p.world_size
     if world == 1:
-        raise NotApplicableError("one rank has nothing to gather")
+        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     if len(set(p.rows)) > 1 and chunks != 1:
-        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts: use chunks=1")
+        raise NotApplicableError(
+            f"shards of {p.rows} rows differ in size, so they cannot be split into {chunks} chunks each: use chunks=1"
+        )
     if send == "at_once" and world == 2:
-        raise NotApplicableError("there is one peer to send to")
+        raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")
     o = Operands("shard", p)
     d, x, gathered, box = o.d, o.x, o.gathered, o.rows("box", p.m, "symmetric")
     begin = offsets(p.rows)

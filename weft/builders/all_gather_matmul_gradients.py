@@ -65,11 +65,13 @@ def serial(p: AllGatherMatmulGradients) -> Schedule:
 def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "reduce") -> Schedule:
     world, m = p.world_size, p.rows
     if world == 1:
-        raise NotApplicableError("one rank has nothing to send")
+        raise NotApplicableError("there is only one rank, so there is nothing to send")
     if not p.has_work:
-        raise NotApplicableError("there is nothing to multiply")
+        raise NotApplicableError("a size is 0, so there is nothing to multiply")
     if add == "gemm" and len(p.n) > 1:
-        raise NotApplicableError(f"the sum would be rounded after each of {len(p.n)} weights' GEMMs: use add=reduce")
+        raise NotApplicableError(
+            f"with {len(p.n)} weights, add=gemm would round the sum after each weight's GEMM: use add=reduce"
+        )
     o = _Gradients("direct", p)
     d, peers = o.d, [peer(world, distance) for distance in range(1, world)]
     sources = [peer(world, -distance) for distance in range(1, world)]

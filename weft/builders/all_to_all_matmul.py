@@ -82,7 +82,9 @@ def dispatch(
     """Multiply source by source. rest: one launch for each other rank when its tokens arrive, or one launch when all have
     arrived."""
     if rest == "together" and p.world_size == 2:
-        raise NotApplicableError("the rest comes from one rank")
+        raise NotApplicableError(
+            "with 2 ranks all other tokens come from one rank, so rest=together is the same as rest=each"
+        )
     d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)
     d.multiply([0], 0, experts)
@@ -186,13 +188,13 @@ class Sending(_Dispatch):
         super().__init__(name, p, "symmetric")
         world = p.world_size
         if world == 1:
-            raise NotApplicableError("one rank has no peer to send to")
+            raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel"
+                "the host must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
             )
         if send == "at_once" and world == 2:
-            raise NotApplicableError("there is one peer to send to")
+            raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")
         self._by, self._chunks = by, chunks
         self._segments: dict[tuple[int, Index], tuple[Index, Index, Index]] = {}
         self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")

@@ -187,15 +187,17 @@ def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Ind
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
     """Return (ranks, rows of a shard, chunks); raise NotApplicableError if FiCCO does not support the problem."""
     if p.world_size == 1:
-        raise NotApplicableError("one rank has nothing to gather")
+        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     if len(set(p.rows)) > 1:
         nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
         raise NotApplicableError(
-            f"shards of {p.rows} rows have no common chunks: give every rank {nearest}, or use shard or gather"
+            f"shards of {p.rows} rows cannot be cut into equal chunks: give every rank {nearest} rows, or use "
+            "shard or gather"
         )
     if p.return_gathered:
         raise NotApplicableError(
-            "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather"
+            "its chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
+            "or use shard or gather"
         )
     return p.world_size, p.rows[0], split(extent, steps or p.world_size, what="a shard")
 

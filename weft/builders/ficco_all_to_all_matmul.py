@@ -64,7 +64,7 @@ def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
 
 def _require_peers(p: AllToAllMatmul) -> None:
     if p.world_size == 1:
-        raise NotApplicableError("one rank has no peer to send to")
+        raise NotApplicableError("there is only one rank, so there is no peer to send to")
 
 
 def _ficco(p: AllToAllMatmul, cuts: str, start: Start, gemms: Gemms, by: CopyBy, pieces: list[Piece]) -> Schedule:

@@ -74,9 +74,9 @@ def serial(p: MatmulAllGatherGradients) -> Schedule:
 def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
     """Reduce and multiply chunk by chunk. chunks: of rows. last=columns: cut the last chunk into `chunks` blocks of columns."""
     if p.world_size == 1:
-        raise NotApplicableError("one rank has nothing to send")
+        raise NotApplicableError("there is only one rank, so there is nothing to send")
     if not p.has_work:
-        raise NotApplicableError("there is nothing to multiply")
+        raise NotApplicableError("a size is 0, so there is nothing to multiply")
     o = _ProductGradients("direct", p)
     d, peers = o.d, [peer(p.world_size, distance) for distance in range(1, p.world_size)]
     *before, tail = split(p.m, chunks, what="rows of a product")

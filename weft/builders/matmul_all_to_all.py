@@ -156,10 +156,11 @@ class _Sending(_Combine):
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
         super().__init__(name, p)
         if p.world_size == 1:
-            raise NotApplicableError("one rank has no peer to send to")
+            raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel or store"
+                "the host must not wait for sizes in this call, but it needs them to start copy engines: use "
+                "by=kernel or by=store"
             )
         self.pieces = split(p.experts, chunks, what="experts of a rank")
         read_by: ReadBy = "host" if by == "dma" else "device"

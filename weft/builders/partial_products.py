@@ -61,9 +61,9 @@ class PartialProducts:
     @classmethod
     def overlapped(cls, name: str, p: MatmulReduceScatter | MatmulAllReduce) -> PartialProducts:
         if p.world_size == 1:
-            raise NotApplicableError("one rank has nothing to send")
+            raise NotApplicableError("there is only one rank, so there is nothing to send")
         if not p.has_work:
-            raise NotApplicableError("there is nothing to multiply")
+            raise NotApplicableError("a size is 0, so there is nothing to multiply")
         return cls(name, p)
 
     def chunks(self, count: int) -> list[Chunk]:

@@ -152,7 +152,7 @@ def summarise(
 ) -> Timing:
     """Return the slowest rank's percentiles of `repetitions_ms[i][rank]`; raise ValueError without repetitions."""
     if not repetitions_ms:
-        raise ValueError("no repetition was timed: ask for at least 1")
+        raise ValueError("repetitions=0: time at least 1 repetition")
     times = np.asarray(repetitions_ms, dtype=float)
     slowest = times.max(axis=1)
     p20, p50, p80 = (float(np.percentile(slowest, p)) for p in (20, 50, 80))

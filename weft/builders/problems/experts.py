@@ -51,7 +51,7 @@ class ExpertsProblem(Problem):
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
-            raise ValueError(f"a rank sends {sent} tokens to one other rank, more than most={self.most}")
+            raise ValueError(f"one rank sends {sent} tokens to another rank, which is more than most={self.most}")
 
     def __str__(self) -> str:
         """Return repr without `splits` if they are even (a number for each expert of all), and without an unset `return_x`."""
@@ -94,8 +94,8 @@ class ExpertsProblem(Problem):
         if experts < 1 or ranks < 1 or experts % ranks:
             above = max(1, -(-experts // max(1, ranks))) * ranks
             raise ValueError(
-                f"experts={experts} must be a positive multiple of ranks={ranks}: {cls.name} has so many, on all ranks "
-                f"together; use {above}"
+                f"experts={experts} must be a positive multiple of "
+                f"ranks={ranks}: use {above}"
             )
         return replace(cls.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
 

@@ -37,7 +37,9 @@ class MatmulAllGather(GemmProblem):
         weft plan matmul_all_gather --shape 8192,2048,8192 --option gather_dim=-1 --ranks 4 --all
         """
         if gather_dim not in (0, -1):
-            raise ValueError(f"gather_dim={gather_dim}: 0 joins rows, -1 columns")
+            raise ValueError(
+                f"gather_dim={gather_dim} is not supported: use 0 to concatenate rows, or -1 to concatenate columns"
+            )
         return cls(ranks, m, n, k, dtype, columns=gather_dim == -1)
 
     @property
