@@ -313,7 +313,7 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("Bs", {torch.ones(8, 3)}, "Bs is a set: pass a list"),
     ("Bs", [], "Bs"),
     ("return_A", "no", "return_A='no' is a str: pass True or False"),
-    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
 SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
     ("scatter_dim", "0", f"scatter_dim='0' is a str: {NO_DIMENSION}"),
@@ -326,12 +326,12 @@ SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
     ("B", [torch.ones(8, 3)], "B is a list: pass a torch.Tensor"),
     ("reduce_op", "max", 'reduce_op=\'max\': use "sum" or "avg"'),
     ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
-    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
 PRODUCTS_REFUSE: list[tuple[str, Any, str]] = [
     ("x", torch.ones(8), "x has shape (8,): pass at least two dimensions"),
     ("w", [torch.ones(8, 3)], "w is a list: pass a torch.Tensor"),
-    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
 ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmul"], GATHERS_REFUSE) | {
     "matmul_reduce_scatter": SCATTERS_REFUSE,
@@ -352,7 +352,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         ("out_dtype", "bf16", "out_dtype=bf16: use one of torch.bfloat16"),
         ("out_dtype", [torch.bfloat16], "out_dtype=[torch.bfloat16]: use one of torch.bfloat16"),
         ("use_fast_accum", "no", "use_fast_accum='no' is a str: pass True or False"),
-        ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+        ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
     ],
     "matmul_all_gather": [
         ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),

@@ -192,7 +192,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "layout": (
         lambda: _changed(x=torch.ones(K, ROWS).t()),
-        "x has strides (1, 6): its rows must be in one piece each and not overlap; pass x.contiguous()",
+        "x has strides (1, 6): its rows must each be contiguous and must not overlap; pass x.contiguous()",
     ),
     "one memory": (
         lambda: (lambda one: _changed(x=one.view(-1)[: ROWS * K].view(ROWS, K), y=one[:, :N]))(torch.ones(ROWS, 8)),
@@ -220,7 +220,7 @@ BAD: dict[str, tuple[Any, str]] = {
         "y requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass y.detach()",
     ),
     "deadline": (None, "deadline_s=-1 must be positive, and at most"),
-    "timeline": (None, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    "timeline": (None, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
     "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
     "ranks": (None, "schedule shifted is for 4 ranks, but the group has 2: build it for 2, or pass a group of 4"),
 }

@@ -132,8 +132,8 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "divisible by world_size=2",
             "two dimensions": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (5, 8), and sequence_dim=1 takes [B, S/W, 8]: "
             "pass that, or make the layer with sequence_dim=0 for [S/W, 8]",
-            "dtype here": "RefusedError: rank 0: ParallelMLP: x is torch.float16 on cpu and the weight torch.float32 on cpu: use "
-            "one dtype and device",
+            "dtype here": "RefusedError: rank 0: ParallelMLP: x is torch.float16 on cpu, but the weight is "
+            "torch.float32 on cpu: use one dtype and device",
             "two dimensions here": "RefusedError: rank 0: ParallelAttention: x has shape (5, 8), and sequence_dim=1 takes "
             "[B, S/W, 8]: pass that",
             "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), and sequence_dim=0 "

@@ -281,7 +281,13 @@ def test_a_read_among_updates_is_a_race() -> None:
 
 def test_updates_of_nothing_are_found() -> None:
     """Though each of them might come after the other."""
-    with pytest.raises(ScheduleError, match=r"it reads total@0\[0:\+2, 0:\+2\], which no step has written in this run"):
+    with pytest.raises(
+        ScheduleError,
+        match=(
+            r"it reads total@0\[0:\+2, 0:\+2\], which no step has written before "
+            "in this run"
+        ),
+    ):
         verify(adding(first=False))
 
 

@@ -216,7 +216,10 @@ def test_a_builder_of_another_module_is_not_replaced() -> None:
     def serial(p: AllGatherMatmul) -> Schedule:
         raise AssertionError("it was refused, and is never called")
 
-    with pytest.raises(ValueError, match=r"AllGatherMatmul already has a builder named 'serial', from weft\.builders\.all_gather_matmul: give yours another name"):
+    with pytest.raises(
+        ValueError,
+        match=r"already has a builder named 'serial', from weft\.builders\.all_gather_matmul: give yours",
+    ):
         builder(AllGatherMatmul)(serial)
 
 
@@ -237,7 +240,13 @@ def test_messages_of_drafts_say_what_to_write() -> None:
     there = d.signals("there", 1)
     assert Set(there, 0, 1) == Set("there", 0, 1)  # type: ignore[arg-type]
     assert Wait(there) == Wait("there")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"lane a, in 'for': a LaneDraft is no step: .* inside of repeat, write Copy"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"lane a, in 'for': a LaneDraft is not a step: .* inside of repeat, write "
+            "Copy"
+        ),
+    ):
         d.lane("a").repeat("i", 2, d.lane("b").wait(there))  # type: ignore[arg-type]
     d.lane("a").set(there).wait(there, count=lookup((0, 1), RANK))
     with pytest.raises(
@@ -253,8 +262,8 @@ def test_what_is_no_region_is_refused_where_it_is_written() -> None:
     lane: Any = d.lane("a")
     a_norm = "norm of 'reduce' is a tuple: write Norm(out, weight, eps)"
     for add, fault in (
-        (lambda: lane.reduce(y.part(), x), "parts of 'reduce' takes regions, and buffer x is none: write x.part()"),
-        (lambda: lane.reduce(y, x.part()), "out of 'reduce' takes regions, and buffer y is none: write y.part()"),
+        (lambda: lane.reduce(y.part(), x), "parts of 'reduce' takes regions, but x is a buffer: write x.part()"),
+        (lambda: lane.reduce(y, x.part()), "out of 'reduce' takes regions, but y is a buffer: write y.part()"),
         (lambda: lane.reduce(y.part(), x.part(), norm=(z.part(), w.part(), 0.0)), a_norm),
         (
             lambda: lane.reduce(y.part(), x.part(), norm=Norm(z, w.part(), 0.0)),
@@ -270,8 +279,8 @@ def test_what_is_no_region_is_refused_where_it_is_written() -> None:
         (lambda: lane.all_reduce(x, y.part()), "src of 'collective' takes .* write x.part()"),
         (lambda: lane.repeat("i", 2, Copy(x, y.part())), "in 'for': src of 'copy' takes .* write x.part()"),
         (lambda: lane.read(x.part()), "a Region is no Buffer: read takes a whole buffer"),
-        (lambda: lane.set(x), "a Buffer is no Signals: pass the result of Draft.signals"),
-        (lambda: lane.wait(None), "a NoneType is no Signals: pass the result of Draft.signals"),
+        (lambda: lane.set(x), "a Buffer is not a Signals: pass signals that Draft.signals returned"),
+        (lambda: lane.wait(None), "a NoneType is not a Signals: pass signals that Draft.signals returned"),
     ):
         with pytest.raises(TypeError, match=f"lane a.*{fault}".replace("(", r"\(").replace(")", r"\)")):
             add()

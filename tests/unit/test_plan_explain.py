@@ -134,8 +134,8 @@ def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.Monk
     [
         ({"hw": "h900"}, "no machine 'h900'"),
         ({"M": 1001}, "m=1001 must be divisible by world_size=2"),
-        ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has rates only for fp32, fp16, bf16, fp8"),
-        ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has rates only for fp32, fp16, bf16, fp8"),
+        ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has matmul rates only for fp32, fp16, bf16, fp8"),
+        ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has matmul rates only for fp32, fp16, bf16, fp8"),
         ({"M": 0}, "M=0, N=4096, K=8192: each must be at least 1"),
         ({"N": -8}, "n=-8"),
         ({"mode": "eager"}, "mode='eager' is unknown"),

@@ -60,7 +60,7 @@ def test_what_is_valid_is_read(tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UnreadableError, match=r"pipe cannot be read: it is a pipe and no regular file; delete it"):
+    with pytest.raises(UnreadableError, match=r"pipe cannot be read: it is a pipe, not a regular file; delete it"):
         reading.read_json(tmp_path / "pipe", fix="delete it")
 
 

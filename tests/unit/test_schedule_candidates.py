@@ -170,7 +170,10 @@ def test_scaled_gemms_have_schedules_that_overlap() -> None:
             {"scaled": replace(BY_TENSOR, out=("int32",))},
             "fp8 GEMMs are bf16, fp16 or fp32, or fp8 if there is one scale per tensor",
         ),
-        ({"scaled": replace(BY_TENSOR, by="row", out=("fp8",))}, "results of fp8 GEMMs are bf16, fp16 or fp32, or fp8 if"),
+        (
+            {"scaled": replace(BY_TENSOR, by="row", out=("fp8",))},
+            "results of fp8 GEMMs are bf16, fp16 or fp32, or fp8 if",
+        ),
     ],
 )
 def test_what_scaled_gemms_cannot_be(change: dict[str, Any], fault: str) -> None:

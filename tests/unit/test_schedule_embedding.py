@@ -144,7 +144,11 @@ def test_an_all_to_all_that_does_not_add_up_is_found() -> None:
         return replace(step, src=replace(step.src, rows=3)) if isinstance(step, Collective) else step
 
     with pytest.raises(
-        ScheduleError, match=r"the ranks give rows \[3, 3\] of \[8, 8\] columns, and receive \[\(2, 16\)"
+        ScheduleError,
+        match=(
+            r"the ranks contribute \[3, 3\] rows of \[8, 8\] columns, but receive into \[\(2, "
+            r"16\)"
+        ),
     ):
         verify(edited(slices.serial(PROBLEMS[1]), narrow))
 

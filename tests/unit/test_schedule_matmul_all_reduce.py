@@ -265,9 +265,9 @@ def summed(change: str, weight: tuple[int, int] = (1, 3), out: tuple[int, int] =
     [
         ("", {}, ""),
         ("dtype", {}, "dtypes differ: fp32, fp32, bf16, fp32, fp32"),
-        ("weight", {"weight": (4, 3)}, "the norm's weight is [4, 3]: give [1, 3]"),
-        ("weight", {"weight": (1, 2)}, "the norm's weight is [1, 2]: give [1, 3]"),
-        ("out", {"out": (2, 3)}, "the norm's out is [2, 3]: give [4, 3], as the sum"),
+        ("weight", {"weight": (4, 3)}, "the norm's weight is [4, 3]: it must be [1, 3]"),
+        ("weight", {"weight": (1, 2)}, "the norm's weight is [1, 2]: it must be [1, 3]"),
+        ("out", {"out": (2, 3)}, "the norm's out is [2, 3]: it must be [4, 3], like the sum"),
         ("place", {}, "a sum and its norm are written to the same place"),
         ("input", {}, "is written, and a is an input"),
         ("updates", {"accumulate": True}, "an accumulating sum cannot be normed"),

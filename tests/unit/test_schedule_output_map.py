@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "ranks disagree": (  # rank 1 sends the rows of rank 0 straight there, and rank 0's ring has no place for that
         lambda: scatter(ranks={3: lambda m: without(m, 1).dma_map(1, to=1, op="update", after=2)}),
-        "chunk 2 of rank 2, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent: use after=1",
+        "chunk 2 of rank 2, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
     ),
     "updates of what is not here": (
         lambda: scatter(
@@ -349,7 +349,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a gather's chunk that is local elsewhere": (
         lambda: gathered(lambda m: without(m, 0).local(0)),
-        "chunk 0 of rank 0, rows of rank 1: local(0), but rank 1 computes the chunk: use dma_map(0, to=..., after=1), or remove the call",
+        "chunk 0 of rank 0, rows of rank 1: local(0), but rank 1 computes the chunk: use dma_map(0, to=..., after=1), or",
     ),
     "an exchange to another": (
         lambda: exchanged(lambda m: without(m, 0).remote_map(0, to=(RANK + 2) % 4)),
@@ -357,7 +357,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an exchange that waits for others": (
         lambda: exchanged(lambda m: without(m, 0).dma_map(0, to=(RANK + 1) % 4, after=2)),
-        "chunk 0 of rank 0, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent: use after=1",
+        "chunk 0 of rank 0, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
     ),
 }  # fmt: skip
 

@@ -65,7 +65,7 @@ y                      9        8  fp16   output            144 B
 
 signals  arrived[6]   (counters on every rank)
 
-buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []
+notation: buffer@rank[first row:+rows, first column:+columns]; without @rank, this rank's; without [], the whole buffer
 
 lane in (copy)
    1  wait    arrived[0] x2 of the previous run
@@ -90,7 +90,7 @@ y           9        8  fp16   output     144 B
 
 signals  arrived[6]   (counters on every rank)
 
-buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []
+notation: buffer@rank[first row:+rows, first column:+columns]; without @rank, this rank's; without [], the whole buffer
 
 lane in (copy)
    1  wait    arrived[0] x2 of the previous run

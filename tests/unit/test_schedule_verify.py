@@ -72,12 +72,12 @@ def test_missing_set() -> None:
     text = faults(without(push(), Set, signal="arrived"))
     assert "1 fault" in text
     assert re.search(r"rank 0, lane compute, step 1: wait arrived\[0\].* a run makes 0", text)
-    assert text.endswith("(and 1 times more)"), "the same on rank 1"
+    assert text.endswith("(1 more of this kind)"), "the same on rank 1"
 
 
 def test_a_wait_for_more_than_is_set_in_the_previous_run() -> None:
     text = faults(edited(push(), lambda s: replace(s, count=2) if isinstance(s, Wait) and s.previous else s))
-    assert "lane out, step 1: wait credit[0] x2 of the previous run | 2 sets are waited for, and a run makes 1" in text
+    assert "lane out, step 1: wait credit[0] x2 of the previous run | it waits for 2 sets, but a run makes 1" in text
 
 
 def test_a_circle() -> None:
@@ -98,7 +98,8 @@ def test_a_wait_in_front_of_its_own_set() -> None:
 def test_early_reuse() -> None:
     text = faults(without(push(), Wait, previous=True))
     assert re.search(
-        r"race on box@\d: the first reads and the second writes there, a run early, and nothing orders them", text
+        r"race on box@\d: the first step reads and the second writes there, a run early, and no signal orders them",
+        text,
     )
     assert "lane out, step 1 of run 2: copy x[0:+4, 0:+8] -> box@" in text
     assert "lane compute, step 2: silu y[0:+4, 0:+8] = box[0:+4, 0:+8]" in text
@@ -131,7 +132,7 @@ def test_an_output_that_is_not_covered() -> None:
     text = faults(
         edited(push(), lambda s: replace(s, out=part, inputs=(replace(part, buffer="box"),)) if hasattr(s, "op") else s)
     )
-    assert "output y@0[3:+1, 0:+8] is never written (and 1 times more)" in text
+    assert "output y@0[3:+1, 0:+8] is never written (1 more of this kind)" in text
     assert text.startswith("schedule push has 1 fault:")
 
 
@@ -150,8 +151,8 @@ def test_what_an_earlier_run_has_written_is_nothing() -> None:
     x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
     d.lane("compute").compute("silu", y.part(), box.part()).copy(x.part(), box.part())
     text = faults(d.schedule())
-    assert "it reads box@0[0:+4, 0:+8], which no step has written in this run" in text
-    assert text.endswith("(and 5 times more)")
+    assert "it reads box@0[0:+4, 0:+8], which no step has written before in this run" in text
+    assert text.endswith("(5 more of this kind)")
 
 
 def test_a_rank_that_is_two_runs_ahead() -> None:
@@ -180,20 +181,23 @@ def test_adding_to_what_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (Copy(BOX, X), "x[0:+4, 0:+8] is written, and x is an input"),
+        (Copy(BOX, X), "x[0:+4, 0:+8] is written, but x is an input"),
         (Copy(X, replace(BOX, row=1)), "box[1:+4, 0:+8] is outside its buffer of 4 x 8"),
         (Copy(X, replace(BOX, col=RANK - 1)), "box[0:+4, -1:+8] is outside its buffer of 4 x 8"),
         (Copy(X, replace(BOX, rows=-4)), "is outside its buffer of 4 x 8"),
-        (Copy(X, replace(BOX, at=RANK + 1)), "there is no rank 2"),
-        (Copy(X, replace(BOX, at=-1)), "there is no rank -1"),
-        (Copy(X, replace(Y, at=1 - RANK)), "y@1[0:+4, 0:+8] is a peer's, and y is not symmetric but output"),
-        (Copy(X, replace(Y, buffer="z")), "there is no buffer 'z'"),
+        (Copy(X, replace(BOX, at=RANK + 1)), "rank 2 does not exist"),
+        (Copy(X, replace(BOX, at=-1)), "rank -1 does not exist"),
+        (
+            Copy(X, replace(Y, at=1 - RANK)),
+            "y@1[0:+4, 0:+8] belongs to a peer, so y must be symmetric, but it is output",
+        ),
+        (Copy(X, replace(Y, buffer="z")), "buffer 'z' does not exist"),
         (Copy(X, replace(BOX, rows=3)), "a copy of [4, 8] does not fit into [3, 8]"),
-        (Copy(BOX, BOX), "box[0:+4, 0:+8] is written while box[0:+4, 0:+8] is read"),
-        (Set("arrived", 1), "index 1 is outside arrived, of 1 signals"),
-        (Set("arrived", 0, RANK + 1), "there is no rank 2"),
-        (Set("departed"), "there are no signals 'departed'"),
-        (Wait("arrived", -1), "index -1 is outside arrived, of 1 signals"),
+        (Copy(BOX, BOX), "box[0:+4, 0:+8] is written while the same step reads box[0:+4, 0:+8]"),
+        (Set("arrived", 1), "index 1 is out of range: arrived has 1 signals"),
+        (Set("arrived", 0, RANK + 1), "rank 2 does not exist"),
+        (Set("departed"), "signal 'departed' does not exist"),
+        (Wait("arrived", -1), "index -1 is out of range: arrived has 1 signals"),
         (Wait("arrived", 0, 0), "count=0 must be at least 1"),
     ],
 )
@@ -210,11 +214,16 @@ def test_a_step_that_does_not_fit(step: Step, message: str) -> None:
         ("matmul", "a", ("a", "b"), "[4, 8] x [8, 2] does not fit into [4, 8]"),
         ("matmul", "half", ("a", "b"), "dtypes differ: fp32, fp32, fp16"),
         ("add", "out", ("out", "a"), "shapes differ: [(4, 2), (4, 8), (4, 2)]"),
-        ("matmul", "square", ("square", "square"), "square[0:+4, 0:+4] is written while square[0:+4, 0:+4] is read"),
+        (
+            "matmul",
+            "square",
+            ("square", "square"),
+            "square[0:+4, 0:+4] is written while the same step reads square[0:+4, 0:+4]",
+        ),
         ("addmm", "out", ("a", "a", "out"), "[4, 8] x [4, 8] does not fit into [4, 2]"),
         ("addmm", "out", ("a", "b", "square"), "the third input of addmm is [4, 4]: give [4, 2]"),
         ("addmm", "out", ("a", "b", "half"), "dtypes differ: fp32, fp32, fp16, fp32"),
-        ("addmm", "out", ("a", "b", "out"), "out[0:+4, 0:+2] is written while out[0:+4, 0:+2] is read"),
+        ("addmm", "out", ("a", "b", "out"), "out[0:+4, 0:+2] is written while the same step reads out[0:+4, 0:+2]"),
     ],
 )
 def test_operands_that_do_not_fit(op: str, out: str, inputs: tuple[str, ...], message: str) -> None:
@@ -253,15 +262,15 @@ def test_collectives_that_do_not_fit() -> None:
     d = Draft("gather", 2)
     x, y = d.buffer("x", RANK + 1, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
-    assert "the ranks give rows [1, 2] of 4 columns, and gather into [(4, 4), (4, 4)]" in faults(d.schedule())
+    assert "the ranks contribute [1, 2] rows of 4 columns, but gather into [(4, 4), (4, 4)]" in faults(d.schedule())
     d = Draft("gather", 2)
     x, y = d.buffer("x", 2, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
     verify(d.schedule())
     d.lane("compute").repeat("i", RANK, *d.schedule().lanes[0].steps)
-    assert "of 2 ranks only [1] call this collective" in faults(d.schedule())
+    assert "only ranks [1] of 2 call this collective" in faults(d.schedule())
     step = Collective("all_gather", Region("box", 0, 2, 0, 8), replace(BOX, at=1 - RANK))
-    assert "a collective is between buffers of the rank that calls it" in faults(with_steps(step))
+    assert "a collective may only use buffers of the rank that calls it" in faults(with_steps(step))
 
 
 def test_declarations() -> None:
@@ -338,8 +347,8 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
     text = faults(polling(3))
     assert "rank 0, lane compute, step 1: silu y[0:+4, 0:+8] = x[0:+4, 0:+8]" in text
     assert (
-        "it may never get a compute unit: lanes that poll (to 0, to 1, to 2) for steps that need one may hold all 132"
-        in text
+        "it may never get a compute unit, because lanes that poll (to 0, to 1, to 2) for steps that need one may "
+        "occupy all 132" in text
     )
     verify(polling(2))
     verify(polling(3), compute_units=304)

@@ -75,9 +75,7 @@ class EmbeddingOptimizer:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to 2**63 - 1")
         if self.clip_value is not None and self.clip_norm is not None:
-            raise ValueError(
-                f"clip_value={self.clip_value} and clip_norm={self.clip_norm}: pass one of them, an update clips once"
-            )
+            raise ValueError(f"clip_value={self.clip_value} and clip_norm={self.clip_norm}: pass only one of them")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("nonfinite", "rounding", "seed") or (field.name.startswith("clip") and value is None):
@@ -90,7 +88,8 @@ class EmbeddingOptimizer:
                     raise ValueError(f"{type(self).__name__}: {field.name}={value} must be at least 0 and below 1")
             elif field.name.startswith("clip") and value == 0:
                 raise ValueError(
-                    f"{type(self).__name__}: {field.name}=0 would leave no gradient: pass None for no bound"
+                    f"{type(self).__name__}: {field.name}=0 would set every gradient to 0: pass None to disable "
+                    "clipping"
                 )
             elif value < 0:
                 raise ValueError(f"{type(self).__name__}: {field.name}={value} must not be negative")

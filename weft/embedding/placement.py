@@ -79,7 +79,7 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
         return tuple(given)
     names = [table.name for table in tables]
     if unknown := [name for name in given if name not in set(names)]:
-        raise ValueError(f"{what} names {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
+        raise ValueError(f"{what} names {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
     if missing := [name for name in names if name not in given]:
         raise ValueError(f"{what} leaves out table {missing[0]!r}: give one entry for each of {', '.join(names)}")
     return tuple(given[name] for name in names)

@@ -322,4 +322,6 @@ def _refuse(
     else:
         fix = "make room on the ranks, or place tables by hand"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items()) or "no kind applies"
-    raise ValueError(f"table {table.name!r} of {bytes_text(each)} with its states fits nowhere. {tried}. {fix}")
+    raise ValueError(
+        f"table {table.name!r} of {bytes_text(each)} with its optimizer states fits on no rank. {tried}. {fix}"
+    )

@@ -50,8 +50,8 @@ class FusedOptimizers:
         }
         if not self._modules:
             raise ValueError(
-                "no module of this model updates tables in backward: make a ShardedEmbeddingBagCollection with optimizer=, or save "
-                "the state of torch's optimizer"
+                "no module of this model updates tables in backward, so there is nothing to save: construct "
+                "ShardedEmbeddingBagCollection with optimizer=, or save the state of your torch optimizer"
             )
 
     def state_dict(self) -> dict[str, Any]:

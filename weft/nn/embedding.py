@@ -240,7 +240,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """
         if self._update is None:
             raise ValueError(
-                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
+                "this module has no optimizer in backward: construct it with optimizer=, for example "
+                "weft.RowwiseAdagrad(lr=...)"
             )
         if self._fused_optimizer is None:
             tables = {name: cast(nn.Parameter, bag.weight) for name, bag in self.embedding_bags.items()}

@@ -235,8 +235,8 @@ class ShardedEmbeddingCollection(nn.Module):
             config = self._config_of(part)
             if (weight.dtype, tuple(weight.shape)) != (config.dtype, (config.num_embeddings, config.embedding_dim)):
                 raise ValueError(
-                    f"backward of {NAME}, after a change since forward: table {config.name!r} is {weight.dtype} "
-                    f"{list(weight.shape)}, convert it before forward"
+                    f"backward of {NAME}: table {config.name!r} has become {weight.dtype} {list(weight.shape)} "
+                    "since forward: convert the table before forward"
                 )
             ids = torch.cat([one.ids[place] for one in received])
             number = self.partition.parts.index(part)
@@ -254,7 +254,8 @@ class ShardedEmbeddingCollection(nn.Module):
         """The optimizer of the tables as a `torch.optim.Optimizer` (`weft.nn.FusedOptimizer`). `ValueError` without one."""
         if self._update is None:
             raise ValueError(
-                "this module has no optimizer in backward: make it with optimizer=weft.RowwiseAdagrad(lr=...), say"
+                "this module has no optimizer in backward: construct it with optimizer=, for example "
+                "weft.RowwiseAdagrad(lr=...)"
             )
         if self._fused_optimizer is None:
             tables = {name: cast(nn.Parameter, table.weight) for name, table in self.embeddings.items()}
@@ -271,7 +272,7 @@ class ShardedEmbeddingCollection(nn.Module):
             yield
             return
         if self._collected is not None:
-            raise ValueError("accumulate() inside of accumulate() of the same module: leave out the inner one")
+            raise ValueError("accumulate() was called inside accumulate() of the same module: remove the inner call")
         collected = self._collected = []
         try:
             yield
@@ -310,7 +311,10 @@ class ShardedEmbeddingCollection(nn.Module):
         after = fn(torch.empty(0, 1, dtype=self._dtype, device=self.device))
         if recurse and (after.dtype != self._dtype or after.device != self.device):
             if after.device != self.device and self.device.type != "meta":
-                raise ValueError(f"the tables are on {self.device}: make the module on {after.device} by device=")
+                raise ValueError(
+                    f"the tables are on {self.device} and cannot move to {after.device}: construct "
+                    f"the module with device={after.device}"
+                )
             tables = tuple(replace(table, dtype=after.dtype) for table in self.partition.tables)
             self.partition = replace(self.partition, tables=tables)
         super()._apply(fn, recurse)
@@ -429,8 +433,8 @@ class _Rows(torch.autograd.Function):
         with together(f"backward of {NAME}", module.group, grad, module.deadline_s):
             if ctx.is_done:
                 raise WeftError(
-                    f"backward through {NAME} a second time: its optimizer has updated the tables in the first backward. Sum the "
-                    "losses and call backward once, or make the call again"
+                    f"second backward of the same call of {NAME}: the first backward has already updated the "
+                    "tables. Sum the losses and call backward once, or call the module again"
                 )
             of = module._record(ctx.number)
             module._compare(of, "backward")
@@ -457,9 +461,7 @@ def config_of(table: Any) -> EmbeddingBagConfig:
     if isinstance(table, EmbeddingBagConfig) or hasattr(table, "pooling"):
         return EmbeddingBagConfig.of(table)
     if not hasattr(table, "__dict__"):
-        raise TypeError(
-            f"{table!r} is no table description: pass weft.EmbeddingBagConfig or TorchRec's EmbeddingConfig"
-        )
+        raise TypeError(f"{table!r} is not a table config: pass weft.EmbeddingBagConfig or TorchRec's EmbeddingConfig")
     return EmbeddingBagConfig.of(types.SimpleNamespace(**vars(table), pooling="sum"))
 
 
@@ -471,12 +473,14 @@ def _check(partition: Partition) -> None:
             raise ValueError(f"table {table.name!r}: torch has no parameter with a dot in its name, choose another")
         if isinstance(sharding, ColumnWise | DataParallel):
             raise ValueError(
-                f"table {table.name!r}: {sharding} has no unpooled form, use TableWise or RowWise; {NAME} moves whole rows"
+                f"table {table.name!r}: {sharding} is not supported without pooling, because {NAME} sends whole "
+                "rows: use TableWise or RowWise"
             )
         if table.embedding_dim != first.embedding_dim:
             raise ValueError(
-                f"table {table.name!r} has {table.embedding_dim} columns and table {first.name!r} {first.embedding_dim}: rows of a "
-                "collection travel together, give all tables one embedding_dim, or make a collection per dimension"
+                f"table {table.name!r} has {table.embedding_dim} columns, but table {first.name!r} has "
+                f"{first.embedding_dim}: the tables of a collection must have the same embedding_dim. Make a "
+                "collection for each dimension"
             )
 
 

@@ -87,8 +87,8 @@ class ExpertParallelMLP(nn.Module):
         if num_experts < 1 or num_experts % self.world_size:
             above = max(1, -(-num_experts // self.world_size)) * self.world_size
             raise ValueError(
-                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, as every rank has "
-                f"equally many: use {above}, or other ranks"
+                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, "
+                f"because all ranks have the same number of experts: use {above}, or another number of ranks"
             )
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity

@@ -17,7 +17,7 @@ from weft.words import counted
 def check_max_ids(max_ids: Any) -> None:
     """Raise `ValueError` unless `max_ids` is a bound, or None."""
     if max_ids is not None and (isinstance(max_ids, bool) or not isinstance(max_ids, int) or max_ids < 1):
-        raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no bound")
+        raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no limit")
 
 
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
@@ -25,8 +25,9 @@ def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
     if max(totals) > max_ids:
         worst = totals.index(max(totals))
         raise RefusedError(
-            f"rank {worst} would receive {counted(totals[worst], 'id')}, and max_ids={max_ids}: ranks would receive "
-            f"{list(totals)}. Use a smaller batch, {advice}other ranks for the tables of rank {worst}"
+            f"rank {worst} would receive {counted(totals[worst], 'id')}, more than max_ids={max_ids}. (All ranks "
+            f"would receive {list(totals)}.) Use a smaller batch, {advice}or place the tables of rank {worst} on "
+            "other ranks"
         )
 
 

@@ -84,8 +84,8 @@ class AcrossRanks:
                 one, other = tables[source][0][target], tables[target][1][source]
                 if one != other:
                     raise RefusedError(
-                        f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects {_rows(other)}: pass the "
-                        "tables of one dispatch on all ranks"
+                        f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects "
+                        f"{_rows(other)}: pass the tables of the same dispatch on all ranks"
                     )
 
     def _compare_values(self, call: Any, deadline_s: float | None) -> None:

@@ -173,7 +173,7 @@ def _short(details: str) -> str:
 def _end(comm: symm.Communicator, text: str) -> NoReturn:
     """End the group and raise `DisagreementError`, for an error that every rank finds."""
     comm.end(text)
-    raise DisagreementError(f"{text}. The ranks are out of step: this group has ended, make a new one")
+    raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 
 
 def _set_up(deadline_s: float | None) -> float | None:

@@ -55,7 +55,7 @@ Peers may have no such mode, for example if one rank counts its FLOPs.
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
     """Return the deadline. Raise `ValueError` for invalid options, before peers are notified of the call."""
     if timeline is not None and not isinstance(timeline, Timeline):
-        raise ValueError(f"timeline={timeline!r} is not a timeline: pass weft.Timeline(), or None")
+        raise ValueError(f"timeline={timeline!r} is not a Timeline: pass weft.Timeline(), or None")
     return checked_deadline(deadline_s)
 
 
@@ -76,7 +76,7 @@ def made(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
         if timeline is not None:
-            raise ValueError("timeline cannot be filled by a compiled call: leave it out, or call in eager mode")
+            raise ValueError("timeline= is not supported in a compiled call: leave it out, or call in eager mode")
         name = group if isinstance(group, str) else group_of(group).group_name
         options = name, schedule or "", deadline_s or 0.0
         if torch.compiler.is_compiling():
@@ -276,8 +276,8 @@ def _require_problem(op: Operator[Any], p: Any) -> None:
     of_another = p.name in OPERATORS or type(p).__module__.startswith("weft.")  # two operators may share a problem
     if p.name != op.name and not of_another:
         raise TypeError(
-            f"problem of {op.name} returns a Problem named {p.name!r}: give {type(p).__name__} and the operator the "
-            "same name, which plans and messages use"
+            f"{op.name}.problem returns a Problem with the name {p.name!r}: give {type(p).__name__} and the "
+            "operator the same name, because plans and messages use it"
         )
 
 
@@ -343,7 +343,7 @@ def gradients_of_call(
         made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
         if len(made) != len(wanted):
             raise TypeError(
-                f"gradients of {op.name} returns {len(made)} gradients, but a call has {len(wanted)} tensors: "
-                "return one for each, None if it is not wanted"
+                f"{op.name}.gradients returns {len(made)} gradients, but a call has {len(wanted)} tensors: return "
+                "one for each tensor, or None if it is not wanted"
             )
         return made

@@ -243,7 +243,7 @@ class CompiledOperator:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise WeftError("the process group of this call is gone: keep it until backward has run")
+            raise WeftError("the process group of this call has been destroyed: keep it until backward has run")
         return group
 
     @property

@@ -94,7 +94,7 @@ class together:
             if (comm := symm.open_communicator(self._group, kind)) is not None:
                 comm.poison(text)
                 comm.check()
-        raise PoisonedGroupError(f"{text}. This group has ended")
+        raise PoisonedGroupError(f"{text}. This group has failed: make a new process group")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

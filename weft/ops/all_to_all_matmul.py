@@ -232,8 +232,8 @@ class _AllToAllMatmul(Operator[_Call]):
         came = results[1].sum(1).tolist()
         if sum(came) > call.max_rows:
             raise TooManyRowsError(
-                f"{counted(sum(came), 'row')} arrived on rank {rank}, from the ranks {came}, but "
-                f"max_rows={call.max_rows}: pass at least {sum(came)}, or None for all rows"
+                f"{counted(sum(came), 'row')} arrived on rank {rank} (from each rank: {came}), but "
+                f"max_rows={call.max_rows}: pass at least {sum(came)}, or None for no limit"
             )
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:

@@ -429,10 +429,12 @@ def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device,
     mine = p.fingerprint, sum(executor.lent for executor in executors)
     closing = comm.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
     if len({fingerprint for fingerprint, _ in closing}) > 1:
-        raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
+        raise DisagreementError(
+            "ranks close different calls of embedding_all_to_all: close the same modules in the same order on all ranks"
+        )
     if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
         raise RefusedError(
-            f"{', '.join(held)} in the memory that is to be released: drop them, and all views of them, first"
+            f"{', '.join(held)} in the memory that would be freed: first delete the results and all views of them"
         )
     others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
     drop_calls(OPERATOR, group, prepared + others)

@@ -192,7 +192,7 @@ class _MatmulAllReduce(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllReduce:
         x, w, bias, residual, norm, eps, _, _ = call
-        dtype = name_of_dtype("x", x, ", in which the ranks' products can be reduced")
+        dtype = name_of_dtype("x", x, ", because the ranks' products must be reduced in it")
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
         if (norm is None) != (eps is None):

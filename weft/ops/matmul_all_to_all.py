@@ -373,8 +373,8 @@ def _check(call: _Call, world: int, rank: int) -> None:
     kept, mine = received[rank].tolist(), splits[rank * experts : (rank + 1) * experts].tolist()
     if kept != mine:
         raise ValueError(
-            f"received counts {kept} rows from rank {rank} itself, but splits counts {mine}: pass both as "
-            "all_to_all_matmul had them"
+            f"received says that rank {rank} keeps {kept} rows of its own, but splits says {mine}: pass received "
+            "and splits of the same all_to_all_matmul call"
         )
     if rows is not None and rows != tokens:
         raise ValueError(f"rows={rows}, but splits add up to {tokens}: pass this rank's number of tokens")

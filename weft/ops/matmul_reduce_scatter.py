@@ -147,7 +147,7 @@ class _MatmulReduceScatter(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
         x, B, _, _ = call
         fp8 = "; for fp8 use weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
-        dtype = name_of_dtype("A", x, f", in which the ranks' products can be reduced{fp8}")
+        dtype = name_of_dtype("A", x, f", because the ranks' products must be reduced in it{fp8}")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)

@@ -77,7 +77,8 @@ def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
         raise ValueError(
-            "accumulate() inside of accumulate() of the same module: leave out the inner one, one update follows the outer"
+            "accumulate() was called inside accumulate() of the same module: remove the inner call; the tables "
+            "are updated once, when the outer block ends"
         )
     COLLECTED[key] = collected
     try:
@@ -116,7 +117,7 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
         elif reads_tables:
             check_weights(weights, of.plan.sharding, of.rank)
     except ValueError as error:
-        raise ValueError(f"backward of embedding_all_to_all, after a change since forward: {error}") from error
+        raise ValueError(f"backward of embedding_all_to_all: the tables have changed since forward: {error}") from error
     if reads_tables and of.tables is not None:
         of.require_values_of_forward()
 
@@ -237,4 +238,4 @@ def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_
     texts = comm.all_gather(
         f"call {number}, {said}" if number else said, what="options of backward", deadline_s=deadline_s
     )
-    meeting.disagree(f"ranks go back through embedding_all_to_all differently: {by_rank(enumerate(texts))}")
+    meeting.disagree(f"ranks run backward of embedding_all_to_all in different ways: {by_rank(enumerate(texts))}")

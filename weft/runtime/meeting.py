@@ -43,8 +43,9 @@ _DIGEST = 16
 _PIECE_BYTES = 32 * 1024  # of details per message; a message carries up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, not a part of "fp32"
 _MISSED = (
-    "Every rank must make this call, forward or backward, within that time, which deadline_s or WEFT_DEADLINE_S says: see whether "
-    "that rank raised an error before it, or left it out. This group has ended, make a new one"
+    "Every rank must make this call, forward or backward, before the deadline, which deadline_s or "
+    "WEFT_DEADLINE_S sets. Check whether that rank raised an error before the call, or skipped it. This group "
+    "has failed: make a new process group"
 )
 
 T = TypeVar("T")
@@ -103,7 +104,7 @@ class Meeting:
         try:
             return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s))
         except WeftError as error:
-            raise type(error)(f"{error}. This rank had refused the call: {text}") from error
+            raise type(error)(f"{error}. This rank had refused its call: {text}") from error
 
     def _publish(self, payload: bytes, what: str, deadline_s: float | None) -> list[bytes]:
         with self._publishing:
@@ -123,7 +124,9 @@ class Meeting:
             other = topic.difference() if topic.difference else ""
             calls = other or f"{calls}, with other details"
         sizes_differ = len(set(texts)) > 1 and len({_NUMBER.sub("", text) for text in texts}) == 1
-        self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint * sizes_differ)
+        self.disagree(
+            f"ranks made different calls (call {self.calls} of each rank): {calls}", topic.hint * sizes_differ
+        )
 
     def _end_layers(self, noted: Noted) -> NoReturn:
         """Gather the options and call `disagree`. Every rank does so, because all have read the same fingerprints."""
@@ -133,8 +136,8 @@ class Meeting:
         """End the group and raise `DisagreementError`, for an error that every rank finds."""
         self.comm.end(text)
         raise DisagreementError(
-            f"{text}. Call the same, in the same order, on every rank{hint and '; '}{hint}. The ranks are out of step: this group "
-            "has ended, make a new one"
+            f"{text}. Make the same calls in the same order on every rank{hint and '; '}{hint}. The ranks are out "
+            "of step, so this group has failed: make a new process group"
         )
 
 

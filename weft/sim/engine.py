@@ -60,14 +60,14 @@ def simulate(
     `SimulationError` if a collective ends before its links can have carried its bytes.
     """
     if runs < 1:
-        raise ValueError(f"runs={runs}: simulate one run at least")
+        raise ValueError(f"runs={runs} must be at least 1")
     if model.world_size not in (0, schedule.world_size):
         raise ValueError(
-            f"schedule {schedule.name} is for {schedule.world_size} ranks, and the model for {model.world_size}"
+            f"schedule {schedule.name} is for {schedule.world_size} ranks, but the model has {model.world_size}"
         )
     late = tuple(late_us) or (0.0,) * schedule.world_size
     if len(late) != schedule.world_size or min(late) < 0:
-        raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
+        raise ValueError(f"late_us={late} must have {schedule.world_size} times of at least 0, one for each rank")
     if not trusted:
         check_steps(schedule)
         require_memory(schedule, model)
@@ -76,7 +76,7 @@ def simulate(
     result = engine.run()
     works = (task for lane in program.lanes for task in lane.tasks if isinstance(task, Work))
     if model != NULL and not any(task.latency_us + task.work_us > 0 for task in works):
-        raise ScheduleError(f"schedule {schedule.name} takes no time on {model.name}: there is no work in it")
+        raise ScheduleError(f"schedule {schedule.name} has no work that takes time on {model.name}")
     return result
 
 
@@ -337,4 +337,4 @@ class _Engine:
             run = lane.rank.run - 1 - task.previous
             have = self.counters[task.counter] - run * task.sets_per_run
             return f"{where}: {name} has {max(0, have)} of {task.sets} sets"
-        return f"{where}: {name}, which not all ranks have come to"
+        return f"{where}: {name}, which not all ranks have reached"

@@ -50,7 +50,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
     `KeyError` names all keys that the machine file lacks. `ValueError` names a key with a unit of the wrong kind.
     """
     if world_size < 1:
-        raise ValueError(f"world_size={world_size}: a model has one rank at least")
+        raise ValueError(f"world_size={world_size} must be at least 1")
     if not machine.topology:
         raise KeyError(
             f'{machine.name}: add topology = "switch" to its machine file, above the first number: how its GPUs are linked, one '

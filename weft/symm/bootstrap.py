@@ -228,13 +228,13 @@ class _Setup:
                 )
         for peer in self.peers.values():
             if self._receive(peer) != {"ready": _digest(self.mine.token), "attempt": attempt}:
-                raise PeerLostError(f"rank {peer.rank} is in another attempt at setting up this group: try again")
+                raise PeerLostError(f"rank {peer.rank} is in another attempt to set up this group: try again")
         calls = [self.entries[r].calls for r in range(self.world_size)]
         if len(set(calls)) > 1:
             made = ", ".join(f"rank {rank} at its call {number}" for rank, number in enumerate(calls))
             raise DisagreementError(
-                f"ranks set this group up in different calls, {made}: one has missed another's deadline before, so "
-                "they are out of step: make a new group"
+                f"ranks set up this group in different calls ({made}). A rank has missed a deadline before, so "
+                "the ranks are out of step: make a new process group"
             )
 
     def _read_entries(self) -> None:
@@ -358,7 +358,7 @@ class _Setup:
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
             if peer.connection.fileno() in ready:
-                raise self._lost(peer.rank, "it hung up")
+                raise self._lost(peer.rank, "it closed the connection")
         return [sock for sock in listening if sock.fileno() in ready]
 
     def _let_in(self, listener: socket.socket) -> None:

@@ -360,7 +360,10 @@ def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | Non
         if known._group() is group and (known.device == device or known.device.type == device.type):
             known.check()
             if known.device != device:
-                raise ValueError(f"this group has a communicator on {known.device}: close it to use {device}")
+                raise ValueError(
+                    f"this group has a communicator on {known.device}, so it cannot have one on "
+                    f"{device}: close the first, or use another group"
+                )
             return known
         if not is_registered(known._group()):  # destroyed, although references to it remain
             known._close("its process group was destroyed")

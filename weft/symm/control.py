@@ -235,7 +235,7 @@ class Control:
                     taken[rank] = (value, files[0] if files else None)
             if len(set(names)) > 1:
                 calls = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-                raise DisagreementError(f"ranks made different calls in which all must make the same: {calls}")
+                raise DisagreementError(f"ranks made different calls where all must make the same: {calls}")
         except BaseException:
             for descriptor in received:
                 os.close(descriptor)
@@ -415,7 +415,7 @@ class Control:
                 return False
             if not data:
                 if rank not in self.gone:
-                    self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye"
+                    self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye message"
                     self.lose(rank, self.ended[rank])
                 return False
             kind, body = data[:1], data[1:]
@@ -481,6 +481,4 @@ class Control:
 
 
 def unusable(text: str, context: str = "") -> PoisonedGroupError:
-    return PoisonedGroupError(
-        f"this process group is unusable after an earlier failure ({text}): make a new one{context}"
-    )
+    return PoisonedGroupError(f"this process group has failed before ({text}): make a new process group{context}")

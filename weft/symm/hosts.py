@@ -299,7 +299,7 @@ class _Dial:
     def _recv(self, count: int) -> bytes:
         data = self.socket.recv(count)  # also raises the error of a connection that failed
         if not data:
-            raise OSError("it hung up")
+            raise OSError("it closed the connection")
         return data
 
 

@@ -181,7 +181,7 @@ class AllToAllMatmulCall(ExpertsCall):
             "max_rows of 64 bits": ({"max_rows": 1 << 63}, f"max_rows={1 << 63} {size}"),
             "cannot": (
                 {"max_rows": 9, "schedule": "dispatch[by=dma,rest=each]"},
-                "the host must not wait for sizes in this call, but it needs them",
+                "the host must not wait for sizes",
             ),
         }
 
@@ -242,7 +242,10 @@ class MatmulAllToAllCall(ExpertsCall):
                 "received is on meta, but h is on cpu: move received to cpu",
             ),
             "rows": ({"rows": -1}, f"rows=-1 {size}"),
-            "cannot": ({"rows": 8, "schedule": "combine[chunks=1,by=dma]"}, "the host must not wait for sizes in this call, but it needs them"),
+            "cannot": (
+                {"rows": 8, "schedule": "combine[chunks=1,by=dma]"},
+                "the host must not wait for sizes",
+            ),
         }
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:

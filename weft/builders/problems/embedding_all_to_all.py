@@ -103,7 +103,7 @@ class EmbeddingAllToAll(Problem):
 
     @property
     def uneven(self) -> str:
-        return "ranks have tables of their own"
+        return "each rank has other tables"
 
     @property
     def has_work(self) -> bool:

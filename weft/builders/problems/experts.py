@@ -74,7 +74,8 @@ class ExpertsProblem(Problem):
     @classmethod
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
-        experts: Annotated[int | None, "Required: number of experts of all ranks together, equally many on each."] = None,
+        experts: Annotated[int | None, "Required: the number of experts of all ranks together. All ranks have "
+                                       "the same number."] = None,
         bounded: Annotated[bool, "The host does not wait for the number of rows: all_to_all_matmul with max_rows, "
                            "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
@@ -93,10 +94,7 @@ class ExpertsProblem(Problem):
             )
         if experts < 1 or ranks < 1 or experts % ranks:
             above = max(1, -(-experts // max(1, ranks))) * ranks
-            raise ValueError(
-                f"experts={experts} must be a positive multiple of "
-                f"ranks={ranks}: use {above}"
-            )
+            raise ValueError(f"experts={experts} must be a positive multiple of ranks={ranks}: use {above}")
         return replace(cls.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
 
     @property

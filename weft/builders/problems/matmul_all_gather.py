@@ -28,7 +28,7 @@ class MatmulAllGather(GemmProblem):
     @classmethod
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
-        gather_dim: Annotated[int, "0 joins the products' rows, -1 their columns."] = 0,
+        gather_dim: Annotated[int, "0 concatenates the rows of the products, -1 their columns."] = 0,
     ) -> MatmulAllGather:  # fmt: skip
         """x [M, K] times w [K, N] on each rank, and all ranks' products on each rank.
 

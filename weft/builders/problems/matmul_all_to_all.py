@@ -36,8 +36,8 @@ class MatmulAllToAll(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"no graph can capture {self.name} without rows: the host reads the number of rows; plan it with "
-            "--option bounded=true (in Python bounded=True), and call it with rows"
+            f"a CUDA graph cannot capture {self.name} without rows, because the host must read the number of "
+            "rows: plan it with --option bounded=true (in Python bounded=True), and call it with rows"
         )
 
     @property

@@ -50,7 +50,7 @@ class For(_Repeated):
         return self  # `unrolled` replaces it by its iterations
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        raise ValueError(f"a loop has no name in a timeline: unroll it first, its steps have names: {self}")
+        raise ValueError(f"a loop has no name in a timeline, but its steps do: unroll the loop first: {self}")
 
     def __str__(self) -> str:
         return f"for {self.index} in 0..{self.extent}: {_inside(self.body)}"

@@ -124,9 +124,9 @@ def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
         step = lane.steps[event.step]
         if wait := step.awaits:
             total = per_run[event.rank, wait.signal, wait.index]
-            found = f"{count} of {total} sets come before it" if total else "it is never set"
+            found = f"only {count} of {total} sets come before it" if total else "it is never set"
         else:
-            found = f"{count} of {len(ranks)} ranks come to it"
+            found = f"only {count} of {len(ranks)} ranks reach it"
         lines.append(
             f"rank {event.rank}, lane {lane.name}, step {step_number(lane, event.step)}: {describe(step, event.rank)}: {found}"
         )
