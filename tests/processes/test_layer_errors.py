@@ -2,7 +2,7 @@
 another one.
 
 Cheapest first: arguments (refused before the first collective, the group lives on); errors between two collectives (the same);
-errors behind the last (the group ends). After each refusal the same layer is called again, and must give what it gave before.
+errors after the last (the group ends). After each refusal the same layer is called again, and must give what it gave before.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def test_an_input_of_another_dtype_is_refused_by_the_layers_name(pool: Pool) -> 
 
 
 def ends(group: dist.ProcessGroup, what: str) -> list[tuple[str, str]]:
-    """Ctrl-C between two collectives; an error behind the last one. Then the same call, as it should be."""
+    """Ctrl-C between two collectives; an error after the last one. Then the same call, as it should be."""
     own, activation, found = dist.new_group(list(range(WORLD))), Fails(), []
     options: dict[str, Any] = {"group": own}
     call, error = (

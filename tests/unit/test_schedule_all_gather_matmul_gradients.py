@@ -210,7 +210,7 @@ def test_the_planner_hides_both_exchanges() -> None:
 
 
 def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output layer of Llama-3-8B on eight ranks, behind both GEMMs. Joined columns cost the unfused way one more copy."""
+    """The output layer of Llama-3-8B on eight ranks, after both GEMMs. Joined columns cost the unfused way one more copy."""
     monkeypatch.setenv("WEFT_QUIET", "1")  # sizes that are too small to gain from overlap run without it
     for world, last in ((2, ""), (8, ",last=columns")):
         of_serial = []

@@ -34,8 +34,8 @@ def of(config: str, **ms: float) -> list[dict]:
 
 
 def made_up() -> list[dict]:
-    """Return records: for g1 the pick is the best of the paper's four, 10% behind another one; for g2 it is 20% slower than the
-    best."""
+    """Return records: for g1 the pick is the best of the paper's four, 10% slower than another one; for g2 it is 20% slower than
+    the best."""
     g1 = of("g1", serial=10.0, shard=40.0, **{PICK["g1"]: 8.0, ficco("2d", "hetero", "fused"): 7.2})
     return g1 + of("g2-m4", serial=12.0, **{PICK["g2"]: 10.0, STUDIED["hetero-fused-1D"]: 8.0})
 

@@ -98,7 +98,7 @@ def shard(
     """Put shards to the peers, and multiply them as they arrive.
 
     chunks: parts of a shard with a signal each, a number or a proportion. send in_turn: to one peer after the other, fastest for
-    the first shard behind a switch; at_once: over all links of a mesh."""
+    the first shard on a switch; at_once: over all links of a mesh."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to gather")

@@ -1,4 +1,4 @@
-"""All gradients of an all-gather + GEMM: x is gathered again behind the GEMMs of x's gradient, whose partial sums travel behind
+"""All gradients of an all-gather + GEMM: x is gathered again after the GEMMs of x's gradient, whose partial sums travel after
 the GEMMs of the weights' gradients.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients

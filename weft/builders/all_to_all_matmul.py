@@ -43,7 +43,7 @@ from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
 SendOrder: TypeAlias = Literal["in_turn", "at_once"]
-"""in_turn: to one peer after the other, fastest for the first tokens behind a switch. at_once: over all links of a mesh."""
+"""in_turn: to one peer after the other, fastest for the first tokens on a switch. at_once: over all links of a mesh."""
 Columns: TypeAlias = tuple[int, int]
 """(first, count) of the k columns of tokens."""
 _TILE = "t"
@@ -239,7 +239,8 @@ class Sending(_Dispatch):
     def multiply(
         self, distances: list[int], first: int, count: int, columns: Columns | None = None, adds: bool = False
     ) -> None:
-        """Multiply the tokens of the ranks `distances` behind, 0 for this rank, for `count` experts from `first` on.
+        """Multiply the tokens of the ranks `distances` places before this one, 0 for this rank, for `count` experts from `first`
+        on.
 
         columns: only these columns of the tokens. adds: accumulate into y."""
         expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
@@ -276,14 +277,14 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region of `rows` tokens of the rank `distance` behind, 0 for this rank, from token `first` on, where they
-        lie."""
+        """Return the region of `rows` tokens of the rank `distance` places before this one, 0 for this rank, from token `first`
+        on, where they lie."""
         if distance:
             return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
-        """Return the first row in x of the tokens of `source`: behind those of the ranks before it."""
+        """Return the first row in x of the tokens of `source`: after those of the ranks before it."""
         begin: Index = 0
         for before in range(self.world_size - 1):
             counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)
@@ -291,5 +292,5 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row in a rank's inbox of the tokens from the rank `distance` behind it."""
+        """Return the first row in a rank's inbox of the tokens from the rank `distance` places before it."""
         return (self.world_size - 1 - distance) * self.p.most

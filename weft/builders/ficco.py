@@ -46,7 +46,7 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # In a step's rows of the box, chunks lie in the order of the ring behind the reader, its own chunk last.
+    # In a step's rows of the box, chunks lie in ring order, starting with the rank before the reader, its own chunk last.
     places = world if uniform and fused else world - 1
     d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
     rows = o.results(places * pieces[0][1]) if fused else []
@@ -82,7 +82,7 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     world, m, pieces = _pieces(p, p.k, steps)
     d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # uniform: rows as in y. hetero: in the order of the ring behind the reader, so that the others' rows are adjacent.
+    # uniform: rows as in y. hetero: in ring order, starting with the rank before the reader, so that the others' rows are adjacent.
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]

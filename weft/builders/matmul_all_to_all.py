@@ -254,7 +254,7 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Copy the rows that these experts of the rank `distance` behind have made of this rank's tokens into y."""
+        """Copy the rows that these experts of the rank `distance` places before this one have made of this rank's tokens into y."""
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK
@@ -263,5 +263,5 @@ class _Sending(_Combine):
 
     def _slot(self, distance: int) -> int:
         """Return the first row of the slot for the rank `distance` ahead; at the receiver, of the slot from the rank `distance`
-        behind."""
+        after."""
         return (distance - 1) * self.p.most

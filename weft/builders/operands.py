@@ -127,5 +127,5 @@ def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def peer(world_size: int, distance: int) -> Index:
-    """Return the rank `distance` places ahead in the ring, or behind if it is negative."""
+    """Return the rank `distance` places ahead in the ring, or before this one if it is negative."""
     return (RANK + distance % world_size) % world_size

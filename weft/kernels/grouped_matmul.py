@@ -156,7 +156,7 @@ def _store_tile(
 
 
 @triton.jit(
-    # Arguments that differ from call to call must not select another compiled kernel. Loading a kernel behind a stream that
+    # Arguments that differ from call to call must not select another compiled kernel. Loading a kernel after a stream that
     # waits for a peer would never return.
     do_not_specialize=[
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",

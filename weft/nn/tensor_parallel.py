@@ -285,7 +285,7 @@ def _require(of: nn.Module, wrong: str) -> None:
 
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
-    """True if the all-reduce behind a layer with this weight [N, ...] can include `norm`."""
+    """True if the all-reduce after a layer with this weight [N, ...] can include `norm`."""
     hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
     own, called = norm.weight, any(hooks) or "forward" in norm.__dict__
     fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]

@@ -2,11 +2,11 @@
 
 |               | hosts that meet: CPU processes                  | hosts that do not: GPUs                                |
 |---------------|-------------------------------------------------|--------------------------------------------------------|
-| first call    | a meeting, as before every call                 | an exchange over the sockets                           |
-| later calls   | a meeting before each (`weft.runtime.meeting`)  | a digest, off the critical path (`weft.symm.calls`)    |
-| bad input     | published in the meeting: every rank refuses    | sent to every peer: it refuses, or has made the call   |
+| first call    | a rendezvous, as before every call                 | an exchange over the sockets                           |
+| later calls   | a rendezvous before each (`weft.runtime.meeting`)  | a digest, off the critical path (`weft.symm.calls`)    |
+| bad input     | published in the rendezvous: every rank refuses    | sent to every peer: it refuses, or has made the call   |
 |               |                                                 | already and ends the group                             |
-| other errors  | as bad input before the meeting; later the end  | the end of the group                                   |
+| other errors  | as bad input before the rendezvous; later the end  | the end of the group                                   |
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Agreement:
 
 
 class HostsMeet(Agreement):
-    """The agreement of CPU processes: a meeting through shared memory takes microseconds."""
+    """The agreement of CPU processes: a rendezvous through shared memory takes microseconds."""
 
     meets = True
 
@@ -108,7 +108,7 @@ class HostsMeet(Agreement):
 
 
 class HostsApart(Agreement):
-    """The agreement of GPUs: a meeting would cost the host more than the call."""
+    """The agreement of GPUs: a rendezvous would cost the host more than the call."""
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str

@@ -98,7 +98,7 @@ class _OfGroup(Generic[E]):
 
     Compiling for a size takes as long as several calls. That is wasted on sizes that never recur, such as sequences without
     padding. So on GPUs, once `PASSING` new sizes of a family in a row have not recurred, a new size runs unfused. Then
-    hosts do not meet, and only NCCL and cuBLAS load kernels or wait. A size is compiled when it recurs. As soon as any size
+    hosts do not synchronise, and only NCCL and cuBLAS load kernels or wait. A size is compiled when it recurs. As soon as any size
     recurs, all new sizes are compiled again. Ranks make the same calls, so their counts are equal.
     """
 

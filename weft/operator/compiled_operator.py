@@ -189,7 +189,7 @@ class CompiledOperator:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that exceeds the sizes of the compiled operator. On GPUs hosts do not meet: without a refusal, peers
+        """Refuse a call that exceeds the sizes of the compiled operator. On GPUs hosts do not synchronise: without a refusal, peers
         would wait for this rank until their deadline."""
         if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.comm, trouble, deadline_s=deadline_s)

@@ -8,10 +8,10 @@ error. Errors that leave a call are handled as follows.
 - torch's activation checkpointing raises an exception in the last call that it needs, on all ranks: the call counts as made.
 - Any other error, on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the group
   stays usable.
-- Any other error, on GPUs, where hosts do not meet: peers are notified of bad input over the sockets (`weft.symm.calls`). A peer
-  that has not reached this call yet, or refuses it too, raises as well, and the group stays usable. If a peer has made the call,
-  the group fails. This rank's next call waits until it knows the outcome. After an error that is not about input (no memory) the
-  group fails at once.
+- Any other error, on GPUs, where hosts do not synchronise: peers are notified of bad input over the sockets (`weft.symm.calls`).
+  A peer that has not reached this call yet, or refuses it too, raises as well, and the group stays usable. If a peer has made the
+  call, the group fails. This rank's next call waits until it knows the outcome. After an error that is not about input (no
+  memory) the group fails at once.
 
 If a call begins while another thread of this rank is in a call of the group, the group fails, since a peer's call could pair with
 either.

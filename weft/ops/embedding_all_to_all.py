@@ -247,7 +247,7 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
-"""The place of per-sample weights among a call's tensors, behind those of the tables. The anchor is the last tensor."""
+"""The place of per-sample weights among a call's tensors, after those of the tables. The anchor is the last tensor."""
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
@@ -260,11 +260,10 @@ def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
 
 
 class _EmbeddingAllToAll(Operator[_Call]):
-    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a half octave of
-    samples.
+    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a size bucket.
 
-    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of the half
-    octave (`weft.plan.nearby`). It needs a GPU with a model; otherwise, and with one rank, "auto" is `direct`. Under
+    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of the size
+    bucket (`weft.plan.nearby`). It needs a GPU with a model; otherwise, and with one rank, "auto" is `direct`. Under
     `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks take the same transport: rank 0 plans, and a
     measured time is the slowest rank's.
     """
@@ -394,7 +393,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _octave(most: int) -> int:
-    """Return the half octave of a call with at most `most` samples per rank."""
+    """Return the size bucket of a call with at most `most` samples per rank."""
     return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
 
 

@@ -85,7 +85,7 @@ def all_to_all_single(
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Order the caller's stream behind `work`, for backends that have not done so."""
+    """Order the caller's stream after `work`, for backends that have not done so."""
     if work is not None:
         work.wait()
 

@@ -7,7 +7,7 @@ reduce them by row.
 
 Each rank's part of `grad` for an owner is copied together first. On CPU ranks meet before the exchange with the number of the
 forward call, its batch sizes and the learning rate. So ranks that go back through different calls, or would update
-differently, get an error that names the difference, before anything is written. On GPUs hosts do not meet.
+differently, get an error that names the difference, before anything is written. On GPUs hosts do not synchronise.
 
 Ids and samples alone fix the order of sums (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
 number of ranks, any placement of tables, and any delays.

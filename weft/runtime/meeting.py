@@ -1,4 +1,4 @@
-"""The meeting of a group's ranks on CPU, before each call begins.
+"""The rendezvous of a group's ranks on CPU, before each call begins.
 
 Each rank publishes its next call (a `Topic`), or the reason for a refusal, and reads its peers' messages. This is one small
 all-gather through shared memory, which takes microseconds. No rank computes, sends or counts anything until all ranks are
@@ -8,10 +8,10 @@ known to make the same call:
     topics differ             `DisagreementError` on every rank. Ranks are out of step, by at least one call: the group ends
     a rank does not arrive    `DeadlineError`, `PeerLostError`: the group ends
 
-All calls of a group use one meeting, whichever operator makes them. So ranks' calls are compared by position: the n-th call of
+All calls of a group use one rendezvous, whichever operator makes them. So ranks' calls are compared by position: the n-th call of
 one rank meets the n-th call of every peer.
 
-On GPUs hosts do not meet, because a meeting would cost more than the call: see `weft.operator.together`.
+On GPUs hosts do not synchronise, because a rendezvous would cost more than the call: see `weft.operator.together`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Topic:
 
 
 class Meeting:
-    """The meeting of all calls of `communicator`, which is on CPU. The constructor is collective. One thread at a time may call."""
+    """The rendezvous of all calls of `communicator`, which is on CPU. The constructor is collective. One thread at a time may
+    call."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -80,7 +81,7 @@ class Meeting:
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop the meeting of this communicator at its end."""
+        """Drop the rendezvous of this communicator at its end."""
         _meetings.pop(self.comm, None)
 
     def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
@@ -187,7 +188,7 @@ _meetings: dict[Communicator, Meeting] = {}
 
 
 def meeting_of(comm: Communicator) -> Meeting:
-    """Return the meeting of a communicator. Collective at the first call for a communicator."""
+    """Return the rendezvous of a communicator. Collective at the first call for a communicator."""
     return of_communicator(_meetings, comm, Meeting)
 
 

@@ -131,7 +131,7 @@ class Model:
     `large_collective_us` longer to start. The faster one is used."""
     large_collective_us: float = 0.0
     lanes_run_us: float = 0.0
-    """Additional time of a run with several lanes, which begin behind the caller's stream and which it then waits for."""
+    """Additional time of a run with several lanes, which begin after the caller's stream and which it then waits for."""
     graph_run_us: float = 0.0
     """Additional time of a run with several lanes in a captured graph, which ends when all lanes have ended."""
     graph_signal_us: float = 0.0

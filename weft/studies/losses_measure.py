@@ -191,7 +191,7 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Play behind a device sleep that is as long as the last enqueueing of the lanes, up to 50 ms."""
+        """Play after a sleep kernel that is as long as the last enqueueing of the lanes, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)

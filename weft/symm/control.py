@@ -10,13 +10,13 @@ computes or waits:
 - *lost*: a peer saw another rank die. Every rank sees that by itself too; the message makes all ranks name the same cause;
 - *call*: a peer's call, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: a call
   that the peer does not make; *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`);
-- *meeting*: a peer's payload of a meeting, in groups on several hosts (`weft.symm.exchange`);
+- *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, from another host too;
 - an error of a connection between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent what is no frame.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
 and every later use raises. Nothing in shared memory signals a failure, so a rank that dies half-way through a write leaves
-nothing behind that its peers would misread.
+nothing that its peers would misread.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class MatmulAllToAllCall(ExpertsCall):
         return combine.inputs(self.splits, case.k, case.n, NAMES[case.dtype], seed)
 
     def drawn(self, rank: int) -> Tensors:
-        """h has spare rows of NaN behind the arrived rows."""
+        """h has spare rows of NaN after the arrived rows."""
         h, w = super().drawn(rank)
         return [torch.cat((h, torch.full((self.spare, self.case.k), torch.nan, dtype=h.dtype, device=h.device))), w]
 

@@ -288,7 +288,7 @@ def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def captured(group: dist.ProcessGroup, operator: str, case: Any, replays: int) -> str:
-    """Replay a CUDA graph with two calls in it, with fresh data, behind stragglers and between calls; with a pinned schedule its
+    """Replay a CUDA graph with two calls in it, with fresh data, after stragglers and between calls; with a pinned schedule its
     results have the bits of calls. Return the error of a first call inside a capture."""
     kind, stream, refusal = CALLS[operator], torch.cuda.Stream(), ""
     mean = replace(case, op="avg") if kind.reduces else case

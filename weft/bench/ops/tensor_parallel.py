@@ -2,7 +2,7 @@
 
 Presets are models, with an MLP and an attention each, of one sequence. Variants:
 
-    serial           the baseline: torch's all-gather before GEMMs and reduce-scatter behind them
+    serial           the baseline: torch's all-gather before GEMMs and reduce-scatter after them
     weft             weft.nn.ParallelMLP, weft.nn.ParallelAttention
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only

@@ -68,7 +68,7 @@ class Routes:
     """The routes of all ranks, in numbers.
 
     order: the places of a rank's chunks by their numbers. sends: by rank and place, the sends of its GEMM or copy engine.
-    targets: the ranks to which a rank's engines send. sources: by rank and place, the ranks that send there, the nearest behind
+    targets: the ranks to which a rank's engines send. sources: by rank and place, the ranks that send there, the nearest after
     in the ring first. alike: True if ranks differ only by their place in the ring.
     """
 

@@ -16,7 +16,7 @@ class MatmulAllGather(GemmProblem):
     """y = all ranks' x @ w, one below the other; with `columns` side by side.
 
     Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering
-    for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather behind its producer).
+    for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather after its producer).
 
     Builders: `weft.builders.matmul_all_gather`.
     """

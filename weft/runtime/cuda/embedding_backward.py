@@ -121,7 +121,7 @@ def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
     begins[1:] &= rows[1:] != rows[:-1]
     run_of = begins.cumsum(0) - 1
     runs = begins.sum()
-    # Elements behind the last run are for all that begins no run.
+    # Elements after the last run are for all that begins no run.
     starts = torch.zeros(count + 2, dtype=torch.int64, device=device)
     starts.scatter_(0, torch.where(begins, run_of, count + 1), numbers)
     starts.scatter_(0, runs.view(1), known.sum().view(1))
@@ -281,7 +281,7 @@ def _occurrences(of: ForwardCall, jagged: JaggedInput) -> _Occurrences:
     stride = sum(slot.dim for slot in local)
     offsets, at = jagged.offsets.to(torch.int64), torch.arange(count, device=device)
     bag = torch.searchsorted(offsets, at, right=True) - 1
-    in_bag = (bag >= 0) & (bag < bags)  # values before the first offset and behind the last are of no bag
+    in_bag = (bag >= 0) & (bag < bags)  # values before the first offset and after the last are of no bag
     bag = bag.clamp(0, bags - 1)
     key, sample = bag // batch, bag % batch
     lengths = (offsets[bag + 1] - offsets[bag]).clamp(min=1) if shape.any_mean else None
