@@ -72,7 +72,7 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Pool this rank's tables for the global batch and send every pooled vector to the rank that owns its sample.
 
-    Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One kernel does all
+    It computes the same as one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One kernel does all
     three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`; one thread per rank at
     a time.
 
