@@ -201,6 +201,6 @@ def _whole(name: str, given: Any, fix: str) -> Any:
 
 
 def _shown(number: Any) -> str:
-    """Return the digits, unless there are more than Python prints or a reader wants."""
+    """Return the number as text, or its number of bits if it is too long to print."""
     is_long = type(number) is int and number.bit_length() > 64
     return f"a number of {number.bit_length()} bits" if is_long else repr(number)

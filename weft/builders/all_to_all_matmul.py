@@ -222,7 +222,8 @@ class Sending(_Dispatch):
                 sender.set(self._taken, i)
 
     def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
-        """Send to every other rank the tokens for `count` of its experts from `first` on, or only these columns of them."""
+        """Send to every other rank the tokens for its experts `first` to `first + count - 1`, or only some columns of
+        these tokens."""
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
             begin = to * self.p.experts

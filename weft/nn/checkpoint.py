@@ -106,7 +106,7 @@ class FusedOptimizers:
 
 
 def _states_of_parts(path: str, module: Any, optimizer: FusedOptimizer) -> dict[str, dict[str, Any]]:
-    """Return the states of a module with tables in parts, under the names of the tables."""
+    """Return the states of a module with sharded tables, under the names of the tables."""
     from weft.nn.parts_state import names_of_parts, whole
 
     found: dict[str, dict[str, Any]] = {}

@@ -49,17 +49,19 @@ def mark_again(module: Any, incompatible_keys: Any) -> None:
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
-    """Embedding tables on the ranks of `group`, whole or in parts; pooled vectors for each rank's own samples.
+    """A collection of embedding tables that are placed on the ranks of `group`. It returns pooled vectors for each
+    rank's own samples.
 
     The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
     `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A missing or dead rank is a
     `DeadlineError` or a `PeerLostError`, in the constructor as in a call.
 
-    Backward is collective too: every rank that has made a call goes back through it, in the same order. Gradients are reduced
-    in a fixed order, so that equal inputs give equal bits. With an `optimizer` backward updates the tables, which then require no
-    gradients, and `fused_optimizer` has the learning rate; a second backward of one call is a `WeftError`. Calls in
-    `torch.no_grad()` update nothing. Without an optimizer the tables require gradients, as those of `nn.EmbeddingBag` do. Call
-    `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile a call that wants gradients breaks the graph.
+    Backward is collective too: all ranks must run backward of the same calls, in the same order. Gradients are reduced
+    in a fixed order, so that equal inputs give equal bits. With an `optimizer` backward updates the tables, which then
+    require no gradients, and `fused_optimizer` has the learning rate; a second backward of one call is a `WeftError`.
+    Calls in `torch.no_grad()` update nothing. Without an optimizer the tables require gradients, as those of
+    `nn.EmbeddingBag` do. Call `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile a call
+    that wants gradients breaks the graph.
 
     Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
     tables exist here, so `state_dict()` is this rank's share. The config of a table sets its initial values

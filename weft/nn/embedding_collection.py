@@ -466,7 +466,7 @@ def config_of(table: Any) -> EmbeddingBagConfig:
 
 
 def _check(partition: Partition) -> None:
-    """Raise `ValueError` for shardings and tables that rows cannot travel of."""
+    """Raise `ValueError` for shardings and tables that this module does not support."""
     first = partition.tables[0]
     for table, sharding in zip(partition.tables, partition.shardings, strict=True):
         if "." in table.name:

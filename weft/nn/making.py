@@ -20,7 +20,7 @@ from weft.words import by_rank
 
 
 def rank_in(group: Any) -> int:
-    """Return this rank's number in `group`. Raise `ValueError` unless it is in it."""
+    """Return this rank's number in `group`. Raise `ValueError` if this rank is not in the group."""
     if group is None:
         raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
     rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)

@@ -38,7 +38,7 @@ class Agreement:
     """The agreement on devices without communication, such as meta: each rank checks only its own call."""
 
     meets = False
-    """True if hosts meet before every call."""
+    """True if ranks synchronise on the host before every call."""
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str

@@ -262,8 +262,8 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 
 
 def require_device(op: Operator[Any], call: Any) -> None:
-    """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do not meet
-    on other devices."""
+    """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do
+    not synchronise on other devices."""
     device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
         made = "; if a module was made on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
@@ -308,7 +308,7 @@ class _Function(torch.autograd.Function):
 
 
 BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}
-"""For each operator, `backward_of_call` with refusals that name the operator."""
+"""`backward_of_call` for each operator; its errors name the operator."""
 
 
 def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:

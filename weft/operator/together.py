@@ -16,8 +16,9 @@ error. Errors that leave a call are handled as follows.
 If a call begins while another thread of this rank is in a call of the group, the group fails, since a peer's call could pair with
 either.
 
-At the first call of a shape hosts meet on GPUs too, and compare how many calls each has made. Later calls are compared off the
-critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call by its source line (`weft.symm.calls`).
+At the first call of a shape, the hosts of GPU ranks synchronise too, and compare how many calls each has made. Later
+calls are compared off the critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call by its source line
+(`weft.symm.calls`).
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Pool this rank's tables for the global batch and send every pooled vector to the rank that owns its sample.
 
-    It computes the same as one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One kernel does all
-    three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`; one thread per rank at
-    a time.
+    It computes the same as one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One
+    kernel does all three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`. Only
+    one thread per rank may call at a time.
 
     Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row
     in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks. Gradients are sums over all
@@ -247,7 +247,7 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
-"""The place of per-sample weights among a call's tensors, after those of the tables. The anchor is the last tensor."""
+"""The index of per-sample weights among a call's tensors: they follow the tables. The last tensor is the anchor."""
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:

@@ -5,9 +5,10 @@ reduce them by row.
     received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
     rows       the reduced gradient of each row that the batch has read: into an optimizer's update, or into `.grad`
 
-Each rank's part of `grad` for an owner is copied together first. On CPU ranks meet before the exchange with the number of the
-forward call, its batch sizes and the learning rate. So ranks that go back through different calls, or would update
-differently, get an error that names the difference, before anything is written. On GPUs hosts do not synchronise.
+Each rank's part of `grad` for an owner is copied together first. CPU ranks synchronise before the exchange, and compare
+the number of the forward call, its batch sizes and the learning rate. If ranks run backward of different calls, or
+would update differently, they raise an error that names the difference before anything is written. On GPUs hosts do not
+synchronise.
 
 Ids and samples alone fix the order of sums (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
 number of ranks, any placement of tables, and any delays.
@@ -221,7 +222,8 @@ def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None
 
 
 def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s: float | None) -> None:
-    """Meet the ranks that go back through `of`. Raise on every rank if calls, optimizers or learning rates differ."""
+    """Synchronise the ranks before backward of `of`. Raise on every rank if calls, optimizers or learning rates
+    differ."""
     _meet_on(comm, topic, of.said, of.number, deadline_s)
 
 

@@ -139,7 +139,7 @@ class OutputPool:
 
 
 class LendingExecutor(Executor):
-    """An executor whose results lie in `outputs` until their holders drop them. `close` sets `closed`."""
+    """An executor whose results stay in the buffers `outputs` until the user frees them. `close` sets `closed`."""
 
     outputs: OutputPool
     closed = False

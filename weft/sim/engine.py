@@ -85,7 +85,7 @@ _KNOWN_SPEEDS = 1 << 20
 
 
 class _Meeting:
-    """A collective under way. No rank may be the last to leave it before `least_end`."""
+    """A running collective. It ends at `least_end` at the earliest."""
 
     __slots__ = ("least_end", "open")
 
@@ -248,7 +248,8 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _least_us(self, lanes: list[_Lane]) -> float:
-        """Return the least time of the collective that `lanes` begin: no link carries its bytes in less."""
+        """Return a lower bound on the time of the collective that `lanes` begin: the longest time that a link needs for
+        its bytes."""
         busy_us: dict[int, float] = {}
         least_us = 0.0
         for lane in lanes:

@@ -155,7 +155,7 @@ def _gaps(machine: Machine) -> list[str]:
 
 
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """Return the rate on whole tiles with which the formula gives `flops_per_us` for the large matmul."""
+    """Return the rate for full tiles. With this rate, the model's formula gives `flops_per_us` for a large matmul."""
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
     for _ in range(20):  # converges fast: the time is nearly inversely proportional to the rate
         at_peak = replace(model, matmul_flops_per_us={dtype: peak})

@@ -4,8 +4,9 @@
 machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
 
 Times are those of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM. The ideal is
-serial's time over the longer of the GEMM alone and the communication alone: no loss, and full overlap. The paper studies four of
-its eight schedules, as the others "are strictly worse" (V-B). Here all eight run, each with as many steps as ranks.
+serial's time divided by the longer of the GEMM alone and the communication alone, which assumes no loss and full
+overlap. The paper studies four of its eight schedules, as the others "are strictly worse" (V-B). Here all eight run,
+each with as many steps as ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """

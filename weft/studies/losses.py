@@ -85,7 +85,7 @@ class LossRow:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Return a variant's time over its baseline's (1 is no loss); None if either was not recorded."""
+        """Return a variant's time divided by its baseline's (1 is no loss). Return None if either was not recorded."""
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base
 

@@ -1,7 +1,7 @@
 """Decomposition and contention losses of one GEMM and its all-gather.
 
-    decomposition loss  time of the pieces, one after the other and alone, over the time of the whole
-    contention loss     time of the same pieces while the other side is busy, over their time alone
+    decomposition loss  time of the pieces, one after the other and alone, divided by the time of the whole
+    contention loss     time of the same pieces while the other side is busy, divided by their time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 

@@ -270,7 +270,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return sentences on which schedules win, and on sub-layers that beat the ideal."""
+    """Return sentences that say which schedules weft chose, and how many sub-layers are faster than the ideal."""
     taken = [row.chosen.split("[")[0] for row in rows]
     count = ", ".join(f"{name} for {taken.count(name)}" for name in dict.fromkeys(taken))
     said = [f"weft's choices for {counted(len(rows), 'sub-layer')}: {count}."]

@@ -12,7 +12,7 @@ from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
 SCALED_MULTIPLE = 16
-"""The multiple of k and n that fp8 GEMMs of cuBLAS and torch need."""
+"""fp8 GEMMs of cuBLAS and torch need k and n to be multiples of this number."""
 
 
 def require_multiple(name: str, size: int) -> None:

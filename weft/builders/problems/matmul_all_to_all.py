@@ -12,7 +12,8 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllToAll(ExpertsProblem):
-    """The rows that came to a rank's experts times the experts' weights; every row returns to the rank that it came from.
+    """MoE combine: multiply the rows that arrived at a rank's experts with the experts' weights, and return every row
+    to the rank that it came from.
 
     exact: the host reads the number of tokens; otherwise the caller passed a number, and the host waits for nothing.
 

@@ -300,7 +300,7 @@ def _whole(region: Region) -> Region:
 
 @singledispatch
 def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
-    """Have `compiler` issue a step of fixed sizes, the first of `launch`.
+    """Make `compiler` issue the first step of `launch`, whose sizes are fixed.
 
     Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals beside them, are
     kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its kernel: an operation that

@@ -4,8 +4,8 @@ All ranks measure at once, as schedules use the machine: links in both direction
 the slowest rank's. Work is queued after a sleep kernel, so that the host is ahead.
 
 Loading a kernel while a stream waits for a peer could hang the device. So set-up loads copying kernels and the
-GEMMs that are known then. Each measurement runs once, and the device comes to rest, before it is enqueued after a
-sleep. Signals to a peer are timed without kernels.
+GEMMs that are known then. Each measurement runs once, and the device becomes idle, before it is enqueued after a sleep.
+Signals to a peer are timed without kernels.
 """
 
 from __future__ import annotations
