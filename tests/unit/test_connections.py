@@ -95,7 +95,7 @@ def test_what_is_not_the_peers_next_frame_is_refused(what: str) -> None:
     assert next_packet(connection, connection) == b"first"
     code = connections._code({"another key": b"a guess", "other direction": KEYS[1]}.get(what, KEYS[0]), 1, b"after")
     raw.send({"again": first, "changed": frame(5, code, b"evil!")}.get(what, frame(5, code, b"after")))
-    with pytest.raises(BadFrameError, match="frame 1 does not have the peer's authentication code"):
+    with pytest.raises(BadFrameError, match="message 1 does not have the peer's authentication code"):
         next_packet(connection, connection)
     raw.close()
     connection.close()

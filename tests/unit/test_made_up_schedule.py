@@ -74,7 +74,7 @@ def test_it_cannot_be_done_alone_and_says_so() -> None:
 
 def test_what_is_wrong_with_it_is_found() -> None:
     hasty = edited(ring(LARGE), lambda step: None if isinstance(step, Wait) and step.previous else step)
-    with pytest.raises(ScheduleError, match=r"race on box@\d.* a run early, and nothing orders them"):
+    with pytest.raises(ScheduleError, match=r"race on box@\d.* a run early, and no signal orders them"):
         verify(hasty)
 
 
@@ -274,7 +274,7 @@ def test_what_is_no_region_is_refused_where_it_is_written() -> None:
             "norm of 'reduce' takes .* write w.part()",
         ),
         (lambda: lane.then(Reduce(y.part(), x.part())), "parts of 'reduce' is a Region: write a tuple of regions"),
-        (lambda: lane.copy(x.part(), "y"), "dst of 'copy' takes regions, and a str is none: write x.part()"),
+        (lambda: lane.copy(x.part(), "y"), "dst of 'copy' takes regions, but got a str: write x.part()"),
         (lambda: lane.compute("silu", y.part(), x), "inputs of 'compute' takes .* write x.part()"),
         (lambda: lane.all_reduce(x, y.part()), "src of 'collective' takes .* write x.part()"),
         (lambda: lane.repeat("i", 2, Copy(x, y.part())), "in 'for': src of 'copy' takes .* write x.part()"),

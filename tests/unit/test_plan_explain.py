@@ -148,7 +148,7 @@ def test_what_is_not_known_is_named(options: dict, message: str) -> None:
 
 def test_only_bounded_dispatches_can_be_captured() -> None:
     with pytest.raises(
-        ValueError, match=r"no graph can capture all_to_all_matmul .* plan it with --option bounded=true"
+        ValueError, match=r"a CUDA graph cannot capture all_to_all_matmul .* plan it with --option bounded=true"
     ):
         plan.explain("all_to_all_matmul", **SHAPE, ranks=2, hw="h200", experts=8, mode="graph")
     assert "graph" in plan.explain(

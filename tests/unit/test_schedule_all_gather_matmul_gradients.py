@@ -158,7 +158,7 @@ def test_each_wait_is_needed(p: Problem, name: str, signals: tuple[str, ...]) ->
             return None if isinstance(step, Wait) and step.signal == signal else step
 
         without = edited(schedule, kept)
-        with pytest.raises(ScheduleError, match="nothing orders them"):
+        with pytest.raises(ScheduleError, match="no signal orders them"):
             verify(without)
 
 

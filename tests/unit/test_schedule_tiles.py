@@ -69,7 +69,7 @@ def test_tiles_are_not_ordered_among_each_other(rows: int) -> None:
     text = faults(pushed(rows, shift=1))
     assert "race on box@" in text
     assert re.search(r"lane push, push, t = \d+, step 1: copy x\[", text)
-    assert "nothing orders them" in text
+    assert "no signal orders them" in text
 
 
 def test_what_precedes_the_tiles_is_before_all_of_them_and_what_follows_after() -> None:

@@ -84,14 +84,14 @@ def test_a_circle() -> None:
     text = faults(edited(push(), lambda s: replace(s, previous=False) if isinstance(s, Wait) else s))
     assert text.startswith("schedule push hangs:")
     for rank in range(2):
-        assert f"rank {rank}, lane out, step 1: wait credit[0]: 0 of 1 sets come before it" in text
-        assert f"rank {rank}, lane compute, step 1: wait arrived[0]: 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane out, step 1: wait credit[0]: only 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane compute, step 1: wait arrived[0]: only 0 of 1 sets come before it" in text
 
 
 def test_a_wait_in_front_of_its_own_set() -> None:
     schedule = with_steps(Wait("here"), Set("here"))
     text = faults(replace(schedule, signals=(*schedule.signals, Signals("here", 1))))
-    assert "rank 0, lane more, step 1: wait here[0]: 0 of 1 sets come before it" in text
+    assert "rank 0, lane more, step 1: wait here[0]: only 0 of 1 sets come before it" in text
     assert "arrived" not in text
 
 
@@ -107,7 +107,9 @@ def test_early_reuse() -> None:
 
 def test_a_missing_wait_is_a_race_and_not_a_read_of_nothing_as_well() -> None:
     text = faults(without(push(), Wait, signal="arrived"))
-    assert re.search(r"race on box@\d: the first reads and the second writes there, and nothing orders them", text)
+    assert re.search(
+        r"race on box@\d: the first step reads and the second writes there, and no signal orders them", text
+    )
     assert "no step has written" not in text
 
 
@@ -116,7 +118,7 @@ def test_two_writers() -> None:
     assert text.startswith("schedule push has 1 fault:\n  rank 0, lane ")
     assert "lane compute, step 2: silu y[0:+4, 0:+8] = box[0:+4, 0:+8]" in text
     assert "lane more, step 1: copy x[0:+4, 0:+8] -> y[0:+4, 0:+8] by dma" in text
-    assert "race on y@0: the first writes and the second writes there, and nothing orders them" in text
+    assert "race on y@0: the first step writes and the second writes there, and no signal orders them" in text
 
 
 def test_neighbours_that_do_not_overlap_are_no_race() -> None:
@@ -170,7 +172,9 @@ def test_a_rank_that_is_two_runs_ahead() -> None:
     d.lane("compute").repeat("i", first, Wait("arrived", 0, 3)).compute("silu", y.part(), x.part())
     verify(d.schedule())
     d.lane("compute").repeat("i", first, Copy(box.part(), y.part()))
-    assert "race on box@0: the first writes and the second reads there, and nothing orders them" in faults(d.schedule())
+    assert "race on box@0: the first step writes and the second reads there, and no signal orders them" in faults(
+        d.schedule()
+    )
 
 
 def test_adding_to_what_is_not_there() -> None:
@@ -221,7 +225,7 @@ def test_a_step_that_does_not_fit(step: Step, message: str) -> None:
             "square[0:+4, 0:+4] is written while the same step reads square[0:+4, 0:+4]",
         ),
         ("addmm", "out", ("a", "a", "out"), "[4, 8] x [4, 8] does not fit into [4, 2]"),
-        ("addmm", "out", ("a", "b", "square"), "the third input of addmm is [4, 4]: give [4, 2]"),
+        ("addmm", "out", ("a", "b", "square"), "the third input of addmm is [4, 4]: it must be [4, 2]"),
         ("addmm", "out", ("a", "b", "half"), "dtypes differ: fp32, fp32, fp16, fp32"),
         ("addmm", "out", ("a", "b", "out"), "out[0:+4, 0:+2] is written while the same step reads out[0:+4, 0:+2]"),
     ],
@@ -246,7 +250,7 @@ def test_what_adds_to_its_third_input_does_not_accumulate() -> None:
     lane = d.lane("compute").compute("addmm", y.part(), x.part(), x.part(), x.part())
     verify(d.schedule())
     lane.compute("addmm", y.part(), x.part(), x.part(), x.part(), accumulate=True)
-    assert "addmm adds its third input and cannot accumulate too" in faults(d.schedule())
+    assert "addmm already adds its third input, so it cannot accumulate" in faults(d.schedule())
 
 
 def test_elementwise_operations_may_be_in_place() -> None:
@@ -279,7 +283,7 @@ def test_declarations() -> None:
     text = faults(replace(schedule, buffers=(*schedule.buffers, bad), lanes=schedule.lanes * 2))
     assert "2 buffers are named 'box'" in text
     assert "2 lanes are named 'out'" in text
-    assert "symmetric memory has one size on all ranks, and rows are 4 - rank * 5" in faults(
+    assert "symmetric memory must have the same size on all ranks, but its rows are 4 - rank * 5" in faults(
         replace(schedule, buffers=(bad,))
     )
     assert "its sizes on the ranks are [(4, 8), (-1, 8)]: sizes must not be negative" in faults(

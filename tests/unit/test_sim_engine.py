@@ -347,7 +347,7 @@ def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int)
     d, x, y = draft(2)
     d.lane("compute").all_to_all(x.part(), y.part())
     with pytest.raises(
-        ScheduleError, match=rf"schedule odd has 1 fault:\n.*the ranks give rows \[{64 * world}, .*receive \[\(2"
+        ScheduleError, match=rf"schedule odd has 1 fault:\n.*the ranks contribute \[{64 * world}, .*receive into \[\(2"
     ):
         simulate(d.schedule(), TOY)
     d, x, y = draft(2)
@@ -368,7 +368,7 @@ def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int)
 
 def test_no_work_at_all_is_an_error_and_empty_steps_are_not() -> None:
     nothing = all_schedules(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,send=in_turn,by=dma]"]
-    with pytest.raises(ScheduleError, match="takes no time on NVIDIA H200"):
+    with pytest.raises(ScheduleError, match="has no work that takes time on NVIDIA H200"):
         simulate(nothing, gpu("h200", 2))
     assert simulate(nothing, NULL).end_us == 0
     uneven = AllGatherMatmul(2, (0, 64), (16,), 16, "bf16")
@@ -381,8 +381,8 @@ def test_no_work_at_all_is_an_error_and_empty_steps_are_not() -> None:
     ("arguments", "message"),
     [
         ({"runs": 0}, "runs=0"),
-        ({"late_us": (1.0,)}, "must be 2 times"),
-        ({"late_us": (0, -1)}, "none of them negative"),
+        ({"late_us": (1.0,)}, "must have 2 times"),
+        ({"late_us": (0, -1)}, "of at least 0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
@@ -391,7 +391,7 @@ def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
 
 
 def test_a_model_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="for 2 ranks, and the model for 4"):
+    with pytest.raises(ValueError, match="for 2 ranks, but the model has 4"):
         simulate(puts(2, 1), gpu("h200", 4))
 
 

@@ -36,7 +36,7 @@ def tracked_sums(
 ) -> list[Chunk]:
     """Write the direct reduce-scatter of these products into `y`, with one tracked GEMM; return the chunks."""
     if o.scaled is not None:
-        raise NotApplicableError("the kernel of a tracked GEMM does not support fp8: use direct[...] or scatter")
+        raise NotApplicableError("its kernel does not support fp8: use direct[...] or scatter")
     if to == "store" and chunks > 1:
         raise NotApplicableError("tiles go to their owner one by one, not in chunks: use chunks=1")
     if o.p.m % o.p.world_size:

@@ -246,7 +246,7 @@ def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> Non
         own = own_group(group)
         given = call.arguments(call.mine, own) | (of_others if group.rank() else of_first)
         error = told(lambda given=given: call.public(**given))
-        if not error.startswith("DisagreementError: ranks make different calls") or any(t not in error for t in texts):
+        if not error.startswith("DisagreementError: ranks made different calls") or any(t not in error for t in texts):
             wrong[name] = error
     assert not wrong, wrong
     call.check(group, call(group))
