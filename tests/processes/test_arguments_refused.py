@@ -76,7 +76,10 @@ def nested(x: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tenso
 KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "DTensor": (as_dtensor, "is a DTensor: pass .to_local()"),
     "collective": (AsyncCollectiveTensor, "is an AsyncCollectiveTensor: pass .wait()"),
-    "elsewhere": (Elsewhere, "is an Elsewhere, which keeps its values elsewhere: pass the torch.Tensor that has them"),
+    "elsewhere": (
+        Elsewhere,
+        "is an Elsewhere, which does not hold its values itself: pass the torch.Tensor that holds them",
+    ),
     "array": (lambda x: np.zeros(x.shape), "is a ndarray: pass torch.from_numpy("),
     "list": (lambda x: [[0.0]], "is a list: pass a torch.Tensor"),
     "nothing": (lambda x: None, "is a NoneType: pass a torch.Tensor"),
@@ -249,7 +252,7 @@ def mapped(group: dist.ProcessGroup, operator: str) -> str:
 def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
     for said in pool.run(mapped, operator, ranks=2, timeout_s=60):
         assert said.startswith("RefusedError: rank 1: ")
-        assert "inside a transform of torch.func (vmap, grad, jvp, ...)" in said
+        assert "inside a torch.func transform (vmap, grad, jvp, ...)" in said
 
 
 def on_a_destroyed_group(group: dist.ProcessGroup, operator: str) -> list[str]:
@@ -280,7 +283,7 @@ def test_a_destroyed_group_is_refused(pool: Pool, operator: str) -> None:
 NO_DIMENSION = "pass the number of a dimension, an int"
 NO_NUMBER = "pass a whole number for each rank"
 NO_EPS = "must be a finite number of at least 0: it is added to the mean of a row's squares"
-NO_DEADLINE = "must be positive, and at most 1000000: it is how many seconds a wait may take"
+NO_DEADLINE = "must be positive and at most 1000000: pass the number of seconds that a wait may take"
 # For operators that gather: (argument, what rank 1 passes, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
@@ -288,9 +291,9 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("gather_dim", False, f"gather_dim=False is a bool: {NO_DIMENSION}"),
     ("gather_dim", 0.0, f"gather_dim=0.0 is a float: {NO_DIMENSION}"),
     ("gather_dim", None, f"gather_dim=None is a NoneType: {NO_DIMENSION}"),
-    ("gather_dim", -1, "gather_dim=-1 must name a dimension of A_shard (4, "),
-    ("gather_dim", 2, "gather_dim=2 must name a dimension of A_shard (4, "),
-    ("gather_dim", -3, "gather_dim=-3 must name a dimension of A_shard (4, "),
+    ("gather_dim", -1, "gather_dim=-1 is not allowed for A_shard (4, "),
+    ("gather_dim", 2, "gather_dim=2 is not a dimension of A_shard (4, "),
+    ("gather_dim", -3, "gather_dim=-3 is not a dimension of A_shard (4, "),
     ("rows", 4, "rows=4 is an int: pass a list with a number for each rank"),
     ("rows", "44", "rows='44' is a str: pass a list with a number for each rank"),
     ("rows", [4, 4.0], f"rows[1]=4.0 is a float: {NO_NUMBER}"),

@@ -322,7 +322,7 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ([0, 0, "a", RowWise()], {}, "pass a rank, TableWise, ColumnWise, RowWise or DataParallel"),
         ({"users": RowWise()}, {}, "placement leaves out table 'items'"),
         ([0, 0, 0, RowWise()], {"input": "global_batch"}, "pass input='local_batch'"),
-        ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value or another sharding"),
+        ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value, or another sharding"),
         ([0, 0, 0, DataParallel()], {"input": "batch"}, "input='batch' must be 'local_batch' or 'global_batch'"),
         ([0, 0, 0, RowWise()], {"max_ids": 0}, "max_ids=0 must be at least 1"),
         ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 goes with input='local_batch'"),

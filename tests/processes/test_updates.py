@@ -305,7 +305,7 @@ def test_gpus_refuse_copy_engines_that_add() -> None:
     d = Draft("engines", 1)
     x, total = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("total", 2, 2, "fp32", "scratch")
     d.lane("compute").compute("silu", total.part(), x.part()).copy(x.part(), total.part(), accumulate=True)
-    with pytest.raises(ScheduleError, match="copy engines do not add: copy by kernel"):
+    with pytest.raises(ScheduleError, match="copy engines cannot add: copy by kernel"):
         require_runnable_on_gpus(d.schedule(), 0)
 
 

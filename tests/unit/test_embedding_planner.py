@@ -93,7 +93,7 @@ def test_a_table_too_large_is_named_with_what_would_fit() -> None:
             kinds=["table_wise", "data_parallel"],
             optimizer=weft.SGD(lr=1.0),
         )
-    assert "table 'large' of 23.8 GiB with its states fits on no rank" in str(caught.value)
+    assert "table 'large' of 23.8 GiB with its optimizer states fits on no rank" in str(caught.value)
     assert "table_wise: rank 0 needs 23.8 GiB beside 0 B of other tables, and has 10.0 GiB" in str(caught.value)
     assert "column_wise or row_wise would fit: add it to kinds" in str(caught.value)
     with pytest.raises(ValueError, match=r"all ranks together have 20\.0 GiB left: use more ranks"):

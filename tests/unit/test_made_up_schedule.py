@@ -243,14 +243,14 @@ def test_messages_of_drafts_say_what_to_write() -> None:
     with pytest.raises(
         TypeError,
         match=(
-            r"lane a, in 'for': a LaneDraft is not a step: .* inside of repeat, write "
+            r"lane a, in 'for': a LaneDraft is not a step: .* inside repeat, write "
             "Copy"
         ),
     ):
         d.lane("a").repeat("i", 2, d.lane("b").wait(there))  # type: ignore[arg-type]
     d.lane("a").set(there).wait(there, count=lookup((0, 1), RANK))
     with pytest.raises(
-        ScheduleError, match=r"count=0 must be at least 1: to wait on some ranks only, repeat the wait lookup"
+        ScheduleError, match=r"count=0 must be at least 1. To wait on some ranks only, repeat the wait lookup"
     ):
         verify(d.schedule())
 
@@ -278,7 +278,7 @@ def test_what_is_no_region_is_refused_where_it_is_written() -> None:
         (lambda: lane.compute("silu", y.part(), x), "inputs of 'compute' takes .* write x.part()"),
         (lambda: lane.all_reduce(x, y.part()), "src of 'collective' takes .* write x.part()"),
         (lambda: lane.repeat("i", 2, Copy(x, y.part())), "in 'for': src of 'copy' takes .* write x.part()"),
-        (lambda: lane.read(x.part()), "a Region is no Buffer: read takes a whole buffer"),
+        (lambda: lane.read(x.part()), "a Region is not a Buffer: read takes a whole buffer"),
         (lambda: lane.set(x), "a Buffer is not a Signals: pass signals that Draft.signals returned"),
         (lambda: lane.wait(None), "a NoneType is not a Signals: pass signals that Draft.signals returned"),
     ):

@@ -171,7 +171,7 @@ def test_a_buffer_is_free_when_the_last_view_is_gone() -> None:
 def test_one_buffer_may_not_be_held() -> None:
     pool, _ = pool_of(1)
     output = result(pool, 1.0)
-    with pytest.raises(WeftError, match=r"outputs=1.*drop the last result.*or pass outputs=2"):
+    with pytest.raises(WeftError, match=r"outputs=1.*delete the last result.*or pass outputs=2"):
         pool.acquire()
     del output
     assert (result(pool, 2.0) == 2.0).all()

@@ -79,11 +79,11 @@ def test_autotuned_times_are_shown_and_decide(monkeypatch: pytest.MonkeyPatch) -
     found = explanation()
     assert found.choice.candidate.name == "gather[by=dma]"
     assert {(row[0], row[2]) for row in found.cells() if row[2]} == {("serial", "1000.0"), ("gather[by=dma]", "500.0")}
-    assert not any("back to back" in line for line in found.legend())
+    assert not any("calls in a row" in line for line in found.legend())
     assert explanation(mode="single").choice.measured_us is None
     graph = explanation(mode="graph")  # nobody has timed graphs
     assert graph.choice.measured_us == 500.0
-    assert any("back to back" in line for line in graph.legend())
+    assert any("calls in a row" in line for line in graph.legend())
 
 
 def test_json_has_every_candidate() -> None:
@@ -182,7 +182,7 @@ def test_a_choice_that_calls_on_gpus_do_not_take_is_not_said_to_be_taken(
     found = plan.explanation(op, **given)  # type: ignore[arg-type]
     assert found.choice.candidate.name != "serial"
     said = dict(found.facts())["calls"]
-    assert said.startswith("GPUs take serial: other schedules of ")
+    assert said.startswith("GPUs run serial for ")
     assert found.as_json()["only_asked_for"] is True
     assert {row[-1] for row in found.cells() if row[0] == found.choice.candidate.name} == {"the choice, if pinned"}
     assert said in str(found)

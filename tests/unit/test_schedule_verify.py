@@ -144,7 +144,7 @@ def test_an_uninitialised_read() -> None:
         edited(push(), lambda s: replace(s, src=part, dst=replace(s.dst, col=2, cols=6)) if isinstance(s, Copy) else s)
     )
     fault = r"rank (\d), lane compute, step 2: silu y\[0:\+4, 0:\+8\] = box\[0:\+4, 0:\+8\] \| it reads box@\1\[0:\+4, 0:\+2\]"
-    assert re.search(fault + ", which no step has written in this run", text)
+    assert re.search(fault + ", which no step has written before in this run", text)
 
 
 def test_what_an_earlier_run_has_written_is_nothing() -> None:
@@ -286,7 +286,7 @@ def test_declarations() -> None:
     assert "symmetric memory must have the same size on all ranks, but its rows are 4 - rank * 5" in faults(
         replace(schedule, buffers=(bad,))
     )
-    assert "its sizes on the ranks are [(4, 8), (-1, 8)]: sizes must not be negative" in faults(
+    assert "has the sizes [(4, 8), (-1, 8)] on the ranks: sizes must not be negative" in faults(
         replace(schedule, buffers=(bad,))
     )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))

@@ -110,7 +110,7 @@ class ExpertsCall(Call):
             "capacity": ({"capacity": 3}, "capacity=3 must be at least 1, and at least the 8 "),
             "schedule": ({"schedule": "dispach"}, "no schedule 'dispach'"),
             "deadline": ({"deadline_s": -1}, "deadline_s=-1 must be positive"),
-            "timeline": ({"timeline": 3}, "timeline=3 is not a timeline: pass weft.Timeline()"),
+            "timeline": ({"timeline": 3}, "timeline=3 is not a Timeline: pass weft.Timeline()"),
         }
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
