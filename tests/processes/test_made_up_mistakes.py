@@ -72,7 +72,7 @@ class Spec(Operator[Call]):
 OPERATOR = registered(Spec())
 SAID = {
     "problem": "problem of made_up_mistake returns a NoneType: return a Problem",
-    "name": "made_up_mistake.problem returns a Problem with the name 'made_up_otherwise': give Other and the operator the same name",
+    "name": "made_up_mistake.problem returns a Problem with the name 'made_up_otherwise': give Other and",
     "inputs": "inputs of made_up_mistake has nothing, but the input buffers of its schedules are x: return one tensor for each",
     "too many": "inputs of made_up_mistake has x, z, but the input buffers of its schedules are x",
     "outputs": "outputs of made_up_mistake has z, but the output buffers of its schedules are y",
