@@ -59,7 +59,7 @@ def check_memory(name: str, x: torch.Tensor) -> None:
 def _has_memory(x: torch.Tensor) -> bool:
     try:
         held = x.untyped_storage().nbytes()
-    except NotImplementedError:  # inside of a transform of torch.func, which operators refuse
+    except NotImplementedError:  # inside a transform of torch.func, which operators refuse
         return True
     if held >= x.nbytes and not x.storage_offset() and x.is_contiguous():  # most tensors, for little time
         return True

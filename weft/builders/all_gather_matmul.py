@@ -20,7 +20,7 @@ Shards are put, not fetched. A put starts from the caller's own tensor, so nothi
 first, and the owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no
 two ranks send to the same rank.
 
-If sending takes longer than the GEMM of the own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
+If sending takes longer than the GEMM of this rank's own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
 that chunk should be small ("3:1"). But small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The
 first chunk need not be small, because a rank begins with its own rows.
 
@@ -69,7 +69,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
             sender = d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True)
             copy_rows(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
         copy_rows(compute, x.part(), box.part(own), "kernel")
-    else:  # one source after the other, to all peers and to the own place: one launch for each source
+    else:  # one source after the other, to all peers and to this rank's own place: one launch for each source
         for to in peers:
             compute.set(credit, RANK, at=to)
         for to in peers:

@@ -3,7 +3,7 @@ the GEMMs of the weights' gradients.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines do both: a rank computes its peers' rows of x's gradient first, then its own, then the weights'
-              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm, for one weight, the own rows
+              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm, for one weight, this rank's own rows
               come last, and their GEMM adds to the parts that have arrived, so that no reduction kernel is needed
 
 The backward pass has two exchanges and twice the GEMMs of forward, so the transfers are hidden without cutting a GEMM further

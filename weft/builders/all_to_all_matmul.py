@@ -11,7 +11,7 @@ The GEMMs of many (source, expert) segments are one kernel. It stores rows where
 expert by source rank. So no tokens are sorted before or after, and only tokens that leave the rank are copied. Two orders let the
 first tokens be multiplied first:
 
-    dispatch            source by source, the own tokens first: while they are multiplied all others travel
+    dispatch            source by source, this rank's own tokens first: while they are multiplied all others travel
     dispatch_by_expert  expert by expert, a few at a time from all sources: every weight is read once
 
 Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they are

@@ -4,10 +4,11 @@ A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all
 on a full mesh all links are busy. It computes on the chunks of that step. Three choices make eight schedules:
 
     1D | 2D           chunks are rows of the shard, or columns (then the steps accumulate: y += x[:, chunk] @ w[chunk, :])
-    uniform | hetero  a step holds the own chunk too; or the own shard is computed whole, first, before any chunk arrives
+    uniform | hetero a step holds this rank's own chunk too; or this rank's own shard is computed whole, first, before any chunk
+    arrives
     fused | unfused   one GEMM a step over the chunks of all ranks, or one for each rank
 
-Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The
+Chunks are received where the GEMM of their step reads them, so only this rank's own chunk of a uniform fused step is gathered. The
 paper gathers all chunks of such a step, concurrently with communication and GEMMs. It therefore assigns uniform schedules a
 higher contention loss (V-B), which does not occur here.
 
@@ -15,8 +16,8 @@ The rows of a fused GEMM are adjacent in y only in uniform 2D. Elsewhere they ar
 schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
 
 The chunks of a step may also arrive by one NCCL all-gather (the paper's variant by RCCL). It needs contiguous input, so
-columns are packed first. Its output has the order of ranks and includes the own chunk. A hetero start has computed the own
-chunk already, so a fused GEMM becomes two GEMMs: for the ranks before this rank, and for the ranks after it.
+columns are packed first. Its output has the order of ranks and includes this rank's own chunk. A hetero start has computed this
+rank's own chunk already, so a fused GEMM becomes two GEMMs: for the ranks before this rank, and for the ranks after it.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """

@@ -13,9 +13,9 @@ columns has arrived, all its rows have arrived, and these columns of the weight'
 GEMM, too, runs while blocks travel, and each element is still computed once. The last rows of x's gradient are computed at
 the end.
 
-Joined columns are sent without a copy in between. They are reduced in fp32, the own part first, then in ring order, starting with
-the rank before the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled that it has
-read all chunks of it, since a run of other sizes may place its chunks differently.
+Joined columns are sent without a copy in between. They are reduced in fp32, this rank's own part first, then in ring order,
+starting with the rank before the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled
+that it has read all chunks of it, since a run of other sizes may place its chunks differently.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter),
 before its consumer instead of after its producer.

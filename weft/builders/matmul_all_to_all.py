@@ -14,7 +14,7 @@ The GEMMs of many (source, expert) segments are one kernel. It reads rows in pla
 Two orders let the first results leave first:
 
     combine            source by source: the rows of rank + 1 first, then of rank + 2, ..., its own last. So no two ranks send to
-                       one, and the others' rows have been sent when the own rows are multiplied
+                       one, and the others' rows have been sent when this rank's own rows are multiplied
     combine_by_expert  expert by expert, a few at a time for all sources: every weight is read once, and the last experts are
                        sent last
 

@@ -2,11 +2,11 @@
 
 Reduce-scatter and all-reduce after a GEMM share this file. A rank owns `m` rows; if the whole is not divisible, the last ranks
 own fewer, or none. Rank r computes the rows of rank r + 1 first, then those of r + 2, ..., and its own last. So no two
-ranks send to the same rank, and the last rows for peers travel during the own GEMM.
+ranks send to the same rank, and the last rows for peers travel during this rank's own GEMM.
 
-Updates from peers are reduced in fp32, in ring order, starting with the rank before the owner, and rounded once. The own product is
-rounded before the reduction, except if a GEMM adds it (add=gemm). A slot is filled again when its reader has signaled that
-it has read all chunks of it, since a run of other sizes may place its chunks differently.
+Updates from peers are reduced in fp32, in ring order, starting with the rank before the owner, and rounded once. This rank's own
+product is rounded before the reduction, except if a GEMM adds it (add=gemm). A slot is filled again when its reader has signaled
+that it has read all chunks of it, since a run of other sizes may place its chunks differently.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).

@@ -1,4 +1,4 @@
-"""Optimizers that update embedding tables inside of backward, as values: the rule's name, its numbers, its states.
+"""Optimizers that update embedding tables inside backward, as values: the rule's name, its numbers, its states.
 
 A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates that
 row at once: no gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w the row:

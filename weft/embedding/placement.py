@@ -1,10 +1,10 @@
 """Placement of tables on ranks: equal work per rank first, then long runs of adjacent output columns.
 
 The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a rank's tables.
-Longest-processing-time-first (each table, dearest first, to the least loaded rank) is within 4/3 of the optimum (Graham, "Bounds
-on Multiprocessing Timing Anomalies"); moves and swaps away from the most loaded rank improve it. A rank that owns adjacent tables
-writes adjacent columns, hence longer slices and fewer signals. So a contiguous split is used if it costs next to nothing
-(`CONTIGUOUS_SLACK`); otherwise tables of equal cost are dealt out in order.
+First, longest-processing-time-first assigns each table, the most expensive first, to the least loaded rank. This is within 4/3 of
+the optimum (Graham, "Bounds on Multiprocessing Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank.
+A rank that owns adjacent tables writes adjacent columns, so it sends longer slices and fewer signals. So a contiguous split is used
+if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are assigned in order.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
 
 
 def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np.ndarray:
-    """Assign each table, dearest first, to the rank with the least cost so far; on a tie, with the least memory. Return the
-    ranks."""
+    """Assign each table, the most expensive first, to the rank with the least cost so far; on a tie, with the least memory.
+    Return the ranks."""
     ranks = np.zeros(len(costs), dtype=np.int64)
     load, held = np.zeros(world_size), np.zeros(world_size)
     for table in np.lexsort((-memory, -costs)):

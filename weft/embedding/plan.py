@@ -62,7 +62,7 @@ class EmbeddingPlan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (but for chance) if `text` differs, the same in every process."""
+        """A number in [0, 2**62) that differs (except by chance) if `text` differs, the same in every process."""
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
 
     @cached_property

@@ -287,7 +287,7 @@ class EmbeddingSharding:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (but for chance) if anything but `rows_read` differs.
+        """A number in [0, 2**62) that differs (except by chance) if anything but `rows_read` differs.
 
         It is the same in every process and Python run, so that ranks may compare it.
         """

@@ -114,8 +114,8 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -
 
 
 def operator_named(name: str) -> Operator[Any]:
-    """Return weft's operator called `name`. Its file is imported on demand: duals compute each other's gradients, and imports
-    must have no cycles."""
+    """Return weft's operator called `name`. Its file is imported on demand, because operators that compute each other's gradients
+    would otherwise import each other, and imports must have no cycles."""
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
     return OPERATORS[name]

@@ -55,7 +55,8 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 
 
 class _Making:
-    """A function for an output whose number of rows only the run knows, which checks the tensor that the caller's function returns.
+    """A function for an output whose number of rows is known only at run time, which checks the tensor that the caller's function
+    returns.
 
     memory: of the other tensors of the run.
     """

@@ -102,7 +102,7 @@ def launches(
     """Return the launches of a lane in order, its loops unrolled.
 
     crossing: for each step, True if it is a signal between ranks. lane: the lane's number. alone: the rank has no other lane.
-    held: buffers whose contents only the run knows; a copy whose size depends on them holds `dynamic_units`.
+    held: buffers whose contents are known only at run time; a copy whose size depends on them holds `dynamic_units`.
     may_answer: True if the sets among the steps [first, end) may be issued as late as the last of these steps.
     tiles_go_on: a kernel of tiles also sets the signals after them, and does later tiles if `TileKernel.continues`. The simulator
     assumes so. The GPU compiler launches a kernel for each step, and its streams set the signals.

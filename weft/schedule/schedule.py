@@ -97,11 +97,11 @@ class Schedule:
         return any(step.tile_kernel for step in self.walk())
 
     def walk(self) -> Iterator[Step]:
-        """Yield each step of each lane once, loops before the steps inside of them. Tiles are one step."""
+        """Yield each step of each lane once, loops before the steps inside them. Tiles are one step."""
         return walk(step for lane in self.lanes for step in lane.steps)
 
     def map_steps(self, change: Callable[[Step], Step | None]) -> Schedule:
-        """Return the schedule with `change(step)` for each step, also inside of loops; None removes it.
+        """Return the schedule with `change(step)` for each step, also inside loops; None removes it.
 
         Loops stay, and tiles are one step."""
         return replace(self, lanes=tuple(replace(one, steps=map_steps(one.steps, change)) for one in self.lanes))

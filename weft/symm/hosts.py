@@ -177,7 +177,7 @@ class ControlPort:
         """Accept a connection, or read from it. Return it once the other end has proved that it belongs to the
         group."""
         if sock is self._socket:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has closed its connection again
                 accepted, address = sock.accept()
                 self._callers[accepted] = Caller(accepted, f"{address[0]} port {address[1]}", self._token)
             if len(self._callers) > self._most:

@@ -43,7 +43,7 @@ from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
-_MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows only the run knows
+_MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:

@@ -52,7 +52,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
 
 
 def _owner(region: Region) -> int | None:
-    """Return the rank that owns the region; None if only the run knows it."""
+    """Return the rank that owns the region; None if it is known only at run time."""
     return None if variables_of(region.at) else value(region.at)
 
 
