@@ -134,7 +134,7 @@ def checked_dimension(
         )
     if not last and (not known or dim % len(shape) == len(shape) - 1):
         raise ValueError(
-            f"{name}={dim} is not allowed for {what} {shape}: pass another dimension than the last, over which "
+            f"{name}={dim} is not allowed for {what} {shape}: pass a dimension before the last one, over which "
             "the matmul sums"
         )
     return dim % len(shape)
@@ -179,7 +179,7 @@ def checked_deadline(deadline_s: Any) -> float | None:
     if is_number and 0 < deadline_s <= env.MOST_S:
         return float(deadline_s)
     raise ValueError(
-        f"deadline_s={deadline_s!r} must be positive and at most {env.MOST_S:g}: pass the number of seconds that "
+        f"deadline_s={deadline_s!r} must be positive and at most {env.MOST_S}: pass the number of seconds that "
         "a wait may take"
     )
 

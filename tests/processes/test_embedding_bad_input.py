@@ -99,7 +99,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     ),
     "sparse updates": (
         lambda a: a.update(update=weft.embedding.FusedUpdate(weft.SGD(lr=0.1), a["weights"]), sparse=True),
-        ["sparse=True goes with update=None"],
+        ["sparse=True with an update"],
     ),
     "batch sizes of two ranks": (replace("batch_sizes", lambda s: s[:2]), ["batch_sizes=(4, 5)", "2 entries", "3"]),
     "a negative batch": (replace("batch_sizes", lambda s: (4, -1, 8)), ["(4, -1, 8)", "rank 1", "-1 samples"]),
@@ -115,8 +115,8 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "an unknown bounds check": (replace("bounds_check", lambda _: "maybe"), ["bounds_check='maybe'", "'fatal'"]),
     "half a slice": (replace("slice_size", lambda _: 0.5), ["slice_size=0.5", "at least 1"]),
     "empty slices": (replace("slice_size", lambda _: 0), ["slice_size=0", "at least 1"]),
-    "outputs that are a flag": (replace("outputs", lambda _: True), ["outputs=True", "between 1 and 255"]),
-    "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "between 1 and 255"]),
+    "outputs that are a flag": (replace("outputs", lambda _: True), ["outputs=True", "pass a number from 1 to 255"]),
+    "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "pass a number from 1 to 255"]),
     "no time": (replace("deadline_s", lambda _: -1.0), ["deadline_s=-1.0", "positive"]),
     "a timeline that is none": (lambda a: a.__setitem__("timeline", 3), ["timeline=3 is not a Timeline", "weft.Timeline()"]),
     "tables of two ranks": (

@@ -183,7 +183,7 @@ def test_copies_and_states_of_an_optimizer(pool: Pool) -> None:
     assert "the state dict has no step" in found["no step"]
     assert "the state dict has no lr" in found["no lr"]
     assert "lr=nan must be a finite number" in found["lr"]
-    assert "the state dict has other, and this optimizer" in found["more"]
+    assert "the state dict has other, but this optimizer has" in found["more"]
     assert "ValueError" in found["Adam's"]
 
 

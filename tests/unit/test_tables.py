@@ -94,7 +94,7 @@ def table(
         ((10, 4, "t", ("f",), "sum", torch.float32, None, None, 1.0), ["'t'", "init_fn=1.0", "function of a tensor"]),
         (
             (10, 4, "t", ("f",), "sum", torch.float32, 1.0, None, len),
-            ["'t'", "weight_init_max=1.0", "init_fn: pass one"],
+            ["'t'", "weight_init_max=1.0", "together with init_fn"],
         ),
     ],
 )

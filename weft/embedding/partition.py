@@ -186,7 +186,8 @@ class Partition:
 
     @cached_property
     def sharding(self) -> EmbeddingSharding | None:
-        """The placement of parts, each as a table; None without parts. Parts of row-wise tables pool by sums."""
+        """The sharding of the parts, each of which counts as a table; None if no table is cut. Parts of row-wise tables
+        are pooled by sums."""
         if not self.parts:
             return None
         configs, read = [], []

@@ -122,8 +122,8 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
     """Return the most even split into contiguous runs with no rank above `limit`, or None if there is no such split.
 
-    Most even: the least sum of squared loads. best[j] is that sum for the first j tables on the ranks so far. cuts[w][j] is where
-    the run of rank w begins that ends before table j.
+    The most even split has the smallest sum of squared loads. best[j] is that sum for the first j tables on the ranks
+    so far. cuts[w][j] is where the run of rank w begins that ends before table j.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])

@@ -53,7 +53,8 @@ NAME = "ShardedEmbeddingCollection"
 
 
 class ShardedEmbeddingCollection(nn.Module):
-    """Embedding tables on the ranks of `group`; a row for each id of each rank's own samples.
+    """A collection of embedding tables that are placed on the ranks of `group`. It returns a row for each id of this
+    rank's samples.
 
     The constructor is collective, and so are every call and every backward. Ids go to the owners of their rows, and rows come back.
     Backward sends the gradient of each row to its owner, which sums equal rows in a fixed order, in float32. So equal inputs give
@@ -68,10 +69,10 @@ class ShardedEmbeddingCollection(nn.Module):
     placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise` or `RowWise`. Default: whole
         tables, balanced by `rows_read` (`weft.place_tables`).
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
-    dedup: each rank sends each different id once, and one gradient for it. It pays if ids repeat a lot. A sum of gradients is
-        rounded to the tables' dtype before it leaves.
-    max_ids: the most ids that a rank may receive in a call. If any would receive more, every rank raises `RefusedError` with the
-        numbers of all, before ids leave. Default: no bound.
+    dedup: if True, each rank sends each distinct id once, and one gradient for it. This is faster if ids repeat often.
+    Sums of gradients are rounded to the tables' dtype before they are sent.
+    max_ids: the largest number of ids that a rank may receive in a call. If any rank would receive more, every rank
+    raises `RefusedError` with the numbers of all ranks, before ids are sent. Default: no limit.
     hash: map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
     bounds_check: "warning" reads ids out of range as zero rows, and warns; "fatal" refuses the call on every rank; "ignore" reads
         zero rows.
@@ -188,7 +189,7 @@ class ShardedEmbeddingCollection(nn.Module):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: _Ids) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Return the rows of all ids, the way that they went, and the rows that peers asked for. Collective."""
+        """Return the rows of all ids, the routing of the ids, and the rows that peers requested. Collective."""
         route, arrived, (bad,) = self._dist.send(ids.places, ids.rows, [ids.bad.sum()])
         if bad and self._bounds_check == "warning":
             warnings.warn(
@@ -348,9 +349,9 @@ class ShardedEmbeddingCollection(nn.Module):
 
 
 class _Ids:
-    """The ids of a batch: for each the place of its part and the row in it, slot by slot.
-
-    spans: of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises `ValueError`.
+    """The ids of a batch, slot by slot: for each id, the index of the part that has its row, and the row in that part.
+    spans: of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises
+    `ValueError`.
     """
 
     def __init__(self, module: ShardedEmbeddingCollection, features: Any) -> None:

@@ -14,11 +14,12 @@ from weft.embedding.update import FusedUpdate
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` over a rank's tables, whose updates happen in backward.
+    """A `torch.optim.Optimizer` for a rank's tables, which backward updates.
 
     `step()` and `zero_grad()` do nothing, so that a training loop may call them for all optimizers alike. A learning rate written
-    to `param_groups[0]["lr"]`, by a scheduler for example, counts for all later updates of this rank, also in a replayed CUDA
-    graph. Ranks must write the same value; on CPU they compare it at each backward. The other numbers are fixed.
+    to `param_groups[0]["lr"]`, by a scheduler for example, applies to all later updates of this rank, also in a
+    replayed CUDA graph. Ranks must write the same value; on CPU they compare it at each backward. The other numbers are
+    fixed.
 
     `state_dict()` has torch's form, and names of TorchRec: state "<table>.momentum1" of parameter "embedding_bags.<table>.weight".
     It is this rank's part. `load_state_dict()` copies into the states in place. For checkpoints that another number of ranks may
@@ -34,7 +35,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = {f"{name}.{state}": tensor for state, tensor in states.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Do nothing: backward has updated the tables. Return the value of `closure`, which is called if it is given."""
+        """Do nothing, because backward has already updated the tables. Call `closure` if it is given, and return its
+        value."""
         if closure is None:
             return None
         with torch.enable_grad():
@@ -44,13 +46,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Do nothing: the tables have no gradients."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of updates so far, by which Adam corrects its bias. For a checkpoint of TorchRec, which has none."""
+        """Set the number of updates so far, which Adam uses for its bias correction. Use it for a TorchRec checkpoint,
+        which does not contain this number."""
         if not 0 <= step < 2**63:
             raise ValueError(f"step={step} must be the number of updates so far, a whole number of at least 0")
         self._update.step.fill_(step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: a module's optimizer has the module's tables."""
+        """Raise an error, because a fused optimizer has only its module's tables."""
         if getattr(self, "param_groups", None):
             raise ValueError(
                 "a fused optimizer has only the tables of its module: use another optimizer for other parameters"

@@ -1,4 +1,5 @@
-"""A bound on the ids that a rank may receive in a call: a skewed batch is an error on every rank, before ids leave."""
+"""A bound on the number of ids that a rank may receive in a call. If a skewed batch exceeds it, every rank raises an
+error before ids are sent."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def totals_of_ranks(
 ) -> list[int]:  # fmt: skip
     """Return how many ids each rank would receive from all ranks. Collective; it waits for the device.
 
-    features: of this rank's samples. Bad ones count as none: they are refused later.
+    features: of this rank's samples. Invalid features count as 0 ids; a later check refuses them.
     """
     try:
         counts = dict(zip(features.keys(), features.length_per_key(), strict=True))

@@ -69,7 +69,8 @@ class Agreement:
 
 
 class HostsMeet(Agreement):
-    """The agreement of CPU processes: a rendezvous through shared memory takes microseconds."""
+    """The agreement of CPU processes: ranks synchronise before each call. A rendezvous through shared memory takes
+    microseconds."""
 
     meets = True
 
@@ -108,7 +109,8 @@ class HostsMeet(Agreement):
 
 
 class HostsApart(Agreement):
-    """The agreement of GPUs: a rendezvous would cost the host more than the call."""
+    """The agreement of GPU ranks: they do not synchronise before each call, because this would cost the host more than
+    the call."""
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str

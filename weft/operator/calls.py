@@ -46,7 +46,7 @@ OPERATORS: dict[str, Operator[Any]] = {}
 TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""The gradients that a call below a dispatch mode wants, since it runs below autograd.
+"""The gradients that are wanted of a call that runs under a dispatch mode, and so below autograd.
 
 Peers may have no such mode, for example if one rank counts its FLOPs.
 """
@@ -105,8 +105,8 @@ def _made_now(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call as a part of another call, which counts it and reports its errors. A pinned schedule applies only to that other
-    call."""
+    """Make a call as a part of an outer call, which counts it and reports its errors. A pinned schedule applies only to
+    the outer call."""
     if plan.pinned() is None:
         return _called(op, call, group, None, turn.deadline_s, None)
     with plan.use(None):

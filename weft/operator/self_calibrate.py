@@ -52,7 +52,7 @@ cannot measure."""
 
 
 class _Stand(NamedTuple):
-    """A rank's state before the measurement."""
+    """What a rank knows before the self-calibration."""
 
     name: str  # of its kind of GPU
     gpu: str  # which of this host's

@@ -240,7 +240,7 @@ def _outlasts(row: Row, serial: Row) -> bool:
 def _spares_host(row: Row, serial: Row) -> bool:
     """True if `row` is predicted to be no slower than serial, and to take clearly less host time.
 
-    False if a prediction that is wrong by `CLEARLY_US` could make it slower than serial by more than `SPARED`.
+    False if an error of `CLEARLY_US` in the prediction could mean that it is slower than serial by more than `SPARED`.
     """
     assert row.us is not None
     assert serial.us is not None

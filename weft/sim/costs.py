@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
     @property
     def holds(self) -> float:
-        """Return the share of its rank's units that it needs to begin."""
+        """Return the fraction of its rank's compute units that must be free before it can begin."""
         return sum(amount for how, place, amount in self.uses if how == "hold" and place == _COMPUTE)
 
 

@@ -120,7 +120,8 @@ class _Rank:
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
 """An event: (when, order, lane, works, counter, times). Events at the same time run in the order in which they were planned.
 
-With a lane: it advances, or begins its work if `works`. Without a lane: `counter` is raised `times` times."""
+If it has a lane, the lane goes to its next step, or begins its work if `works`. If it has none, `counter` is raised
+`times` times."""
 
 
 class _Engine:

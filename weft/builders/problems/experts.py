@@ -15,9 +15,10 @@ class ExpertsProblem(Problem):
     """Tokens of each rank and the experts that they are for.
 
     experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
-    splits: for each rank, the expected number of its tokens for each expert of all ranks. The actual numbers are known only at run time.
-    Empty: equally many for each expert. most: the most tokens that a rank may send to the experts of one other rank. exact: the
-    host learns the number of rows of the result; otherwise the caller passed a number, and the host waits for nothing."""
+    splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known only at
+    run time. Empty: the same number for each expert. most: the largest number of tokens that a rank may send to the experts of
+    one other rank. exact: the host reads the number of rows of the result. Otherwise the caller has passed a number, and the host
+    does not wait."""
 
     world_size: int
     experts: int
