@@ -48,7 +48,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize(device)
 
     def call(m: int) -> tuple[float, float]:
-        """Return (milliseconds with the synchronisation behind it, without it)."""
+        """Return (milliseconds with the synchronisation after it, without it)."""
         shard = x[: m // world]
         synchronize()
         dist.barrier(group)
@@ -65,7 +65,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         return 1e3 * took, 1e3 * host
 
     def by_hand(m: int) -> float:
-        """Return milliseconds of an all-gather and a GEMM, with the synchronisation behind them."""
+        """Return milliseconds of an all-gather and a GEMM, with the synchronisation after them."""
         shard = x[: m // world]
         synchronize()
         dist.barrier(group)

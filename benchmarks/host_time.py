@@ -96,7 +96,7 @@ def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[
 
 
 def _products(world: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
-    """Return operators behind a GEMM, with weft's choice and serial, beside the same by hand. Inputs of 50 calls have different
+    """Return operators after a GEMM, with weft's choice and serial, beside the same by hand. Inputs of 50 calls have different
     addresses."""
     group, (m, n, k) = dist.group.WORLD, (512, 1024, 1024)
     xs = [torch.randn(m, k // world, device=device).to(dtype) for _ in range(BATCHES)]

@@ -3,7 +3,7 @@
     python benchmarks/two_trees.py OTHER_TREE --json FILE [--only SUBSTRING] [--drawn 40] [--seconds 500]
 
 Each tree has its own ranks on the same GPUs. For every shape they alternate, five times each: first calls, then rows of
-calls in each mode (queued behind a device sleep, graph, single). Each tree also times NCCL's collective and cuBLAS's
+calls in each mode (queued after a sleep kernel, graph, single). Each tree also times NCCL's collective and cuBLAS's
 GEMM, which are the same in both: their difference between the trees is noise. Shapes: all of `benchmarks/shapes` that
 were recorded on 2 ranks (bf16 and fp8 gathers, experts with `max_rows`, dense embeddings), and `--drawn` random
 gathers. For these, with seed 20261123, M is log-uniform in 64 to 32768. N and K are multiples of 64, log-uniform in 512

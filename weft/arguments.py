@@ -50,15 +50,16 @@ def check_memory(name: str, x: torch.Tensor) -> None:
     """Raise `ValueError` if the storage of `x` does not hold its elements."""
     if type(x) in _PLAIN and not _has_memory(x):
         raise ValueError(
-            f"{name} has no memory: its storage holds {x.untyped_storage().nbytes()} of {_needed_bytes(x)} bytes; it was freed or "
-            "resized, as FSDP does between uses: pass it where it has its values"
+            f"{name} has no memory: its storage holds {x.untyped_storage().nbytes()} of {_needed_bytes(x)} bytes, "
+            "because it was freed or resized (FSDP does this between uses). Pass the tensor while it has its "
+            "values"
         )
 
 
 def _has_memory(x: torch.Tensor) -> bool:
     try:
         held = x.untyped_storage().nbytes()
-    except NotImplementedError:  # inside of a transform of torch.func, which operators refuse
+    except NotImplementedError:  # inside a transform of torch.func, which operators refuse
         return True
     if held >= x.nbytes and not x.storage_offset() and x.is_contiguous():  # most tensors, for little time
         return True
@@ -88,7 +89,9 @@ def _look_at(name: str, x: Any) -> None:
     # Other classes may keep their memory elsewhere. Those that torch makes while it traces a call are allowed.
     inside = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if inside and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
-        raise ValueError(f"{name} is {kind(x)}, which keeps its values elsewhere: pass the torch.Tensor that has them")
+        raise ValueError(
+            f"{name} is {kind(x)}, which does not hold its values itself: pass the torch.Tensor that holds them"
+        )
 
 
 def listed(name: str, given: Any) -> Sequence[Any]:
@@ -127,11 +130,12 @@ def checked_dimension(
     known = -len(shape) <= dim < len(shape)
     if last and not known:
         raise ValueError(
-            f"{name}={dim} must name a dimension of {what} {shape}: pass one from {-len(shape)} to {len(shape) - 1}"
+            f"{name}={dim} is not a dimension of {what} {shape}: pass a number from {-len(shape)} to {len(shape) - 1}"
         )
     if not last and (not known or dim % len(shape) == len(shape) - 1):
         raise ValueError(
-            f"{name}={dim} must name a dimension of {what} {shape} before the last: the last one is what the matmul sums over"
+            f"{name}={dim} is not allowed for {what} {shape}: pass a dimension before the last one, over which "
+            "the matmul sums"
         )
     return dim % len(shape)
 
@@ -142,8 +146,9 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
     if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
         raise ValueError(
-            f"rows={sizes} must have one entry, from 0 to 2**40, for each of {counted(world_size, 'rank')}, and here, on rank "
-            f"{rank}, be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
+            f"rows={sizes} must have one entry from 0 to 2**40 for each of {counted(world_size, 'rank')}, "
+            f"and the entry of rank {rank} must be {extent}, the size of A_shard {tuple(A_shard.shape)} in "
+            f"dimension {gather_dim}"
         )
     return None if all(size == extent for size in sizes) else sizes
 
@@ -159,7 +164,7 @@ def check_count(name: str, count: Any) -> None:
     """Raise `ValueError` unless `count` is None or a number of rows."""
     is_whole = isinstance(count, int | torch.SymInt) and not isinstance(count, bool)
     if count is not None and not (is_whole and 0 <= count <= MOST_ROWS):
-        raise ValueError(f"{name}={_shown(count)} must be a whole number from 0 to 2**40: it is a number of rows")
+        raise ValueError(f"{name}={_shown(count)} must be a number of rows: pass a whole number from 0 to 2**40")
 
 
 def checked_shape(name: str, given: Any) -> tuple[int, ...]:
@@ -174,7 +179,8 @@ def checked_deadline(deadline_s: Any) -> float | None:
     if is_number and 0 < deadline_s <= env.MOST_S:
         return float(deadline_s)
     raise ValueError(
-        f"deadline_s={deadline_s!r} must be positive, and at most {env.MOST_S:.0f}: it is how many seconds a wait may take"
+        f"deadline_s={deadline_s!r} must be positive and at most {env.MOST_S}: pass the number of seconds that "
+        "a wait may take"
     )
 
 
@@ -195,6 +201,6 @@ def _whole(name: str, given: Any, fix: str) -> Any:
 
 
 def _shown(number: Any) -> str:
-    """Return the digits, unless there are more than Python prints or a reader wants."""
+    """Return the number as text, or its number of bits if it is too long to print."""
     is_long = type(number) is int and number.bit_length() > 64
     return f"a number of {number.bit_length()} bits" if is_long else repr(number)

@@ -32,7 +32,8 @@ def _seconds(variable: str, default: str, what: str) -> float:
         value = 0.0
     if not 0 < value <= MOST_S:
         raise ValueError(
-            f"{variable}={text!r} must be a positive number, at most {MOST_S:.0f}: it is how many seconds {what} may take"
+            f"{variable}={text!r} must be a positive number, at most {MOST_S:.0f}: it limits how many seconds "
+            f"{what} may take"
         )
     return value
 

@@ -60,7 +60,7 @@ def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
         try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise _unreadable(str(path), f"it is {_KINDS[stat.S_IFMT(mode)]} and no regular file", fix)
+                raise _unreadable(str(path), f"it is {_KINDS[stat.S_IFMT(mode)]}, not a regular file", fix)
             with open(descriptor, "rb", closefd=False) as file:
                 content = file.read(most_bytes + 1)
         finally:
@@ -97,7 +97,7 @@ def parse_toml(content: str | bytes, where: str, *, fix: str = "") -> dict[str, 
     try:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(where, f"it is no TOML: {error}", fix) from error
+        raise _unreadable(where, f"it is not valid TOML: {error}", fix) from error
     _check_values(found, where, fix)
     return found
 
@@ -108,7 +108,7 @@ def _text(content: str | bytes, most_bytes: int, where: str, fix: str) -> str:
     try:
         return content if isinstance(content, str) else content.decode()
     except UnicodeDecodeError as error:
-        raise _unreadable(where, f"it is no UTF-8: {error}", fix) from error
+        raise _unreadable(where, f"it is not valid UTF-8: {error}", fix) from error
 
 
 def _depth(rest: str) -> int:

@@ -44,7 +44,7 @@ def _counts(table: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _moved(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One row less on the rank with the most rows, and one more `by` places behind; by=0: none more."""
+    """One row less on the rank with the most rows, and one more `by` places later; by=0: none more."""
 
     def change(counts: torch.Tensor) -> torch.Tensor:
         at = int(counts.argmax())

@@ -112,7 +112,7 @@ def _of_call(injection: Injection, seen: Seen, rank: int, call: dict[str, Any]) 
 
 
 def _untold(injection: Injection, rank: int, calls: list[dict[str, Any]]) -> list[Fault]:
-    """On GPUs, where hosts do not meet, a call whose peer has failed may return NaN. An error must follow in time."""
+    """On GPUs, where hosts do not synchronise, a call whose peer has failed may return NaN. An error must follow in time."""
     for number, call in enumerate(calls):
         if call["result"] == "nan":
             errors = [later["end"] for later in calls[number + 1 :] if later["result"] == "error"]

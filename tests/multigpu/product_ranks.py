@@ -45,7 +45,7 @@ class Case:
 
 
 def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
-    """Run a schedule of `p` with poisoned memory behind stragglers, then capture and replay it."""
+    """Run a schedule of `p` with poisoned memory after stragglers, then capture and replay it."""
     made = CudaSchedule(
         named(p, name).build(), symm.communicator(group, torch.device("cuda", torch.cuda.current_device()))
     )

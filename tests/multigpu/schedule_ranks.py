@@ -93,7 +93,7 @@ def executor_of(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> Cuda
 
 
 def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int, straggle_every: int) -> None:
-    """Replay a captured graph with fresh data each time, sometimes behind a straggler. Compare bits with calls between
+    """Replay a captured graph with fresh data each time, sometimes after a straggler. Compare bits with calls between
     replays that are not captured."""
     executor = executor_of(group, p, name)
     case = Case(p, group.rank(), 0)

@@ -37,7 +37,7 @@ def test_behind_stragglers_and_replayed(pair: Pool, sizes: str, columns: bool, d
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @each_dim
 def test_every_schedule_by_the_operator(pair: Pool, dim: int, dtype: torch.dtype) -> None:
-    """Call three times with fresh data and poisoned results, behind stragglers. Assert that results repeat bit by
+    """Call three times with fresh data and poisoned results, after stragglers. Assert that results repeat bit by
     bit."""
     names = pair.run(suite.every_schedule, NAME, Gemm((777, 264), 520, dtype, dim), 0.01, timeout_s=200)
     assert names[0] == NAMES

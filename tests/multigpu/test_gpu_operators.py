@@ -39,7 +39,7 @@ def test_results(pair: Pool, operator: str, name: str) -> None:
 
 @each("every", "case builders")
 def test_every_schedule(pair: Pool, operator: str, case: Case, builders: set[str]) -> None:
-    """Call three times with fresh data and poisoned results, behind stragglers. Assert that results repeat bit by bit,
+    """Call three times with fresh data and poisoned results, after stragglers. Assert that results repeat bit by bit,
     and have the same bits on both ranks if both get them."""
     names = pair.run(suite.every_schedule, operator, case, 0.01, timeout_s=300)
     assert {name.split("[")[0] for name in names[0]} == builders

@@ -1,4 +1,4 @@
-"""Output maps on two GPUs: weft's and random maps, behind stragglers and captured, and beside hand-written schedules.
+"""Output maps on two GPUs: weft's and random maps, after stragglers and captured, and beside hand-written schedules.
 
 The functions that run on the ranks are shared with the CPU tests, except `captured`.
 """

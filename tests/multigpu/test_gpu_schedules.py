@@ -1,4 +1,4 @@
-"""Schedules on two GPUs: all against float64, in graphs, behind stragglers, and when a rank does not arrive."""
+"""Schedules on two GPUs: all against float64, in graphs, after stragglers, and when a rank does not arrive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Steps that accumulate, and GEMMs that store into a peer's buffer, on GPUs. The schedules of `test_updates` run
-against float64: repeatedly, captured, and behind stragglers.
+against float64: repeatedly, captured, and after stragglers.
 
 The functions with a `group` argument run on the ranks.
 """

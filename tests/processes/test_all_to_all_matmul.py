@@ -197,4 +197,4 @@ def test_odd_uses_say_why_not() -> None:
     with Pool(2) as alone:
         for changed, timeline in alone.run(odd_uses, timeout_s=100):
             assert "modified by an inplace operation" in changed
-            assert "cannot be filled by a compiled call" in timeline
+            assert "is not supported in a compiled call" in timeline

@@ -76,7 +76,10 @@ def nested(x: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tenso
 KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "DTensor": (as_dtensor, "is a DTensor: pass .to_local()"),
     "collective": (AsyncCollectiveTensor, "is an AsyncCollectiveTensor: pass .wait()"),
-    "elsewhere": (Elsewhere, "is an Elsewhere, which keeps its values elsewhere: pass the torch.Tensor that has them"),
+    "elsewhere": (
+        Elsewhere,
+        "is an Elsewhere, which does not hold its values itself: pass the torch.Tensor that holds them",
+    ),
     "array": (lambda x: np.zeros(x.shape), "is a ndarray: pass torch.from_numpy("),
     "list": (lambda x: [[0.0]], "is a list: pass a torch.Tensor"),
     "nothing": (lambda x: None, "is a NoneType: pass a torch.Tensor"),
@@ -249,7 +252,7 @@ def mapped(group: dist.ProcessGroup, operator: str) -> str:
 def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
     for said in pool.run(mapped, operator, ranks=2, timeout_s=60):
         assert said.startswith("RefusedError: rank 1: ")
-        assert "inside a transform of torch.func (vmap, grad, jvp, ...)" in said
+        assert "inside a torch.func transform (vmap, grad, jvp, ...)" in said
 
 
 def on_a_destroyed_group(group: dist.ProcessGroup, operator: str) -> list[str]:
@@ -280,7 +283,7 @@ def test_a_destroyed_group_is_refused(pool: Pool, operator: str) -> None:
 NO_DIMENSION = "pass the number of a dimension, an int"
 NO_NUMBER = "pass a whole number for each rank"
 NO_EPS = "must be a finite number of at least 0: it is added to the mean of a row's squares"
-NO_DEADLINE = "must be positive, and at most 1000000: it is how many seconds a wait may take"
+NO_DEADLINE = "must be positive and at most 1000000: pass the number of seconds that a wait may take"
 # For operators that gather: (argument, what rank 1 passes, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
@@ -288,22 +291,22 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("gather_dim", False, f"gather_dim=False is a bool: {NO_DIMENSION}"),
     ("gather_dim", 0.0, f"gather_dim=0.0 is a float: {NO_DIMENSION}"),
     ("gather_dim", None, f"gather_dim=None is a NoneType: {NO_DIMENSION}"),
-    ("gather_dim", -1, "gather_dim=-1 must name a dimension of A_shard (4, "),
-    ("gather_dim", 2, "gather_dim=2 must name a dimension of A_shard (4, "),
-    ("gather_dim", -3, "gather_dim=-3 must name a dimension of A_shard (4, "),
+    ("gather_dim", -1, "gather_dim=-1 is not allowed for A_shard (4, "),
+    ("gather_dim", 2, "gather_dim=2 is not allowed for A_shard (4, "),
+    ("gather_dim", -3, "gather_dim=-3 is not allowed for A_shard (4, "),
     ("rows", 4, "rows=4 is an int: pass a list with a number for each rank"),
     ("rows", "44", "rows='44' is a str: pass a list with a number for each rank"),
     ("rows", [4, 4.0], f"rows[1]=4.0 is a float: {NO_NUMBER}"),
     ("rows", [4, True], f"rows[1]=True is a bool: {NO_NUMBER}"),
     ("rows", [4, None], f"rows[1]=None is a NoneType: {NO_NUMBER}"),
-    ("rows", [4], "rows=(4,) must have one entry, from 0 to 2**40, for each of 2 ranks"),
+    ("rows", [4], "rows=(4,) must have one entry from 0 to 2**40 for each of 2 ranks"),
     (
         "rows",
         [3, 5],
-        "rows=(3, 5) must have one entry, from 0 to 2**40, for each of 2 ranks, and here, on rank 1, be 4",
+        "rows=(3, 5) must have one entry from 0 to 2**40 for each of 2 ranks, and the entry of rank 1 must be 4",
     ),
-    ("rows", [-4, 4], "rows=(-4, 4) must have one entry, from 0 to 2**40"),
-    ("rows", [1 << 41, 4], "must have one entry, from 0 to 2**40, for each of 2 ranks"),
+    ("rows", [-4, 4], "rows=(-4, 4) must have one entry from 0 to 2**40"),
+    ("rows", [1 << 41, 4], "must have one entry from 0 to 2**40 for each of 2 ranks"),
     ("rows", [1 << 63, 4], f"rows[0] is 9223372036854775808: {NO_NUMBER}, in 64 bits"),
     ("rows", [10**5000, 4], f"rows[0] is a number of 16610 bits: {NO_NUMBER}, in 64 bits"),
     ("gather_dim", 10**5000, f"gather_dim is a number of 16610 bits: {NO_DIMENSION}, in 64 bits"),
@@ -313,25 +316,25 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("Bs", {torch.ones(8, 3)}, "Bs is a set: pass a list"),
     ("Bs", [], "Bs"),
     ("return_A", "no", "return_A='no' is a str: pass True or False"),
-    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
 SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
     ("scatter_dim", "0", f"scatter_dim='0' is a str: {NO_DIMENSION}"),
     ("scatter_dim", 1, "A @ B has shape (4, 3), and the 3 of scatter_dim=1 must be divisible by world_size=2: pad"),
-    ("scatter_dim", 2, "scatter_dim=2 must name a dimension of A (4, 8): pass one from -2 to 1"),
-    ("scatter_dim", -3, "scatter_dim=-3 must name a dimension of A (4, 8): pass one from -2 to 1"),
+    ("scatter_dim", 2, "scatter_dim=2 is not a dimension of A (4, 8): pass a number from -2 to 1"),
+    ("scatter_dim", -3, "scatter_dim=-3 is not a dimension of A (4, 8): pass a number from -2 to 1"),
     ("A", torch.ones(8), "A has shape (8,): pass at least two dimensions"),
     ("A", torch.ones(5, 8), "A has shape (5, 8), and the 5 of scatter_dim=0 must be divisible by world_size=2: pad"),
     ("A", torch.ones(3, 2, 8), "A has shape (3, 2, 8), and the 3 of scatter_dim=0 must be divisible by world_size=2"),
     ("B", [torch.ones(8, 3)], "B is a list: pass a torch.Tensor"),
     ("reduce_op", "max", 'reduce_op=\'max\': use "sum" or "avg"'),
     ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
-    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
 PRODUCTS_REFUSE: list[tuple[str, Any, str]] = [
     ("x", torch.ones(8), "x has shape (8,): pass at least two dimensions"),
     ("w", [torch.ones(8, 3)], "w is a list: pass a torch.Tensor"),
-    ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
 ]
 ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmul"], GATHERS_REFUSE) | {
     "matmul_reduce_scatter": SCATTERS_REFUSE,
@@ -352,13 +355,13 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         ("out_dtype", "bf16", "out_dtype=bf16: use one of torch.bfloat16"),
         ("out_dtype", [torch.bfloat16], "out_dtype=[torch.bfloat16]: use one of torch.bfloat16"),
         ("use_fast_accum", "no", "use_fast_accum='no' is a str: pass True or False"),
-        ("timeline", 3, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+        ("timeline", 3, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
     ],
     "matmul_all_gather": [
         ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
         ("gather_dim", True, f"gather_dim=True is a bool: {NO_DIMENSION}"),
-        ("gather_dim", 2, "gather_dim=2 must name a dimension of x (4, 8): pass one from -2 to 1"),
-        ("gather_dim", -3, "gather_dim=-3 must name a dimension of x (4, 8): pass one from -2 to 1"),
+        ("gather_dim", 2, "gather_dim=2 is not a dimension of x (4, 8): pass a number from -2 to 1"),
+        ("gather_dim", -3, "gather_dim=-3 is not a dimension of x (4, 8): pass a number from -2 to 1"),
         *PRODUCTS_REFUSE,
     ],
     "matmul_all_reduce": [

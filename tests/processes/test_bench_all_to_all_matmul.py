@@ -39,7 +39,9 @@ def _options(**given) -> BenchOptions:
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*dispatch, "),
         ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
-        ({"variants": ("dispatch[by=kernel,rest=together]",)}, "supports none of these shapes: the rest comes from one rank"),
+        ({"variants": ("dispatch[by=kernel,rest=together]",)}, "supports none of these shapes: with 2 ranks all "
+                                                               "other tokens come from one rank, so "
+                                                               "rest=together is the same as rest=each"),
         ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu supports only"),
         ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
         ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),

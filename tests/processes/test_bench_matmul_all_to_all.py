@@ -31,7 +31,7 @@ def _options(**given) -> BenchOptions:
     ("wrong", "message"),
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine"),
-        ({"variants": (DMA + "-bounded",)}, "supports none of these shapes: copy engines take sizes from the host"),
+        ({"variants": (DMA + "-bounded",)}, "supports none of these shapes: the host must not wait for sizes"),
         ({"ranks": 4}, "6 experts cannot be divided evenly over 4 ranks: use one of 1, 2, 3, 6"),
     ],
 )

@@ -46,7 +46,7 @@ def _options(**given: Any) -> BenchOptions:
             "variant 'asynctp' has no all-reduce: use other variants for llama-3-8b-whole",
         ),
         ({"preset": "llama"}, "no preset 'llama': give some of llama-3-8b, llama-3-70b, llama-3-405b, cpu"),
-        ({"ranks": 1}, "ranks=1: a block communicates only on 2 or more"),
+        ({"ranks": 1}, "ranks=1: a block communicates only between ranks: use at least 2"),
         ({"ranks": 3}, "length=512 of cpu must be divisible by ranks=3"),
         ({"ranks": 16, "preset": "llama-3-8b"}, "kv_heads=8 of llama-3-8b must be divisible by ranks=16"),
         ({"modes": ("single",)}, "tensor_parallel on cpu supports only"),
@@ -95,7 +95,7 @@ def test_a_table_has_what_was_measured() -> None:
     assert "| llama-3-8b mlp | 6 | 10 | 9 | 25% | 5 | 7.5 | 1.50x |" in text
     assert "asynctp: the compiler put none of AsyncTP's operators into a call: its collectives did not overlap." in text
     assert "asynctp gathers by NVLink multicast for M <= 2048 only, so not here." in text
-    assert "which it gathers for M <= 2048." in OPERATOR.table([r | {"length": 512} for r in rows])
+    assert "which it uses to gather for M <= 2048." in OPERATOR.table([r | {"length": 512} for r in rows])
     noisy = [r | {"p20_ms": 0.3 * r["p50_ms"], "p80_ms": 1.7 * r["p50_ms"]} for r in rows]
     assert "| (1.50x) |" in OPERATOR.table(noisy)
     few = OPERATOR.table(rows[:3])

@@ -338,7 +338,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         ),
         (
             ["--shape", "512,8,8", "--dtype", "bf8", "--hw", "h200"],
-            "dtype='bf8': NVIDIA H200 has rates only for fp32, fp16",
+            "dtype='bf8': NVIDIA H200 has matmul rates only for fp32, fp16",
         ),
     ],
 )

@@ -281,7 +281,7 @@ def test_a_second_backward_of_an_update_is_an_error_that_names_it(pool: Pool) ->
     for errors in pool.run(goes_back_twice, ranks=2):
         for kind, text in errors:
             assert kind == "WeftError"
-            assert "backward through embedding_all_to_all a second time" in text
+            assert "second backward of the same call of embedding_all_to_all" in text
             assert "Sum the losses" in text
 
 

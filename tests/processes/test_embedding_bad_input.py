@@ -95,11 +95,11 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "updates by a value": (replace("update", lambda _: 0.1), ["update is a float", "FusedUpdate(weft.SGD(lr=...), weights)"]),
     "updates of other tables": (
         lambda a: a.update(update=weft.embedding.FusedUpdate(weft.Adam(lr=0.1), a["weights"][:1])),
-        ["update was made for tables of shapes [(31, 3)]", "weights have [(31, 3), (32, 16)]"],
+        ["update was created for tables of shapes [(31, 3)]", "weights have shapes [(31, 3), (32, 16)]"],
     ),
     "sparse updates": (
         lambda a: a.update(update=weft.embedding.FusedUpdate(weft.SGD(lr=0.1), a["weights"]), sparse=True),
-        ["sparse=True goes with update=None"],
+        ["sparse=True with an update"],
     ),
     "batch sizes of two ranks": (replace("batch_sizes", lambda s: s[:2]), ["batch_sizes=(4, 5)", "2 entries", "3"]),
     "a negative batch": (replace("batch_sizes", lambda s: (4, -1, 8)), ["(4, -1, 8)", "rank 1", "-1 samples"]),
@@ -115,10 +115,10 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "an unknown bounds check": (replace("bounds_check", lambda _: "maybe"), ["bounds_check='maybe'", "'fatal'"]),
     "half a slice": (replace("slice_size", lambda _: 0.5), ["slice_size=0.5", "at least 1"]),
     "empty slices": (replace("slice_size", lambda _: 0), ["slice_size=0", "at least 1"]),
-    "outputs that are a flag": (replace("outputs", lambda _: True), ["outputs=True", "between 1 and 255"]),
-    "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "between 1 and 255"]),
+    "outputs that are a flag": (replace("outputs", lambda _: True), ["outputs=True", "pass a number from 1 to 255"]),
+    "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "pass a number from 1 to 255"]),
     "no time": (replace("deadline_s", lambda _: -1.0), ["deadline_s=-1.0", "positive"]),
-    "a timeline that is none": (lambda a: a.__setitem__("timeline", 3), ["timeline=3 is not a timeline", "weft.Timeline()"]),
+    "a timeline that is none": (lambda a: a.__setitem__("timeline", 3), ["timeline=3 is not a Timeline", "weft.Timeline()"]),
     "tables of two ranks": (
         replace("sharding", lambda s: EmbeddingSharding(s.tables, (0, 1, 1, 0), 2)),
         ["sharding is for 2 ranks", "group has 3", "place_tables(tables, 3)"],

@@ -138,7 +138,7 @@ def test_indices_out_of_range_read_as_zero_rows_and_warn(pool: Pool, transport: 
 
 
 def beside_the_table(group, options):
-    """Ids before and behind each rank's table, in whose memory there are rows too; all of these, the result and the warnings."""
+    """Ids before and after each rank's table, in whose memory there are rows too; all of these, the result and the warnings."""
     rows, tables = 5, tables_of((4, 6))
     sharding = weft.EmbeddingSharding(tuple(replace(table, num_embeddings=rows) for table in tables), (0, 1), 2)
     memory = torch.randn(rows + 2, tables[group.rank()].embedding_dim)

@@ -131,9 +131,9 @@ def test_a_learning_rate_that_differs_at_the_end_of_accumulate_is_found(pool: Po
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
-        ({"clip_value": 0.0}, "clip_value=0 would leave no gradient"),
+        ({"clip_value": 0.0}, "clip_value=0 would set every gradient to 0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0 must not be negative"),
-        ({"clip_norm": 1.0, "clip_value": 1.0}, "pass one of them"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "pass only one of them"),
         ({"gradient_dtype": "fp8"}, "gradient_dtype='fp8' must be one of 'table', 'fp16', 'bf16'"),
         ({"rounding": "down"}, "rounding='down' must be one of 'nearest', 'stochastic'"),
         ({"seed": -1}, "seed=-1 must be a whole number"),

@@ -322,11 +322,11 @@ def refused(group: dist.ProcessGroup, placement: Any, options: dict[str, Any]) -
         ([0, 0, "a", RowWise()], {}, "pass a rank, TableWise, ColumnWise, RowWise or DataParallel"),
         ({"users": RowWise()}, {}, "placement leaves out table 'items'"),
         ([0, 0, 0, RowWise()], {"input": "global_batch"}, "pass input='local_batch'"),
-        ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value or another sharding"),
+        ([0, 0, 0, DataParallel()], {"optimizer": weft.SGD(lr=0.1, clip_norm=1.0)}, "use clip_value, or another sharding"),
         ([0, 0, 0, DataParallel()], {"input": "batch"}, "input='batch' must be 'local_batch' or 'global_batch'"),
         ([0, 0, 0, RowWise()], {"max_ids": 0}, "max_ids=0 must be at least 1"),
-        ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 goes with input='local_batch'"),
-        ([0, 0, 0, DataParallel()], {"outputs": 0}, "outputs=0 must be between 1 and 255"),
+        ([0, 0, 0, 0], {"max_ids": 5, "input": "global_batch"}, "max_ids=5 works only with input='local_batch'"),
+        ([0, 0, 0, DataParallel()], {"outputs": 0}, "outputs=0 is the number of result buffers of each rank"),
     ],
 )  # fmt: skip
 def test_placements_that_cannot_be(pool: Pool, placement: Any, options: dict[str, Any], text: str) -> None:
@@ -399,7 +399,7 @@ def test_a_rank_that_would_receive_too_many_ids_is_named(pool: Pool) -> None:
     for placement, totals in (([RowWise(), 0], [6, 60]), ([1, 0], [6, 60])):
         for error in pool.run(skewed, placement, 40, ranks=2):
             assert error.startswith(
-                f"RefusedError: rank 1 would receive 60 ids, and max_ids=40: ranks would receive {totals}"
+                f"RefusedError: rank 1 would receive 60 ids, more than max_ids=40. (All ranks would receive {totals}.)"
             )
         assert pool.run(skewed, placement, 60, ranks=2) == ["nothing"] * 2
 

@@ -77,7 +77,7 @@ def assert_over(answers: list[tuple[str, str]]) -> None:
 
 
 def differ(group: dist.ProcessGroup, operator: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Two shapes, both known, the last rank calls the other one; then all call the same, one rank a call behind, as far as
+    """Two shapes, both known, the last rank calls the other one; then all call the same, one rank is a call late, as far as
     weft can know."""
     own = own_group(group)
     for width in (N, 2 * N):

@@ -2,7 +2,7 @@
 another one.
 
 Cheapest first: arguments (refused before the first collective, the group lives on); errors between two collectives (the same);
-errors behind the last (the group ends). After each refusal the same layer is called again, and must give what it gave before.
+errors after the last (the group ends). After each refusal the same layer is called again, and must give what it gave before.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_arguments_of_attention(pool: Pool, sequence_dim: int | None) -> None:
             "norm without a weight": "norm has shape (2,)",
             "norm on meta": "the weight of norm is on meta and x on cpu: use one device",
             "no norm": "norm is a float: pass a module, such as nn.RMSNorm(16)",
-            "x on meta": "ParallelAttention: x is on meta: pass a tensor on a GPU, or on the CPU",
+            "x on meta": "ParallelAttention: x is on meta: pass a tensor on a GPU or on the CPU",
             "layer on meta": "ParallelAttention: its weight is on meta and x on cpu: give the layer memory by to_empty(",
             "all on meta": "ParallelAttention: its weight is on meta and x on meta: give the layer memory by to_empty(",
         },
@@ -201,7 +201,7 @@ def other_layers(group: dist.ProcessGroup) -> dict[str, Told]:
 def test_other_layers_on_meta(pool: Pool) -> None:
     ranks = pool.run(other_layers, ranks=WORLD)
     expected = {
-        "x": "x is on meta: pass a tensor on a GPU, or on the CPU",
+        "x": "x is on meta: pass a tensor on a GPU or on the CPU",
         "weight": "its weight is on meta and x on cpu: give",
     }
     of_experts = {
@@ -237,7 +237,7 @@ def styles_and_functions(group: dist.ProcessGroup) -> dict[str, Told]:
 def test_styles_and_functions(pool: Pool) -> None:
     expected = {
         "style": {"weight": "ColwiseLinear: its weight is on meta and x on cpu: give the layer memory by to_empty("},
-        "gathers": {"bias": "AllGatherLinear: bias has shape (3,) on cpu: pass (16,) on cpu, the device of x"},
+        "gathers": {"bias": "AllGatherLinear: bias has shape (3,) on cpu: pass shape (16,) on cpu, the device of x"},
         "scatters": {"bias": "LinearReduceScatter: bias has shape (1,) on cpu: pass (16,) on cpu"},
     }
     ranks = pool.run(styles_and_functions, ranks=WORLD)
@@ -354,11 +354,11 @@ def test_an_input_of_another_dtype_is_refused_by_the_layers_name(pool: Pool) -> 
     for found in pool.run(of_another_dtype, ranks=WORLD):
         for name, refused, text in found:
             assert refused == "RefusedError", text
-            assert f"{name}: x is torch.float16 on cpu and the weight torch.float32 on cpu: use one dtype" in text
+            assert f"{name}: x is torch.float16 on cpu, but the weight is torch.float32 on cpu: use one dtype" in text
 
 
 def ends(group: dist.ProcessGroup, what: str) -> list[tuple[str, str]]:
-    """Ctrl-C between two collectives; an error behind the last one. Then the same call, as it should be."""
+    """Ctrl-C between two collectives; an error after the last one. Then the same call, as it should be."""
     own, activation, found = dist.new_group(list(range(WORLD))), Fails(), []
     options: dict[str, Any] = {"group": own}
     call, error = (

@@ -72,12 +72,12 @@ class Spec(Operator[Call]):
 OPERATOR = registered(Spec())
 SAID = {
     "problem": "problem of made_up_mistake returns a NoneType: return a Problem",
-    "name": "problem of made_up_mistake returns a Problem named 'made_up_otherwise': give Other and the operator the same name",
+    "name": "made_up_mistake.problem returns a Problem with the name 'made_up_otherwise': give Other and",
     "inputs": "inputs of made_up_mistake has nothing, but the input buffers of its schedules are x: return one tensor for each",
     "too many": "inputs of made_up_mistake has x, z, but the input buffers of its schedules are x",
     "outputs": "outputs of made_up_mistake has z, but the output buffers of its schedules are y",
     "shape": r"inputs of made_up_mistake has x of shape \[1, 2\], but that buffer of MadeUp\(world_size=1, m=3\) is \[3, 2\]",
-    "gradients": "gradients of made_up_mistake returns 0 gradients, but a call has 1 tensors: return one for each, None if",
+    "gradients": "made_up_mistake.gradients returns 0 gradients, but a call has 1 tensors: return one for each tensor, or None if",
 }
 
 

@@ -58,14 +58,27 @@ def pinned_for_nothing(group: dist.ProcessGroup) -> dict[str, str]:
 def test_a_pinned_schedule_that_cannot_do_a_shape_is_named_with_what_to_pass(pool: Pool) -> None:
     for found in pool.run(pinned_for_nothing, ranks=2, timeout_s=60):
         for what, shape, why in (
-            ("no rows", "[0, 8] @ [8, 3]", "there is nothing to multiply"),
-            ("no K", "[4, 0] @ [0, 3]", "there is nothing to multiply"),
-            ("no N", "[4, 8] @ [8, 0]", "there is nothing to multiply"),
+            (
+                "no rows",
+                "[0, 8] @ [8, 3]",
+                "a size is 0, so there is nothing to multiply",
+            ),
+            (
+                "no K",
+                "[4, 0] @ [0, 3]",
+                "a size is 0, so there is nothing to multiply",
+            ),
+            (
+                "no N",
+                "[4, 8] @ [8, 0]",
+                "a size is 0, so there is nothing to multiply",
+            ),
             ("few rows", "[2, 8] @ [8, 3]", "rows of a rank's part: 1 cannot be cut into 2 pieces"),
         ):
             assert found[what] == (
-                "RefusedError: ranks 0, 1: schedule 'two_shot[chunks=2,by=dma,add=gemm]' cannot do matmul_all_reduce of "
-                f'{shape} on each of 2 ranks, reduced, all of it to each, fp32: {why}. Pass schedule="serial", or pin none'
+                "RefusedError: ranks 0, 1: schedule 'two_shot[chunks=2,by=dma,add=gemm]' does not support "
+                f"matmul_all_reduce of {shape} on each of 2 ranks, reduced, all of it to each, fp32: {why}. Pass "
+                'schedule="serial", or do not pin a schedule'
             )
 
 

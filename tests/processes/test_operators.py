@@ -116,7 +116,7 @@ def test_many_sizes_in_a_row(pool: Pool, operator: str, case: Case) -> None:
 def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(pool: Pool, operator: str, case: Case) -> None:
     first, second = pool.run(suite.layouts, operator, case, ranks=2, timeout_s=60)
     for operand in suite.CALLS[operator].operands:
-        assert sum(f"{operand} is copied at every call" in text for text in first) == 1
+        assert sum(f"{operand} is copied in every call" in text for text in first) == 1
     assert not second
 
 

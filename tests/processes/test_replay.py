@@ -251,7 +251,7 @@ def as_on_gpus() -> Iterator[None]:
 
     def recorded(self: Any, *what: Any) -> None:
         init(self, *what)
-        # A watchdog that a busy machine delays would send this rank alone to a meeting.
+        # A watchdog that a busy machine delays would send this rank alone to a rendezvous.
         self.kind, self.health = "cuda", _core.Health(1e9)
 
     replay._Short.__init__ = recorded

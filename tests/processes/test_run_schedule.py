@@ -192,7 +192,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "layout": (
         lambda: _changed(x=torch.ones(K, ROWS).t()),
-        "x has strides (1, 6): its rows must be in one piece each and not overlap; pass x.contiguous()",
+        "x has strides (1, 6): its rows must each be contiguous and must not overlap; pass x.contiguous()",
     ),
     "one memory": (
         lambda: (lambda one: _changed(x=one.view(-1)[: ROWS * K].view(ROWS, K), y=one[:, :N]))(torch.ones(ROWS, 8)),
@@ -219,8 +219,8 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: _changed(y=torch.ones(ROWS, N, requires_grad=True)),
         "y requires a gradient, but schedules are forward only: call under torch.no_grad(), or pass y.detach()",
     ),
-    "deadline": (None, "deadline_s=-1 must be positive, and at most"),
-    "timeline": (None, "timeline=3 is not a timeline: pass weft.Timeline(), or None"),
+    "deadline": (None, "deadline_s=-1 must be positive and at most"),
+    "timeline": (None, "timeline=3 is not a Timeline: pass weft.Timeline(), or None"),
     "schedule": (None, "schedule is a str: pass a weft.schedule.Schedule, such as Draft.schedule() returns"),
     "ranks": (None, "schedule shifted is for 4 ranks, but the group has 2: build it for 2, or pass a group of 4"),
 }
@@ -353,7 +353,7 @@ def compiled(group: dist.ProcessGroup) -> tuple[str, str]:
 def test_a_compiled_function_breaks_its_graph(pool: Pool) -> None:
     ((whole, parts),) = pool.run(compiled, ranks=1, timeout_s=100)
     assert whole.startswith("Unsupported: ")
-    assert "weft does not let torch.compile trace run_schedule: call it outside of the compiled function" in whole
+    assert "torch.compile cannot trace run_schedule of weft: call it outside the compiled function" in whole
     assert parts == "nothing"
 
 
@@ -372,9 +372,7 @@ def test_one_rank_gets_a_value_error(pool: Pool) -> None:
     assert (
         missing == "ValueError: tensors lacks w: pass one tensor for each of x, w, y, the buffers of schedule shifted"
     )
-    assert empty.startswith(
-        "ValueError: schedule nothing has no input and no output, so nothing goes in or comes out: "
-    )
+    assert empty.startswith("ValueError: schedule nothing has neither inputs nor outputs: ")
     assert nowhere.startswith("ValueError: group=None: pass dist.group.WORLD or your own group")
 
 

@@ -91,7 +91,9 @@ def other_layouts(group, p):
                     by_columns = torch.full((p.n[0], p.m + 3), torch.nan)
                     given = {**layout, "y0": by_columns[:, 2 : 2 + p.m].t()}
                     if builder == "ficco_2d":  # whose GEMMs add to it
-                        assert "its rows must be in one piece" in error_of(lambda given=given: executor.run(given))[1]
+                        assert (
+                            "its rows must each be contiguous" in error_of(lambda given=given: executor.run(given))[1]
+                        )
                     else:
                         layout, wide["y0"] = given, by_columns
                 executor.run(layout)

@@ -122,7 +122,7 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "kv heads": "ValueError: heads=12 must be divisible by kv_heads=8",
             "few kv heads": "ValueError: kv_heads=1 must be positive and divisible by world_size=2",
             "head size": "ValueError: hidden=17 must be divisible by heads=8, or pass head_dim",
-            "sequence": "ValueError: sequence_dim=2: pass 1 for [B, S, H], 0 for [S, B, H], None for an x that is whole on",
+            "sequence": "ValueError: sequence_dim=2 is not supported: pass 1 for [B, S, H], 0 for [S, B, H], or",
             "no linear": "ValueError: linear is a Identity: pass a torch.nn.Linear",
             "odd": "ValueError: head_dim=5 must be even",
             "no group": "ValueError: group='nobody' is not the name of a process group",
@@ -132,15 +132,15 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "divisible by world_size=2",
             "two dimensions": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (5, 8), and sequence_dim=1 takes [B, S/W, 8]: "
             "pass that, or make the layer with sequence_dim=0 for [S/W, 8]",
-            "dtype here": "RefusedError: rank 0: ParallelMLP: x is torch.float16 on cpu and the weight torch.float32 on cpu: use "
-            "one dtype and device",
+            "dtype here": "RefusedError: rank 0: ParallelMLP: x is torch.float16 on cpu, but the weight is "
+            "torch.float32 on cpu: use one dtype and device",
             "two dimensions here": "RefusedError: rank 0: ParallelAttention: x has shape (5, 8), and sequence_dim=1 takes "
             "[B, S/W, 8]: pass that",
             "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), and sequence_dim=0 "
             "takes [S/W, B, 8]: pass that",
             "norm": "RefusedError: ranks 0, 1: RowParallelLinear: norm is a weft.nn.RMSNorm, whose gradient is summed over ranks, "
             "but x is replicated here: pass torch's",
-            "inference": "RefusedError: ranks 0, 1: a row-parallel layer with a tensor made in torch.inference_mode()",
+            "inference": "RefusedError: ranks 0, 1: a row-parallel layer needs gradients, but an input was",
             "whole": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 8), and sequence_dim=None takes [..., S, 4]",
             "no tensor": "RefusedError: ranks 0, 1: RowParallelLinear: x is a list: pass a torch.Tensor",
         }

@@ -212,7 +212,7 @@ def test_tables_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
     for shape, other, plan in pool.run(loads_wrongly, ranks=2):
         assert "pairs.weight has shape [26, 4] and must have [25, 4]" in shape
         assert "pairs.weight is a list" in other
-        assert "is sharded otherwise than this module's plan" in plan
+        assert "is sharded in another way than this module's plan" in plan
 
 
 def of_nn(group: dist.ProcessGroup, placement: Any = None) -> nn.Module:
@@ -343,7 +343,7 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         "one kernel": lambda: shard(plan_with(compute_kernel="dense")),
         "pairs' is not in the plan": lambda: shard(lacking),
         "names rank 5": lambda: shard(plan_with(ranks=[5])),
-        "one rank of 0 to": lambda: shard(plan_with(ranks=[0, 1])),
+        "exactly one rank from 0 to": lambda: shard(plan_with(ranks=[0, 1])),
         "LAMB is not supported": lambda: shard(plan_with(), optimizer=EmbOptimType.LAMB),
         "gradient_clipping=True": lambda: shard(plan_with(), gradient_clipping=True),
         "uvm_host_mapped": lambda: shard(plan_with(), uvm_host_mapped=True),

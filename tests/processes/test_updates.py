@@ -281,7 +281,13 @@ def test_a_read_among_updates_is_a_race() -> None:
 
 def test_updates_of_nothing_are_found() -> None:
     """Though each of them might come after the other."""
-    with pytest.raises(ScheduleError, match=r"it reads total@0\[0:\+2, 0:\+2\], which no step has written in this run"):
+    with pytest.raises(
+        ScheduleError,
+        match=(
+            r"it reads total@0\[0:\+2, 0:\+2\], which no step has written before "
+            "in this run"
+        ),
+    ):
         verify(adding(first=False))
 
 
@@ -299,7 +305,7 @@ def test_gpus_refuse_copy_engines_that_add() -> None:
     d = Draft("engines", 1)
     x, total = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("total", 2, 2, "fp32", "scratch")
     d.lane("compute").compute("silu", total.part(), x.part()).copy(x.part(), total.part(), accumulate=True)
-    with pytest.raises(ScheduleError, match="copy engines do not add: copy by kernel"):
+    with pytest.raises(ScheduleError, match="copy engines cannot add: copy by kernel"):
         require_runnable_on_gpus(d.schedule(), 0)
 
 

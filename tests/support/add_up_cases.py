@@ -13,7 +13,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """parts: "own" or "given", with "row" behind it if one row is added to all. "out" is the result's own memory, "gap"
+    """parts: "own" or "given", with "row" after it if one row is added to all. "out" is the result's own memory, "gap"
     has gaps between rows, and "odd" begins at an odd address. out: likewise."""
 
     rows: int

@@ -36,7 +36,7 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     """
     world = p.world_size
     if world == 1:
-        raise NotApplicableError("one rank has nothing to gather")
+        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     d, x, ws, ys, gathered = all_gather_matmul_operands("ring", p)
     box = d.buffer("box", p.m, p.k, p.dtype, "symmetric")
     there, here, credit = d.signals("there", world - 1), d.signals("here", world - 1), d.signals("credit", 1)

@@ -52,7 +52,7 @@ def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
         blocks.append(Block(tp, recompute))
     fully_shard(blocks[1], mesh=mesh["dp"])
     refusal = told(lambda: weft.nn.distributed_state_dict(blocks[1]))
-    assert "a folder for each rank of the group" in refusal, refusal
+    assert "a separate folder for each rank" in refusal, refusal
     x = shard(data(dp.rank(), (2, 16, HIDDEN), torch.float32, 5), 1, tp).clone()
     rotary, apart = weft.nn.rotary_embedding(16, HEAD_DIM, device=device()), 0.0
     for _ in range(2):

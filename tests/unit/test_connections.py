@@ -65,7 +65,7 @@ def test_pending_packets_leave_before_the_link_closes() -> None:
 
 def test_files_do_not_travel() -> None:
     left, right = pair()
-    with pytest.raises(ValueError, match="files do not travel between hosts"):
+    with pytest.raises(ValueError, match="file descriptors cannot be sent to another host"):
         left.send(b"x", 0)
     left.close()
     right.close()
@@ -80,7 +80,7 @@ def test_a_frame_larger_than_allowed_is_refused_before_it_is_read(length: int) -
     raw, right = sockets()
     connection = TcpConnection(right, *reversed(KEYS), 60.0)
     raw.send(frame(length, b"c" * 16, b""))
-    with pytest.raises(BadFrameError, match=rf"a frame of {length} bytes, where at most {MAX_PACKET} are allowed"):
+    with pytest.raises(BadFrameError, match=rf"a message has {length} bytes, but at most {MAX_PACKET} are allowed"):
         next_packet(connection, connection)
     raw.close()
     connection.close()
@@ -95,7 +95,7 @@ def test_what_is_not_the_peers_next_frame_is_refused(what: str) -> None:
     assert next_packet(connection, connection) == b"first"
     code = connections._code({"another key": b"a guess", "other direction": KEYS[1]}.get(what, KEYS[0]), 1, b"after")
     raw.send({"again": first, "changed": frame(5, code, b"evil!")}.get(what, frame(5, code, b"after")))
-    with pytest.raises(BadFrameError, match="frame 1 does not have the peer's authentication code"):
+    with pytest.raises(BadFrameError, match="message 1 does not have the peer's authentication code"):
         next_packet(connection, connection)
     raw.close()
     connection.close()

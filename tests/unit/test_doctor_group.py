@@ -35,4 +35,4 @@ def test_ranks_of_a_host_stand_together(capsys: pytest.CaptureFixture[str]) -> N
     assert text.startswith(
         "3 ranks on 2 hosts\n\na:\n  rank 0  pid 0  cuda:0, H100\n  rank 1  pid 1  cuda:1, H100\nb:\n  rank 2"
     )
-    assert "\npeer access: pairs 0-1\n\nNCCL: pairs 0-2, 1-2\n\na meeting of all ranks: 210 us" in text
+    assert "\npeer access: pairs 0-1\n\nNCCL: pairs 0-2, 1-2\n\nA rendezvous of all ranks takes 210 us" in text

@@ -242,7 +242,7 @@ def play(case: Case) -> None:
 
 
 def play_columns(case: Case) -> None:
-    """Pieces of k add up, of all sources or behind the own rows whole; what adds is fp32 until it is rounded."""
+    """Pieces of k add up, of all sources or after the own rows whole; what adds is fp32 until it is rounded."""
     k = case.k
     for cuts in ((0, k // 2 // 8 * 8, k), (0, k // 3, k // 3 + 1, k)):
         pieces = [(a, b - a) for a, b in itertools.pairwise(cuts) if a < b]

@@ -1,5 +1,4 @@
-"""The requirements that every operator of the house meets, so that a new one misses nothing: docs/operators.md, "An operator of
-the house"."""
+"""The requirements for every operator of weft: docs/operators.md, "Adding an operator to weft itself"."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def test_there_are_operators() -> None:
 def test_the_page_names_what_there_is() -> None:
     page = (ROOT / "docs" / "operators.md").read_text()
     rows = re.findall(
-        r"^\| `(\S+)` \| (.+) \| `(\S+)` \|$", page[page.index("## An operator of the house") :], re.MULTILINE
+        r"^\| `(\S+)` \| (.+) \| `(\S+)` \|$", page[page.index("## Adding an operator to weft itself") :], re.MULTILINE
     )
     assert len(rows) >= 12
     for file, _, test in rows:

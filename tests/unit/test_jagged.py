@@ -151,7 +151,7 @@ IDS = torch.arange(6)
         ({"keys": ["a", "b"]}, ["lengths", "offsets"]),
         ({"keys": ["a", "b", "a"], "lengths": torch.ones(6)}, ["'a'", "more than once"]),
         ({"keys": ["a"], "lengths": torch.ones(6), "weights": torch.ones(5)}, ["5 weights", "6 values"]),
-        ({"keys": ["a"], "lengths": torch.ones(6), "stride": 5}, ["stride=5", "5 bags, not 6"]),
+        ({"keys": ["a"], "lengths": torch.ones(6), "stride": 5}, ["stride=5 and 1 key mean 5 bags, but there are 6"]),
         ({"keys": ["a"], "offsets": torch.ones(0)}, ["0 bags"]),
         ({"keys": [], "lengths": torch.ones(0)}, ["without keys", "stride="]),
     ],

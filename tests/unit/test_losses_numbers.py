@@ -194,7 +194,7 @@ def test_a_claim_that_does_not_hold_says_so() -> None:
         one, other = cut_name("rows", pieces), cut_name("columns", pieces)
         swapped[one], swapped[other] = swapped[other], swapped[one]
     exceptions = [c for c in claims([replace(rows[0], ms=swapped), *rows[1:]]) if "M < K" in c.text]
-    assert [(c.held, c.numbers) for c in exceptions] == [(True, "15 of 16; not g1")] * 2
+    assert [(c.held, c.numbers) for c in exceptions] == [(True, "15 of 16; not for g1")] * 2
     assert {c.held for c in claims(rows[:3]) if "grows" in c.text or "falls" in c.text} == {None}
 
 
@@ -203,10 +203,10 @@ def test_variation_on_a_rank_and_between_ranks() -> None:
     assert not any(c.where == "IV-A" for c in claims(rows)), "nothing is said of what was not recorded"
     rows = [replace(row, varies=(0.01 * (i == 3), 0.05)) for i, row in enumerate(rows)]
     on, between = (c for c in claims(rows) if c.where == "IV-A")
-    assert (on.held, on.numbers) == (True, "at most 1.0%, of g4")
+    assert (on.held, on.numbers) == (True, "at most 1.0% (g4)")
     rows = [replace(row, varies=(0.07 * (i < 2), 0.05)) for i, row in enumerate(rows)]
     on, between = (c for c in claims(rows) if c.where == "IV-A")
-    assert (on.held, on.numbers) == (False, "at most 7.0%, of g2; beyond it 2 of 16")
+    assert (on.held, on.numbers) == (False, "at most 7.0% (g2); more than 6% for 2 of 16")
     assert between.held is True
     record = {
         "config": "g1",

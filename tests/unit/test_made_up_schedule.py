@@ -74,7 +74,7 @@ def test_it_cannot_be_done_alone_and_says_so() -> None:
 
 def test_what_is_wrong_with_it_is_found() -> None:
     hasty = edited(ring(LARGE), lambda step: None if isinstance(step, Wait) and step.previous else step)
-    with pytest.raises(ScheduleError, match=r"race on box@\d.* a run early, and nothing orders them"):
+    with pytest.raises(ScheduleError, match=r"race on box@\d.* a run early, and no signal orders them"):
         verify(hasty)
 
 
@@ -216,7 +216,10 @@ def test_a_builder_of_another_module_is_not_replaced() -> None:
     def serial(p: AllGatherMatmul) -> Schedule:
         raise AssertionError("it was refused, and is never called")
 
-    with pytest.raises(ValueError, match=r"a builder 'serial' from weft\.builders\.all_gather_matmul: name yours"):
+    with pytest.raises(
+        ValueError,
+        match=r"already has a builder named 'serial', from weft\.builders\.all_gather_matmul: give yours",
+    ):
         builder(AllGatherMatmul)(serial)
 
 
@@ -237,11 +240,17 @@ def test_messages_of_drafts_say_what_to_write() -> None:
     there = d.signals("there", 1)
     assert Set(there, 0, 1) == Set("there", 0, 1)  # type: ignore[arg-type]
     assert Wait(there) == Wait("there")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"lane a, in 'for': a LaneDraft is no step: .* inside of repeat, write Copy"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"lane a, in 'for': a LaneDraft is not a step: .* inside repeat, write "
+            "Copy"
+        ),
+    ):
         d.lane("a").repeat("i", 2, d.lane("b").wait(there))  # type: ignore[arg-type]
     d.lane("a").set(there).wait(there, count=lookup((0, 1), RANK))
     with pytest.raises(
-        ScheduleError, match=r"count=0 must be at least 1: to wait on some ranks only, repeat the wait lookup"
+        ScheduleError, match=r"count=0 must be at least 1. To wait on some ranks only, repeat the wait lookup"
     ):
         verify(d.schedule())
 
@@ -253,8 +262,8 @@ def test_what_is_no_region_is_refused_where_it_is_written() -> None:
     lane: Any = d.lane("a")
     a_norm = "norm of 'reduce' is a tuple: write Norm(out, weight, eps)"
     for add, fault in (
-        (lambda: lane.reduce(y.part(), x), "parts of 'reduce' takes regions, and buffer x is none: write x.part()"),
-        (lambda: lane.reduce(y, x.part()), "out of 'reduce' takes regions, and buffer y is none: write y.part()"),
+        (lambda: lane.reduce(y.part(), x), "parts of 'reduce' takes regions, but x is a buffer: write x.part()"),
+        (lambda: lane.reduce(y, x.part()), "out of 'reduce' takes regions, but y is a buffer: write y.part()"),
         (lambda: lane.reduce(y.part(), x.part(), norm=(z.part(), w.part(), 0.0)), a_norm),
         (
             lambda: lane.reduce(y.part(), x.part(), norm=Norm(z, w.part(), 0.0)),
@@ -265,13 +274,13 @@ def test_what_is_no_region_is_refused_where_it_is_written() -> None:
             "norm of 'reduce' takes .* write w.part()",
         ),
         (lambda: lane.then(Reduce(y.part(), x.part())), "parts of 'reduce' is a Region: write a tuple of regions"),
-        (lambda: lane.copy(x.part(), "y"), "dst of 'copy' takes regions, and a str is none: write x.part()"),
+        (lambda: lane.copy(x.part(), "y"), "dst of 'copy' takes regions, but got a str: write x.part()"),
         (lambda: lane.compute("silu", y.part(), x), "inputs of 'compute' takes .* write x.part()"),
         (lambda: lane.all_reduce(x, y.part()), "src of 'collective' takes .* write x.part()"),
         (lambda: lane.repeat("i", 2, Copy(x, y.part())), "in 'for': src of 'copy' takes .* write x.part()"),
-        (lambda: lane.read(x.part()), "a Region is no Buffer: read takes a whole buffer"),
-        (lambda: lane.set(x), "a Buffer is no Signals: pass the result of Draft.signals"),
-        (lambda: lane.wait(None), "a NoneType is no Signals: pass the result of Draft.signals"),
+        (lambda: lane.read(x.part()), "a Region is not a Buffer: read takes a whole buffer"),
+        (lambda: lane.set(x), "a Buffer is not a Signals: pass signals that Draft.signals returned"),
+        (lambda: lane.wait(None), "a NoneType is not a Signals: pass signals that Draft.signals returned"),
     ):
         with pytest.raises(TypeError, match=f"lane a.*{fault}".replace("(", r"\(").replace(")", r"\)")):
             add()
@@ -295,7 +304,7 @@ def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
     builder(Bare)(own)
     with pytest.raises(
-        ValueError, match="no schedule 'serial' for bare, and every problem needs one: register a builder named"
+        ValueError, match="no schedule 'serial' for bare, but every problem needs one: register a builder named"
     ):
         named(p, "serial")
 
@@ -303,7 +312,7 @@ def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         raise NotApplicableError("never")
 
     builder(Bare)(own)
-    with pytest.raises(ValueError, match="no schedule 'else' for bare: none of its builders has one for m=4, 2 ranks"):
+    with pytest.raises(ValueError, match="no schedule 'else' for bare: none of its builders supports m=4, 2 ranks"):
         named(p, "else")
 
 

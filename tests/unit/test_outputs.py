@@ -171,7 +171,7 @@ def test_a_buffer_is_free_when_the_last_view_is_gone() -> None:
 def test_one_buffer_may_not_be_held() -> None:
     pool, _ = pool_of(1)
     output = result(pool, 1.0)
-    with pytest.raises(WeftError, match=r"outputs=1.*drop the last result.*or pass outputs=2"):
+    with pytest.raises(WeftError, match=r"outputs=1.*delete the last result.*or pass outputs=2"):
         pool.acquire()
     del output
     assert (result(pool, 2.0) == 2.0).all()
@@ -235,5 +235,5 @@ def test_results_without_rows() -> None:
 @pytest.mark.parametrize("count", [0, 256])
 def test_how_many_buffers_there_may_be(count: int) -> None:
     comm: Any = Communicator()
-    with pytest.raises(ValueError, match=rf"outputs={count} must be between 1 and 255"):
+    with pytest.raises(ValueError, match=rf"outputs={count} is the number of result buffers of each rank"):
         OutputPool(comm, count)

@@ -188,7 +188,7 @@ def test_a_pipe_in_place_of_a_file_is_replaced(tmp_path: Path, monkeypatch: pyte
     file.unlink()
     os.mkfifo(file)
     forget(monkeypatch)
-    with pytest.warns(UserWarning, match="it is a pipe and no regular file"):
+    with pytest.warns(UserWarning, match="it is a pipe, not a regular file"):
         times = Rank().tune()
     assert json.loads(file.read_text())["times_us"] == times
 

@@ -177,7 +177,7 @@ def test_one_rank_measures_no_communication() -> None:
 def test_it_is_kept_and_found_again(found: Calibration) -> None:
     assert find("NVIDIA H200", 2) is None
     h200 = load_machine("h200")
-    by_file = (BASE, "not calibrated with 2 ranks, by the machine file's numbers", False, "machine file")
+    by_file = (BASE, "not calibrated with 2 ranks, so the machine file's numbers are used", False, "machine file")
     assert calibrated(h200, 2) == by_file
     path = found.save()
     assert path.name == "calibration-nvidia-h200-2.json"

@@ -384,7 +384,7 @@ def test_why_the_heuristic_is_not_followed_is_said() -> None:
     uneven, odd = AllGatherMatmul(2, (64, 32), (8,), 8, "bf16"), AllGatherMatmul.even(2, 8, 1, 2)
     assert plan.pick_here(LARGE, "no machine of this name") == (plan.static_pick(LARGE, load_machine("mi300x")), "")
     for problem, why in (
-        (uneven, "does not support this problem: shards of (64, 32) rows have no common chunks"),
+        (uneven, "does not support this problem: shards of (64, 32) rows cannot be cut into equal chunks"),
         (odd, "a shard: 1 cannot be cut into 2 pieces"),
         (described("matmul_reduce_scatter", m=8, n=8, k=8, ranks=2), "it does not cover matmul_reduce_scatter"),
     ):

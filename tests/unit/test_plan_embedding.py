@@ -91,7 +91,7 @@ def test_sizes_of_a_rank_are_taken_together_up_to_where_all_grow_alike() -> None
     assert plan.octave(sized(100, 100)) < plan.octave(sized(100, 200)) < plan.octave(sized(5000, 0))
     assert plan.octave(sized(5000, 0)) == plan.octave(sized(10**6, 10**6))
     assert plan.typical(sized(100, 7)) == plan.typical(sized(95, 95))
-    assert set(plan.typical(sized(100, 7)).batch_sizes) == {91}  # the middle of the half octave, 2 ** 6.5
+    assert set(plan.typical(sized(100, 7)).batch_sizes) == {91}  # the middle of the size bucket, 2 ** 6.5
     assert set(plan.typical(sized(0, 0)).batch_sizes) == {1}
 
 

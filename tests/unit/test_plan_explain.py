@@ -59,7 +59,7 @@ def test_the_table_has_the_fastest_serial_and_the_heuristics() -> None:
     assert f"{len(everything) - len(few)} slower candidates are not shown" in found.left_out(1)
     assert found.left_out(None) == [
         "20 of ficco_1d, ficco_2d, ficco_1d_collective: the same schedule as another",
-        "8 of shard: there is one peer to send to",
+        "8 of shard: with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn",
     ]
     assert all(len(row) == len(HEADER) and row[1] for row in everything)
 
@@ -79,11 +79,11 @@ def test_autotuned_times_are_shown_and_decide(monkeypatch: pytest.MonkeyPatch) -
     found = explanation()
     assert found.choice.candidate.name == "gather[by=dma]"
     assert {(row[0], row[2]) for row in found.cells() if row[2]} == {("serial", "1000.0"), ("gather[by=dma]", "500.0")}
-    assert not any("back to back" in line for line in found.legend())
+    assert not any("calls in a row" in line for line in found.legend())
     assert explanation(mode="single").choice.measured_us is None
     graph = explanation(mode="graph")  # nobody has timed graphs
     assert graph.choice.measured_us == 500.0
-    assert any("back to back" in line for line in graph.legend())
+    assert any("calls in a row" in line for line in graph.legend())
 
 
 def test_json_has_every_candidate() -> None:
@@ -134,8 +134,8 @@ def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.Monk
     [
         ({"hw": "h900"}, "no machine 'h900'"),
         ({"M": 1001}, "m=1001 must be divisible by world_size=2"),
-        ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has rates only for fp32, fp16, bf16, fp8"),
-        ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has rates only for fp32, fp16, bf16, fp8"),
+        ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has matmul rates only for fp32, fp16, bf16, fp8"),
+        ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has matmul rates only for fp32, fp16, bf16, fp8"),
         ({"M": 0}, "M=0, N=4096, K=8192: each must be at least 1"),
         ({"N": -8}, "n=-8"),
         ({"mode": "eager"}, "mode='eager' is unknown"),
@@ -148,7 +148,7 @@ def test_what_is_not_known_is_named(options: dict, message: str) -> None:
 
 def test_only_bounded_dispatches_can_be_captured() -> None:
     with pytest.raises(
-        ValueError, match=r"no graph can capture all_to_all_matmul .* plan it with --option bounded=true"
+        ValueError, match=r"a CUDA graph cannot capture all_to_all_matmul .* plan it with --option bounded=true"
     ):
         plan.explain("all_to_all_matmul", **SHAPE, ranks=2, hw="h200", experts=8, mode="graph")
     assert "graph" in plan.explain(
@@ -157,7 +157,9 @@ def test_only_bounded_dispatches_can_be_captured() -> None:
 
 
 def test_an_unknown_operator_is_named() -> None:
-    with pytest.raises(ValueError, match="no operator 'all_reduce' can be planned; use one of all_gather_matmul"):
+    with pytest.raises(
+        ValueError, match=("'all_reduce' is not an operator that can be planned: use one of all_gather_matmul")
+    ):
         plan.explain("all_reduce", **SHAPE, ranks=2)
 
 
@@ -180,7 +182,7 @@ def test_a_choice_that_calls_on_gpus_do_not_take_is_not_said_to_be_taken(
     found = plan.explanation(op, **given)  # type: ignore[arg-type]
     assert found.choice.candidate.name != "serial"
     said = dict(found.facts())["calls"]
-    assert said.startswith("GPUs take serial: other schedules of ")
+    assert said.startswith("GPUs run serial for ")
     assert found.as_json()["only_asked_for"] is True
     assert {row[-1] for row in found.cells() if row[0] == found.choice.candidate.name} == {"the choice, if pinned"}
     assert said in str(found)

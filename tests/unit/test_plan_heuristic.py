@@ -99,6 +99,6 @@ def test_it_picks_nothing_in_a_dtype_of_which_no_machine_tells_the_rate() -> Non
     ):
         pick, why = pick_here(problem, "")
         assert pick is None
-        assert why == "it needs the machine's rates, and AMD Instinct MI300X has no 'compute.fp64_matmul_8192'"
+        assert why == ("it needs the machine's matmul rates, but AMD Instinct MI300X has no 'compute.fp64_matmul_8192'")
     by_columns = AllToAllMatmul(2, 2, (32, 32), 8, 64, "fp64", 32)
     assert pick_here(by_columns, "")[0] == "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]"

@@ -139,12 +139,18 @@ def test_messages_name_splits_that_are_not_even_only() -> None:
 @pytest.mark.parametrize(
     ("rows", "gathered", "remedy"),
     [
-        ((3, 4), False, "shards of (3, 4) rows have no common chunks: give every rank 3 or 4, or use shard or gather"),
-        ((3, 5), False, "give every rank 4, or use shard or gather"),
+        (
+            (3, 4),
+            False,
+            "shards of (3, 4) rows cannot be cut into equal chunks: give every rank 3 or 4 rows, or "
+            "use shard or gather",
+        ),
+        ((3, 5), False, "give every rank 4 rows, or use shard or gather"),
         (
             (4, 4),
             True,
-            "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather",
+            "its chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
+            "or use shard or gather",
         ),
     ],
 )
@@ -156,7 +162,7 @@ def test_what_ficco_cannot_do_is_said_with_the_remedy(rows: tuple[int, int], gat
 
 def test_a_pinned_schedule_that_cannot_do_it_says_why() -> None:
     ragged = AllGatherMatmul(2, (5, 3), (8,), 8, "bf16")
-    said = r"schedule 'shard\[chunks=2.*' cannot do all_gather_matmul of \[8, 8\] .*: .*sent whole.*\. Pass schedule=\"serial\", or"
+    said = r"schedule 'shard\[chunks=2.*' does not support all_gather_matmul of \[8, 8\] .*differ in size.*Pass schedule=\"serial\""
     with pytest.raises(NotApplicableError, match=said):
         plan.choose(ragged, H200, pinned="shard[chunks=2,send=in_turn,by=dma]")
 

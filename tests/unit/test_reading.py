@@ -60,7 +60,7 @@ def test_what_is_valid_is_read(tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UnreadableError, match=r"pipe cannot be read: it is a pipe and no regular file; delete it"):
+    with pytest.raises(UnreadableError, match=r"pipe cannot be read: it is a pipe, not a regular file; delete it"):
         reading.read_json(tmp_path / "pipe", fix="delete it")
 
 
@@ -94,7 +94,7 @@ def test_a_large_file_is_not_read_to_its_end(tmp_path: Path) -> None:
         ('{"a": [NaN]}', r"a\[0\] is nan"),
         ("9" * 400, "it is an integer of 1329 bits"),
         ("9" * 5000, "here cannot be read: Exceeds the limit"),
-        (b"\xff", "it is no UTF-8"),
+        (b"\xff", "it is not valid UTF-8"),
         ("", "Expecting value"),
         ('"' + '\\"' * 1000, "Unterminated string"),
     ],
@@ -113,9 +113,9 @@ def test_json_beyond_the_limits_is_refused_by_name(text: str | bytes, message: s
         (f"{'a . ' * 20_000}a = 1", "nested 20000 deep"),
         ("a = inf", "a is inf"),
         ("a = 0x" + "f" * 1000, "a is an integer of 4000 bits"),
-        ('a = "', "it is no TOML"),
-        ("a = '''" + "''" * 1000, "it is no TOML"),
-        ('a = """' + '\\"' * 100_000, "it is no TOML"),
+        ('a = "', "it is not valid TOML"),
+        ("a = '''" + "''" * 1000, "it is not valid TOML"),
+        ('a = """' + '\\"' * 100_000, "it is not valid TOML"),
     ],
 )
 def test_toml_beyond_the_limits_is_refused_by_name(text: str, message: str) -> None:

@@ -38,7 +38,7 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
     cells = [remarks.gain(_record(ms), base) for ms in (0.5, 0.97, 1.5)] + [remarks.gain(None, base)]
     assert cells == ["2.00x", "(1.03x)", "0.67x", ""]
     assert remarks.unclear(cells) == [
-        "In parentheses: differs from 1 by less than twice its noise, or one schedule compared with itself (1 of 3)."
+        "Factors in parentheses (1 of 3) differ from 1 by less than twice their noise, or compare a schedule with itself."
     ]
     assert remarks.unclear(["2.00x"]) == []
     assert remarks.gain(_record(0.5), base, same=True) == "(2.00x)", "nothing is faster than itself"
@@ -61,7 +61,7 @@ def test_the_demos_headline_is_what_a_call_does_by_default() -> None:
 def test_one_schedule_under_two_names_shows_the_noise() -> None:
     (said,) = remarks.twins([(_record(ms), _record(1.0)) for ms in (1.01, 0.99, 1.08)])
     assert "3 pairs" in said
-    assert "1.0% in the median and 8.0% at most" in said
+    assert "1.0% in the median, and by 8.0% at most" in said
     assert remarks.twins([]) == []
 
 

@@ -96,25 +96,27 @@ def test_what_the_shapes_say_together() -> None:
     )
     serial, small, large = (1 * 2 / 1.1 / 0.8) ** (1 / 4), 1.2 * 2**0.5, 1.2 * (1 / 1.1 / 0.8) ** 0.5
     assert (
-        f"over 4 shapes: {serial:.2f}x serial in the geometric mean, at worst 0.91x (4096x1x1), at least 0.98x on 75% of"
+        f"on 4 shapes: the geometric mean is {serial:.2f}x that of serial, the worst 0.91x (4096x1x1). 75% of the shapes reach at"
         in text
     )
-    assert f"; {small:.2f}x asynctp for M <= 2048 and {large:.2f}x above;" in text, (
+    assert f" asynctp the mean is {small:.2f}x for M <= 2048, and {large:.2f}x above." in text, (
         "with 2048 rows torch would gather by multicast"
     )
-    assert f"; {(1.0 * 2.2 * 1.6) ** (1 / 3):.3f} of the ideal time for M >= 2048;" in text, (
+    assert f"For M >= 2048, weft takes {(1.0 * 2.2 * 1.6) ** (1 / 3):.3f} times the ideal time." in text, (
         "512 rows are too few to count"
     )
     assert "more than serial" not in text
-    assert "of the fastest of 1 schedule that ran under their names on 75%" in text
+    assert "75% of the shapes are within 3% of the fastest of 1 schedule pinned by name" in text
     assert (
-        "on 25% where predictions were calibrated by the shape's own GEMMs, on 50% blind, which are 32.0% off in the"
-        in text
+        "25% of the shapes are within 10% of the time that was predicted from their measured GEMMs. For predictions from the "
+        "machine file alone (blind) it is 50%, and their mean error is 32.0% (geometric)" in text
     )
     error = (1.05 / 1.0 * 1.05 / 0.5 * 1.1 / 1.05 * 1.05 / 0.8) ** 0.25 - 1
-    assert f"{error:.1%} off" in text
+    assert f"mean error is {error:.1%}" in text
     (added,) = OPERATOR.sentences([_shape("64x1x1", "weft", 1.0, mode="single", asynctp=None, added_us=7.5)])
-    assert added.endswith("on 100% of them; at most 7.5 us more than serial (64x1x1).")
+    assert added.endswith(
+        "100% of the shapes reach at least 0.98x. A call takes at most 7.5 us more than serial (64x1x1)."
+    )
     assert OPERATOR.sentences(rows[:2]) == []
 
 
@@ -149,18 +151,23 @@ def test_experts_have_baselines_by_mode() -> None:
     assert "| 2 |  | 4 |  | 0.50x |  |  | 0.4 | 0.5 |  |  |" in lines["| two-zipf1"], (
         "what was not measured is left empty"
     )
-    said = next(line for line in text.splitlines() if line.startswith("weft over 2 shapes"))
-    assert "2.00x serial over 1 with even routing, 0.50x serial over 1 with skewed routing" in said, "means apart"
-    assert "at worst 0.50x serial (two-zipf1); at least 0.98x serial on 50%; 4.00 times the roofline" in said
-    assert "within 3% of the fastest of 1 schedule that ran under their names on 0%" in said
-    bounded = next(line for line in text.splitlines() if line.startswith("weft-bounded over 1 shape"))
+    said = next(line for line in text.splitlines() if line.startswith("Speed of weft on 2 shapes"))
+    assert "2.00x that of serial for 1 with even routing, 0.50x that of serial for 1 with skewed routing" in said, (
+        "means apart"
+    )
     assert (
-        "2.50x serial and 5.00x padded over 1 with even routing; at worst 2.50x serial (one) and 5.00x padded (one)"
-        in bounded
+        "The worst speed is 0.50x that of serial (two-zipf1). 50% of the shapes reach at least 0.98x that of serial."
+        in said
+    )
+    assert "0% of the shapes are within 3% of the fastest of 1 schedule pinned by name" in said
+    bounded = next(line for line in text.splitlines() if line.startswith("Speed of weft-bounded on 1 shape"))
+    assert (
+        "2.50x that of serial and 5.00x that of padded for 1 with even routing. The worst speed is 2.50x that of serial (one) and "
+        "5.00x that of padded (one)." in bounded
     )
     graph = text[text.index("**graph**") :]
     assert "| 3 | 1.5 | 2.00x | 0.4 | 0.5 |" in graph
-    assert "2.00x padded over 1 with even routing; at worst 2.00x padded (one)" in graph
+    assert "2.00x that of padded for 1 with even routing. The worst speed is 2.00x that of padded (one)" in graph
 
 
 _GATHER = {
@@ -176,7 +183,7 @@ def test_one_file_may_hold_several_operators() -> None:
     both = markdown([*_records("one"), *shapes])
     assert both.index("embedding_all_to_all, **queued**, fp32") < both.index("all_gather_matmul, **queued**, bf16")
     assert "| 64x1x1 | 1 | 1.2 | 0.8 | 1.25x | 1.50x | 0.5 | 1.60 |" in both
-    assert "at least 0.98x on 100% of them; 1.50x asynctp for M <= 2048." in both
+    assert "100% of the shapes reach at least 0.98x. Relative to asynctp the mean is 1.50x for M <= 2048." in both
     assert "all_gather_matmul" not in markdown(shapes), "a file of one operator need not name it"
 
 
@@ -194,7 +201,7 @@ def test_a_later_run_replaces_an_earlier_one_whole() -> None:
 def test_what_calls_cost_the_host_is_said_of_queued_ones() -> None:
     common = _GATHER | {"host_us": 80.0, "first_call_ms": 3.0}
     rows = [_shape("64x1x1", variant, 1.0) | common for variant in ("serial", "weft")]
-    said = "in the median: 80 us and 3 ms with serial, 80 us and 3 ms with weft."
+    said = "first call: 80 us and 3 ms with serial, 80 us and 3 ms with weft."
     assert said in markdown([r | {"mode": "queued"} for r in rows])
     assert "in the median" not in markdown([r | {"mode": "graph"} for r in rows])
 
@@ -213,7 +220,7 @@ def test_serial_is_not_faster_than_serial() -> None:
     rows = [_shape("64x1x1", "serial", 2.0), _shape("64x1x1", "weft", 1.0, asynctp=None, chosen="serial")]
     text = markdown([r | _GATHER for r in rows])
     assert "| 64x1x1 | 2 | 1 | (2.00x) |" in text
-    assert "1 pair, which differ by 50.0%" in text
+    assert "1 pair of variants ran the same schedule. Their times differ by 50.0%" in text
 
 
 def test_times_under_a_millisecond_on_cpu_are_not_shown() -> None:

@@ -120,9 +120,17 @@ def test_some_small_shapes(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("change", "name", "why"),
     [
-        ({"world_size": 1}, "direct[chunks=2]", "one rank has nothing to send"),
-        ({"n": 0}, "direct[chunks=2]", "there is nothing to multiply"),
-        ({"k": 0}, "direct[chunks=1]", "there is nothing to multiply"),
+        ({"world_size": 1}, "direct[chunks=2]", "there is only one rank, so there is nothing to send"),
+        (
+            {"n": 0},
+            "direct[chunks=2]",
+            "a size is 0, so there is nothing to multiply",
+        ),
+        (
+            {"k": 0},
+            "direct[chunks=1]",
+            "a size is 0, so there is nothing to multiply",
+        ),
         ({"m": 3}, "direct[chunks=4]", "rows of a product: 3 cannot be cut into 4 pieces"),
         ({"n": 3}, "direct[chunks=4,last=columns]", "columns of a product: 3 cannot be cut as 1:1:1:1"),
     ],
@@ -150,7 +158,7 @@ def test_each_wait_is_needed(p: Problem, name: str, signals: tuple[str, ...]) ->
             return None if isinstance(step, Wait) and step.signal == signal else step
 
         without = edited(schedule, kept)
-        with pytest.raises(ScheduleError, match="nothing orders them"):
+        with pytest.raises(ScheduleError, match="no signal orders them"):
             verify(without)
 
 
@@ -202,7 +210,7 @@ def test_the_planner_hides_both_exchanges() -> None:
 
 
 def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output layer of Llama-3-8B on eight ranks, behind both GEMMs. Joined columns cost the unfused way one more copy."""
+    """The output layer of Llama-3-8B on eight ranks, after both GEMMs. Joined columns cost the unfused way one more copy."""
     monkeypatch.setenv("WEFT_QUIET", "1")  # sizes that are too small to gain from overlap run without it
     for world, last in ((2, ""), (8, ",last=columns")):
         of_serial = []

@@ -162,15 +162,18 @@ def test_scaled_gemms_have_schedules_that_overlap() -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"dtype": "bf16"}, "dtype='bf16': operands with scales are fp8"),
+        ({"dtype": "bf16"}, "dtype='bf16': operands with scales must be fp8"),
         ({"k": 24}, "K=24 must be a positive multiple of 16 for fp8 GEMMs: use 16 or 32"),
         ({"n": (8,)}, "N of Bs[0]=8 must be a positive multiple of 16 for fp8 GEMMs: use 16"),
-        ({"n": (16, 16)}, "one entry for each of n=(16, 16)"),
+        ({"n": (16, 16)}, "one entry per weight, as n=(16, 16) does"),
         (
             {"scaled": replace(BY_TENSOR, out=("int32",))},
-            "fp8 GEMMs are bf16, fp16, fp32 or, with scales by tensor, fp8",
+            "fp8 GEMMs are bf16, fp16 or fp32, or fp8 if there is one scale per tensor",
         ),
-        ({"scaled": replace(BY_TENSOR, by="row", out=("fp8",))}, "results of fp8 GEMMs are bf16, fp16, fp32 or, with"),
+        (
+            {"scaled": replace(BY_TENSOR, by="row", out=("fp8",))},
+            "results of fp8 GEMMs are bf16, fp16 or fp32, or fp8 if",
+        ),
     ],
 )
 def test_what_scaled_gemms_cannot_be(change: dict[str, Any], fault: str) -> None:

@@ -144,7 +144,11 @@ def test_an_all_to_all_that_does_not_add_up_is_found() -> None:
         return replace(step, src=replace(step.src, rows=3)) if isinstance(step, Collective) else step
 
     with pytest.raises(
-        ScheduleError, match=r"the ranks give rows \[3, 3\] of \[8, 8\] columns, and receive \[\(2, 16\)"
+        ScheduleError,
+        match=(
+            r"the ranks contribute \[3, 3\] rows of \[8, 8\] columns, but receive into \[\(2, "
+            r"16\)"
+        ),
     ):
         verify(edited(slices.serial(PROBLEMS[1]), narrow))
 
@@ -153,8 +157,8 @@ def test_bad_problems_are_refused() -> None:
     for arguments, words in (
         ((2, (1,), (((0, 4),), ())), "one entry for each of 2 ranks"),
         ((1, (-1,), (((0, 4),),)), "must not be negative"),
-        ((1, (1,), (((1, 4),),)), "a slot of 4 columns begins at 1, not at 0"),
-        ((1, (1,), (((4, 4), (0, 4)),)), "in the order of columns"),
+        ((1, (1,), (((1, 4),),)), "a slot of 4 columns begins at 1 instead of 0"),
+        ((1, (1,), (((4, 4), (0, 4)),)), "in ascending order of columns"),
         ((1, (1,), ((),)), "give at least one slot"),
         ((1, (1,), (((0, 4),),), ((1.0, 2.0),)), "one number for each slot"),
         ((1, (1,), (((0, 4),),), (), "int3"), "dtype='int3' is not known"),
@@ -192,7 +196,7 @@ def test_what_the_operators_kernel_cannot_do_is_no_plan() -> None:
         slices.serial(p),
         edited(slices.direct(p, slice_size=5, order="natural"), lambda s: s if isinstance(s, Set) else None),
     ):
-        with pytest.raises(ScheduleError, match="is none of the operator's"):
+        with pytest.raises(ScheduleError, match="is not one of this operator's"):
             kernel_of(schedule)
 
 

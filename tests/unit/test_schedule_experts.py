@@ -82,9 +82,15 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
     assert launches["uniform,gemms=unfused"] == [(0, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4
     for name, why in (
         ("ficco_2d[start=uniform,gemms=fused,steps=9,by=dma]", "columns of tokens: 8 cannot be cut into 9 pieces"),
-        ("ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]", "copy engines take sizes from the host"),
+        (
+            "ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]",
+            "the host must not wait for sizes in this call, but it needs them",
+        ),
         ("ficco_1d[start=uniform,gemms=fused,steps=5,by=dma]", "experts of a rank: 4 cannot be cut into 5 pieces"),
-        ("ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]", "copy engines take sizes from the host"),
+        (
+            "ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]",
+            "the host must not wait for sizes in this call, but it needs them",
+        ),
     ):
         with pytest.raises(NotApplicableError, match=why):
             named(replace(even, exact=False) if "host" in why else even, name).build()

@@ -111,7 +111,7 @@ def test_tiles_are_each_row_and_column_once_and_tell_everybody(m: int, n: int, c
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
+        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes must be whole numbers of at least 0"),
         ({"dtype": "fp8"}, "dtype='fp8' cannot be multiplied here: use one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
     ],
@@ -132,7 +132,9 @@ def test_it_is_planned_by_the_model_and_explained() -> None:
         assert found[dim].predicted_us < 0.8 * found[dim].row("serial").predicted_us  # type: ignore[operator]
     assert found[-1].row("serial").predicted_us > 1.05 * found[0].row("serial").predicted_us  # type: ignore[operator]
     assert found[-1].predicted_us < 1.02 * found[0].predicted_us
-    with pytest.raises(ValueError, match="gather_dim=1: 0 joins rows, -1 columns"):
+    with pytest.raises(
+        ValueError, match=("gather_dim=1 is not supported: use 0 to concatenate rows, or -1 to concatenate columns")
+    ):
         plan.explain("matmul_all_gather", M=8, N=8, K=8, ranks=2, hw="h200", gather_dim=1)
     with pytest.raises(ValueError, match=r"gather_dim=-1: matmul_all_reduce has no such option \(matmul_all_gather"):
         plan.explain("matmul_all_reduce", M=8, N=8, K=8, ranks=2, hw="h200", gather_dim=-1)

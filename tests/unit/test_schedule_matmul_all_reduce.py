@@ -176,7 +176,7 @@ def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
+        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes must be whole numbers of at least 0"),
         ({"dtype": "fp8"}, "dtype='fp8' cannot be reduced: use one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
         ({"eps": -1.0}, "eps=-1.0 must be a finite number of at least 0"),
@@ -196,7 +196,7 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
         ("tracked[chunks=1,to=dma]", 15, "m=15 must be divisible by world_size=2"),
         ("tracked[chunks=2,to=store]", 14, "tiles go to their owner one by one"),
         ("two_shot[chunks=4,by=dma,add=gemm]", 6, "rows of a rank's part: 3 cannot be cut into 4 pieces"),
-        ("one_shot[by=dma]", 1 << 21, "2 whole products are more than 256 MiB: take two_shot"),
+        ("one_shot[by=dma]", 1 << 21, "it needs memory for 2 whole products, which is more than 256 MiB: use two_shot"),
     ],
 )
 def test_what_a_builder_does_not_do_is_said(name: str, m: int, why: str) -> None:
@@ -265,12 +265,12 @@ def summed(change: str, weight: tuple[int, int] = (1, 3), out: tuple[int, int] =
     [
         ("", {}, ""),
         ("dtype", {}, "dtypes differ: fp32, fp32, bf16, fp32, fp32"),
-        ("weight", {"weight": (4, 3)}, "the norm's weight is [4, 3]: give [1, 3]"),
-        ("weight", {"weight": (1, 2)}, "the norm's weight is [1, 2]: give [1, 3]"),
-        ("out", {"out": (2, 3)}, "the norm's out is [2, 3]: give [4, 3], as the sum"),
-        ("place", {}, "a sum and its norm are written to the same place"),
-        ("input", {}, "is written, and a is an input"),
-        ("updates", {"accumulate": True}, "an accumulating sum cannot be normed"),
+        ("weight", {"weight": (4, 3)}, "the norm's weight is [4, 3]: it must be [1, 3]"),
+        ("weight", {"weight": (1, 2)}, "the norm's weight is [1, 2]: it must be [1, 3]"),
+        ("out", {"out": (2, 3)}, "the norm's out is [2, 3]: it must be [4, 3], like the sum"),
+        ("place", {}, "the sum and its norm are written to the same place"),
+        ("input", {}, "is written, but a is an input"),
+        ("updates", {"accumulate": True}, "an accumulating sum cannot have a norm"),
     ],
 )  # fmt: skip
 def test_a_norm_must_fit_its_sum(change: str, options: dict[str, Any], fault: str) -> None:

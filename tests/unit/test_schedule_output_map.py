@@ -136,7 +136,7 @@ def test_random_trees(seed: int, world: int, collective: str, gemm: bool) -> Non
         schedule, told = None, str(error)
     if schedule is None:
         assert gemm
-        assert "GEMMs that add to arriving chunks wait for them in order: use add='reduce'" in told
+        assert "with add='gemm', GEMMs wait for arriving chunks in order: use add='reduce'" in told
         return
     check(collective, schedule, seed, runs=2)
 
@@ -185,16 +185,16 @@ def exchanged(change: Callable[[OutputMap], OutputMap]) -> Schedule:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "unwritten": (
         lambda: scatter(ranks={0: lambda m: without(m, 1)}),
-        "chunk 1 of rank 0, rows of rank 2: it is unwritten: add remote_map(1, to=..., op=...) or dma_map(1, to=...",
+        "chunk 1 of rank 0, rows of rank 2: it has no destination: add remote_map(1, to=..., op=...) or dma_map(1, to=...",
     ),
     "unwritten where it belongs": (
         lambda: scatter(ranks={2: lambda m: without(m, 3)}),
-        "chunk 3 of rank 2, its own rows: its owner does not keep it: add local(3)",
+        "chunk 3 of rank 2, its own rows: it belongs to this rank but stays nowhere: add local(3)",
     ),
     "written twice": (
         lambda: scatter(ranks={0: lambda m: m.remote_map(1, to=2, op="update")}),
         "chunk 1 of rank 0, rows of rank 2: it is written twice, by dma_map(1, to=3, op='update', after=2) and "
-        "remote_map(1, to=2, op='update'): keep one of them",
+        "remote_map(1, to=2, op='update'): remove one of them",
     ),
     "to itself": (
         lambda: scatter(ranks={1: lambda m: without(m, 0).remote_map(0, to=1, op="update")}),
@@ -212,17 +212,17 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "waits for more than come": (
         lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=3)}),
-        "chunk 2 of rank 0, rows of rank 3: after=3, and it gets 2, its own GEMM's and rank 1's: it would never be sent: "
-        "use after=2, or change who sends it here",
+        "chunk 2 of rank 0, rows of rank 3: after=3, but the chunk gets 2 updates, its own GEMM's and rank 1's. "
+        "It would never be sent: use after=2, or change which ranks send it here",
     ),
     "sent too early": (
         lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=1)}),
-        "chunk 2 of rank 0, rows of rank 3: after=1, and it gets 2, its own GEMM's and rank 1's: it would be sent before "
-        "all have come: use after=2",
+        "chunk 2 of rank 0, rows of rank 3: after=1, but the chunk gets 2 updates, its own GEMM's and rank 1's. It would be "
+        "sent before all updates have arrived: use after=2",
     ),
     "ranks disagree": (  # rank 1 sends the rows of rank 0 straight there, and rank 0's ring has no place for that
         lambda: scatter(ranks={3: lambda m: without(m, 1).dma_map(1, to=1, op="update", after=2)}),
-        "chunk 2 of rank 2, rows of rank 1: after=2, and it gets 1, its own GEMM's: it would never be sent: use after=1",
+        "chunk 2 of rank 2, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
     ),
     "updates of what is not here": (
         lambda: scatter(
@@ -231,39 +231,43 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
                 2: lambda m: without(m, 1).dma_map(1, to=3, op="update", after=2),
             }
         ),
-        "chunk 0 of rank 3, rows of rank 0: rank 2 sends updates here, but remote_map keeps no chunk here",
+        "chunk 0 of rank 3, rows of rank 0: rank 2 sends updates of this chunk here, but remote_map leaves no chunk",
     ),
     "round and round": (
         lambda: scatter(world=4, ranks={
             0: lambda m: without(m, 0).dma_map(0, to=3, op="update", after=2),
             2: lambda m: without(m, 2).dma_map(2, to=0, op="update", after=2),
         }),
-        "chunk 0 of rank 0, rows of rank 1: it waits for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits "
-        "for chunk 0 of rank 0: none of them is ever sent: send one of them elsewhere",
+        "chunk 0 of rank 0, rows of rank 1: chunks wait for each other, so none of them is ever sent: it waits "
+        "for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits for chunk 0 of rank 0. Fix: send "
+        "one of them elsewhere",
     ),
     "a store among updates": (
         lambda: scatter(ranks={0: lambda m: without(m, 0).remote_map(0, to=3)}),
-        "chunk 0 of rank 0, rows of rank 1: op='store' would overwrite the product of rank 3: use op='update'",
+        "chunk 0 of rank 0, rows of rank 1: op='store' would overwrite the product of rank 3, which must be "
+        "summed: use op='update'",
     ),
     "a sum in the wrong place": (
         lambda: scatter(ranks={0: lambda m: without(m, 0).local(0)}),
-        "chunk 0 of rank 0, rows of rank 1: local, but rank 1 keeps it: use remote_map(0, to=...) or dma_map(0, to=..., after=...)",
+        "chunk 0 of rank 0, rows of rank 1: local(0), but the chunk belongs to rank 1: use remote_map(0, to=...) "
+        "or dma_map(0, to=..., after=...)",
     ),
     "a result sent away": (
         lambda: scatter(ranks={0: lambda m: without(m, 3).dma_map(3, to=3, op="update", after=2)}),
-        "chunk 3 of rank 0, its own rows: to=3, but the chunk is this rank's result: use local(3)",
+        "chunk 3 of rank 0, its own rows: to=3, but the chunk belongs to this rank: use local(3)",
     ),
     "another number of chunks": (
         lambda: scatter(ranks={1: lambda m: maps.ring_reduce_scatter(20, 4, per_rank=2, rank=1)}),
-        "rank 1 maps 20 rows in 8 chunks, and rank 0 20 in 4: use the same numbers on every rank",
+        "rank 1 maps 20 rows in 8 chunks, but rank 0 maps 20 rows in 4 chunks: use the same numbers on every rank",
     ),
     "chunks of no rank": (
         lambda: OutputMap(20, 6).schedule(SCATTER),
-        "chunks=6 must be a multiple of world_size=4, so that each rank's rows have equally many: use 4 or 8",
+        "chunks=6 must be a multiple of world_size=4, so that all ranks have the same number of chunks: use 4 or "
+        "8",
     ),
     "other rows": (
         lambda: maps.ring_reduce_scatter(16, 4).schedule(SCATTER),
-        "the map has 16 rows, and the problem's output has 20: use OutputMap(rows=20, ...)",
+        "the map has 16 rows, but the problem's output has 20: use OutputMap(rows=20, ...)",
     ),
     "uneven rows": (
         lambda: maps.all_to_all(21, 4).schedule(MatmulInto("all_to_all", 4, N, K, "fp32")),
@@ -271,14 +275,16 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an order with a chunk twice": (
         lambda: replace(maps.ring_reduce_scatter(20, 4), order=(0, 1, 1, 3)).schedule(SCATTER),
-        "chunk 1 of rank 0: order=[0, 1, 1, 3] has place 1: it must have each of the 4 places, 0 to 3, once",
+        "chunk 1 of rank 0: order=[0, 1, 1, 3] contains 1, but must contain each of the 4 places from 0 to 3 "
+        "exactly once",
     ),
-    "an order of fewer": (lambda: OutputMap(20, 4, order=(0, 1)), "order has 2 places and chunks=4: give each chunk its place"),
+    "an order of fewer": (lambda: OutputMap(20, 4, order=(0, 1)), "order has 2 entries but chunks=4: give each "
+                                                                  "chunk exactly one entry"),
     "a map too few": (
         lambda: schedule_of([maps.ring_reduce_scatter(20, 4)] * 3, SCATTER),
-        "3 maps for world_size=4: give one map for each rank",
+        "3 maps were given for world_size=4: give one map for each rank",
     ),
-    "no such chunk": (lambda: OutputMap(20, 4).local(4), "chunk 4 is none of 4: use 0 to 3"),
+    "no such chunk": (lambda: OutputMap(20, 4).local(4), "chunk 4 does not exist in a map of 4 chunks: use 0 to 3"),
     "no such op": (
         lambda: OutputMap(20, 4).remote_map(1, to=0, op="add"),  # type: ignore[arg-type]
         "chunk 1: op='add' is not known: use 'store' or 'update'",
@@ -296,35 +302,41 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no ranks": (lambda: MatmulInto("all_gather", 0, N, K, "fp32"), "world_size=0, n=3, k=2: give at least 1 rank, and sizes"),
     "no engine": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, engines=0),
-        "engines=0: use at least one copy lane",
+        "engines=0: use at least one copy engine",
     ),
     "no such way to add": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, add="atomics"),  # type: ignore[arg-type]
-        "gemm='chunks', add='atomics', by='dma': use gemm='chunks' or 'tracked', add='gemm' or 'reduce', by='dma' or 'kernel'",
+        "gemm='chunks', add='atomics', by='dma': use gemm='chunks' or 'tracked', add='gemm' or 'reduce', and "
+        "by='dma' or 'kernel'",
     ),
     "a tracked GEMM that adds": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, gemm="tracked", add="gemm"),
-        "add='gemm': a tracked GEMM computes all chunks at once and adds to none: use add='reduce'",
+        "add='gemm' with gemm='tracked': a tracked GEMM computes all chunks in one kernel, so it cannot add to "
+        "arriving chunks. Use add='reduce'",
     ),
     "a tracked GEMM that stores twice": (
         lambda: maps.direct_all_gather(20, 4, by="store").schedule(MatmulInto("all_gather", 4, N, K, "fp32"), gemm="tracked"),
-        "chunk 3 of rank 0: a tracked GEMM stores it once, here: use dma_map(3, to=(rank + 1) % 4, after=1)",
+        "chunk 3 of rank 0: remote_map cannot be used here, because a tracked GEMM stores each chunk only once, "
+        "in this rank's memory. Use dma_map(3, to=(rank + 1) % 4, after=1)",
     ),
     "a gather's chunk that is not kept": (
         lambda: gathered(lambda m: without(m, 3).dma_map(3, to=(RANK + 3) % 4)),
-        "chunk 3 of rank 0, its own rows: its owner does not keep it: add local(3)",
+        "chunk 3 of rank 0, its own rows: it belongs to this rank but stays nowhere: add local(3)",
     ),
     "a gather's chunk that never comes": (
         lambda: gathered(lambda m: without(m, 1)),
-        "chunk 2 of rank 0, rows of rank 3: it is unwritten: no rank sends it here: have one remote_map or dma_map it to=0",
+        "chunk 2 of rank 0, rows of rank 3: no rank sends it here: send it from one rank, by remote_map or "
+        "dma_map with to=0",
     ),
     "a gather's chunk that comes twice": (
         lambda: gathered(lambda m: m.dma_map(3, to=(RANK + 2) % 4)),
-        "chunk 1 of rank 0, rows of rank 2: it is written twice, by rank 2 and rank 1: have one of them send it",
+        "chunk 1 of rank 0, rows of rank 2: it is written twice, by rank 2 and rank 1: send it from one of them "
+        "only",
     ),
     "a gather's chunk back to its rank": (
         lambda: gathered(lambda m: m.dma_map(2, to=(RANK + 3) % 4)),
-        "chunk 2 of rank 0, rows of rank 3: to=3 would be written twice: that rank computes the chunk; drop this call",
+        "chunk 2 of rank 0, rows of rank 3: to=3 would write the chunk twice, because that rank computes it too: "
+        "remove this call",
     ),
     "a gather's chunk stored by who does not compute it": (
         lambda: gathered(lambda m: without(m, 0).remote_map(0, to=(RANK + 3) % 4)),
@@ -332,19 +344,20 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a gather that updates": (
         lambda: gathered(lambda m: without(m, 0).dma_map(0, to=(RANK + 3) % 4, op="update")),
-        "chunk 0 of rank 0, rows of rank 1: op='update' would add to unwritten memory on rank 3: use op='store'",
+        "chunk 0 of rank 0, rows of rank 1: op='update' would add to memory of rank 3 that was not written: use "
+        "op='store'",
     ),
     "a gather's chunk that is local elsewhere": (
         lambda: gathered(lambda m: without(m, 0).local(0)),
-        "chunk 0 of rank 0, rows of rank 1: local, but rank 1 computes it: use dma_map(0, to=..., after=1), or no call",
+        "chunk 0 of rank 0, rows of rank 1: local(0), but rank 1 computes the chunk: use dma_map(0, to=..., after=1), or",
     ),
     "an exchange to another": (
         lambda: exchanged(lambda m: without(m, 0).remote_map(0, to=(RANK + 2) % 4)),
-        "chunk 0 of rank 0, rows of rank 1: to=2, but an all-to-all sends the chunk to rank 1: use to=1",
+        "chunk 0 of rank 0, rows of rank 1: to=2, but in an all-to-all the chunk belongs to rank 1: use to=1",
     ),
     "an exchange that waits for others": (
         lambda: exchanged(lambda m: without(m, 0).dma_map(0, to=(RANK + 1) % 4, after=2)),
-        "chunk 0 of rank 0, rows of rank 1: after=2, and it gets 1, its own GEMM's: it would never be sent: use after=1",
+        "chunk 0 of rank 0, rows of rank 1: after=2, but the chunk gets 1 update, its own GEMM's. It would never be sent",
     ),
 }  # fmt: skip
 
@@ -363,7 +376,7 @@ def test_nothing_to_multiply_and_rows_that_cannot_be_cut() -> None:
         maps.ring_reduce_scatter(4, 4, per_rank=2).schedule(MatmulReduceScatter(4, 4, N, K, "fp32"))
     with pytest.raises(NotApplicableError, match="row tiles of a rank's result: 1 cannot be cut into 2 pieces"):
         maps.ring_reduce_scatter(64, 4, per_rank=2).schedule(MatmulReduceScatter(4, 64, N, K, "fp32"), gemm="tracked")
-    with pytest.raises(NotApplicableError, match="one rank has nothing to send"):
+    with pytest.raises(NotApplicableError, match="there is only one rank, so there is nothing to send"):
         maps.ring_reduce_scatter(64, 1).schedule(MatmulReduceScatter(1, 64, N, K, "fp32"), gemm="tracked")
 
 

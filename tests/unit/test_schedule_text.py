@@ -65,7 +65,7 @@ y                      9        8  fp16   output            144 B
 
 signals  arrived[6]   (counters on every rank)
 
-buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []
+notation: buffer@rank[first row:+rows, first column:+columns]; without @rank, this rank's; without [], the whole buffer
 
 lane in (copy)
    1  wait    arrived[0] x2 of the previous run
@@ -90,7 +90,7 @@ y           9        8  fp16   output     144 B
 
 signals  arrived[6]   (counters on every rank)
 
-buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []
+notation: buffer@rank[first row:+rows, first column:+columns]; without @rank, this rank's; without [], the whole buffer
 
 lane in (copy)
    1  wait    arrived[0] x2 of the previous run
@@ -216,9 +216,9 @@ def edited_json(path: str, new: Any) -> str:
         ("lanes.0.steps.2.extent", 50_001, r"lanes\[0\].steps\[2\] has 100005 steps or more .* at most 100000"),
         ("buffers.0.rows", "sum", "'sum' is neither a number nor a variable of a schedule"),
         ("buffers.0.rows", "True", "'True' is neither a number nor a variable of a schedule"),
-        ("buffers.0.rows", "1 + " * 200 + "1", "nested more than 200 deep"),
+        ("buffers.0.rows", "1 + " * 200 + "1", "nested too deep: at most 200 levels"),
         ("buffers.0.rows", "1" * 1000, "a number of 3319 bits"),
-        ("buffers.0.rows", f"({'1, ' * 30_000})[0]", "it has 90005 letters, and at most 65536"),
+        ("buffers.0.rows", f"({'1, ' * 30_000})[0]", "it has 90005 characters, but at most 65536"),
         ("buffers.0.rows", "sum(x[0:1:1099511627776])", "the step of a sum is a number between 1 and 1048576"),
         ("buffers.0.rows", "sum(x[0:1:0])", "the step of a sum is a number between 1 and 1048576"),
     ],

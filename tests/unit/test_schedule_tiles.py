@@ -55,11 +55,13 @@ def test_a_wait_for_some_of_the_tiles_is_too_early(rows: int) -> None:
     text = faults(pushed(rows, wait=rows - 1))
     assert "race on box@" in text
     assert "lane compute, step 2: relu y" in text  # as in the table
-    assert "sets are waited for, and a run makes" in faults(pushed(rows, wait=rows + 1))
+    assert "sets, but a run makes" in faults(pushed(rows, wait=rows + 1))
 
 
 def test_a_row_that_no_tile_writes() -> None:
-    assert "it reads box@1[3:+1, 0:+8], which no step has written in this run" in faults(pushed(4, extent=3, wait=3))
+    assert "it reads box@1[3:+1, 0:+8], which no step has written before in this run" in faults(
+        pushed(4, extent=3, wait=3)
+    )
 
 
 @pytest.mark.parametrize("rows", [4, 10 * SAMPLE])
@@ -67,7 +69,7 @@ def test_tiles_are_not_ordered_among_each_other(rows: int) -> None:
     text = faults(pushed(rows, shift=1))
     assert "race on box@" in text
     assert re.search(r"lane push, push, t = \d+, step 1: copy x\[", text)
-    assert "nothing orders them" in text
+    assert "no signal orders them" in text
 
 
 def test_what_precedes_the_tiles_is_before_all_of_them_and_what_follows_after() -> None:

@@ -72,33 +72,34 @@ def test_missing_set() -> None:
     text = faults(without(push(), Set, signal="arrived"))
     assert "1 fault" in text
     assert re.search(r"rank 0, lane compute, step 1: wait arrived\[0\].* a run makes 0", text)
-    assert text.endswith("(and 1 times more)"), "the same on rank 1"
+    assert text.endswith("(1 more of this kind)"), "the same on rank 1"
 
 
 def test_a_wait_for_more_than_is_set_in_the_previous_run() -> None:
     text = faults(edited(push(), lambda s: replace(s, count=2) if isinstance(s, Wait) and s.previous else s))
-    assert "lane out, step 1: wait credit[0] x2 of the previous run | 2 sets are waited for, and a run makes 1" in text
+    assert "lane out, step 1: wait credit[0] x2 of the previous run | it waits for 2 sets, but a run makes 1" in text
 
 
 def test_a_circle() -> None:
     text = faults(edited(push(), lambda s: replace(s, previous=False) if isinstance(s, Wait) else s))
     assert text.startswith("schedule push hangs:")
     for rank in range(2):
-        assert f"rank {rank}, lane out, step 1: wait credit[0]: 0 of 1 sets come before it" in text
-        assert f"rank {rank}, lane compute, step 1: wait arrived[0]: 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane out, step 1: wait credit[0]: only 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane compute, step 1: wait arrived[0]: only 0 of 1 sets come before it" in text
 
 
 def test_a_wait_in_front_of_its_own_set() -> None:
     schedule = with_steps(Wait("here"), Set("here"))
     text = faults(replace(schedule, signals=(*schedule.signals, Signals("here", 1))))
-    assert "rank 0, lane more, step 1: wait here[0]: 0 of 1 sets come before it" in text
+    assert "rank 0, lane more, step 1: wait here[0]: only 0 of 1 sets come before it" in text
     assert "arrived" not in text
 
 
 def test_early_reuse() -> None:
     text = faults(without(push(), Wait, previous=True))
     assert re.search(
-        r"race on box@\d: the first reads and the second writes there, a run early, and nothing orders them", text
+        r"race on box@\d: the first step reads and the second writes there, a run early, and no signal orders them",
+        text,
     )
     assert "lane out, step 1 of run 2: copy x[0:+4, 0:+8] -> box@" in text
     assert "lane compute, step 2: silu y[0:+4, 0:+8] = box[0:+4, 0:+8]" in text
@@ -106,7 +107,9 @@ def test_early_reuse() -> None:
 
 def test_a_missing_wait_is_a_race_and_not_a_read_of_nothing_as_well() -> None:
     text = faults(without(push(), Wait, signal="arrived"))
-    assert re.search(r"race on box@\d: the first reads and the second writes there, and nothing orders them", text)
+    assert re.search(
+        r"race on box@\d: the first step reads and the second writes there, and no signal orders them", text
+    )
     assert "no step has written" not in text
 
 
@@ -115,7 +118,7 @@ def test_two_writers() -> None:
     assert text.startswith("schedule push has 1 fault:\n  rank 0, lane ")
     assert "lane compute, step 2: silu y[0:+4, 0:+8] = box[0:+4, 0:+8]" in text
     assert "lane more, step 1: copy x[0:+4, 0:+8] -> y[0:+4, 0:+8] by dma" in text
-    assert "race on y@0: the first writes and the second writes there, and nothing orders them" in text
+    assert "race on y@0: the first step writes and the second writes there, and no signal orders them" in text
 
 
 def test_neighbours_that_do_not_overlap_are_no_race() -> None:
@@ -131,7 +134,7 @@ def test_an_output_that_is_not_covered() -> None:
     text = faults(
         edited(push(), lambda s: replace(s, out=part, inputs=(replace(part, buffer="box"),)) if hasattr(s, "op") else s)
     )
-    assert "output y@0[3:+1, 0:+8] is never written (and 1 times more)" in text
+    assert "output y@0[3:+1, 0:+8] is never written (1 more of this kind)" in text
     assert text.startswith("schedule push has 1 fault:")
 
 
@@ -141,7 +144,7 @@ def test_an_uninitialised_read() -> None:
         edited(push(), lambda s: replace(s, src=part, dst=replace(s.dst, col=2, cols=6)) if isinstance(s, Copy) else s)
     )
     fault = r"rank (\d), lane compute, step 2: silu y\[0:\+4, 0:\+8\] = box\[0:\+4, 0:\+8\] \| it reads box@\1\[0:\+4, 0:\+2\]"
-    assert re.search(fault + ", which no step has written in this run", text)
+    assert re.search(fault + ", which no step has written before in this run", text)
 
 
 def test_what_an_earlier_run_has_written_is_nothing() -> None:
@@ -150,8 +153,8 @@ def test_what_an_earlier_run_has_written_is_nothing() -> None:
     x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
     d.lane("compute").compute("silu", y.part(), box.part()).copy(x.part(), box.part())
     text = faults(d.schedule())
-    assert "it reads box@0[0:+4, 0:+8], which no step has written in this run" in text
-    assert text.endswith("(and 5 times more)")
+    assert "it reads box@0[0:+4, 0:+8], which no step has written before in this run" in text
+    assert text.endswith("(5 more of this kind)")
 
 
 def test_a_rank_that_is_two_runs_ahead() -> None:
@@ -169,7 +172,9 @@ def test_a_rank_that_is_two_runs_ahead() -> None:
     d.lane("compute").repeat("i", first, Wait("arrived", 0, 3)).compute("silu", y.part(), x.part())
     verify(d.schedule())
     d.lane("compute").repeat("i", first, Copy(box.part(), y.part()))
-    assert "race on box@0: the first writes and the second reads there, and nothing orders them" in faults(d.schedule())
+    assert "race on box@0: the first step writes and the second reads there, and no signal orders them" in faults(
+        d.schedule()
+    )
 
 
 def test_adding_to_what_is_not_there() -> None:
@@ -180,20 +185,23 @@ def test_adding_to_what_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (Copy(BOX, X), "x[0:+4, 0:+8] is written, and x is an input"),
+        (Copy(BOX, X), "x[0:+4, 0:+8] is written, but x is an input"),
         (Copy(X, replace(BOX, row=1)), "box[1:+4, 0:+8] is outside its buffer of 4 x 8"),
         (Copy(X, replace(BOX, col=RANK - 1)), "box[0:+4, -1:+8] is outside its buffer of 4 x 8"),
         (Copy(X, replace(BOX, rows=-4)), "is outside its buffer of 4 x 8"),
-        (Copy(X, replace(BOX, at=RANK + 1)), "there is no rank 2"),
-        (Copy(X, replace(BOX, at=-1)), "there is no rank -1"),
-        (Copy(X, replace(Y, at=1 - RANK)), "y@1[0:+4, 0:+8] is a peer's, and y is not symmetric but output"),
-        (Copy(X, replace(Y, buffer="z")), "there is no buffer 'z'"),
+        (Copy(X, replace(BOX, at=RANK + 1)), "rank 2 does not exist"),
+        (Copy(X, replace(BOX, at=-1)), "rank -1 does not exist"),
+        (
+            Copy(X, replace(Y, at=1 - RANK)),
+            "y@1[0:+4, 0:+8] belongs to a peer, so y must be symmetric, but it is output",
+        ),
+        (Copy(X, replace(Y, buffer="z")), "buffer 'z' does not exist"),
         (Copy(X, replace(BOX, rows=3)), "a copy of [4, 8] does not fit into [3, 8]"),
-        (Copy(BOX, BOX), "box[0:+4, 0:+8] is written while box[0:+4, 0:+8] is read"),
-        (Set("arrived", 1), "index 1 is outside arrived, of 1 signals"),
-        (Set("arrived", 0, RANK + 1), "there is no rank 2"),
-        (Set("departed"), "there are no signals 'departed'"),
-        (Wait("arrived", -1), "index -1 is outside arrived, of 1 signals"),
+        (Copy(BOX, BOX), "box[0:+4, 0:+8] is written while the same step reads box[0:+4, 0:+8]"),
+        (Set("arrived", 1), "index 1 is out of range: arrived has 1 signals"),
+        (Set("arrived", 0, RANK + 1), "rank 2 does not exist"),
+        (Set("departed"), "signal 'departed' does not exist"),
+        (Wait("arrived", -1), "index -1 is out of range: arrived has 1 signals"),
         (Wait("arrived", 0, 0), "count=0 must be at least 1"),
     ],
 )
@@ -210,11 +218,16 @@ def test_a_step_that_does_not_fit(step: Step, message: str) -> None:
         ("matmul", "a", ("a", "b"), "[4, 8] x [8, 2] does not fit into [4, 8]"),
         ("matmul", "half", ("a", "b"), "dtypes differ: fp32, fp32, fp16"),
         ("add", "out", ("out", "a"), "shapes differ: [(4, 2), (4, 8), (4, 2)]"),
-        ("matmul", "square", ("square", "square"), "square[0:+4, 0:+4] is written while square[0:+4, 0:+4] is read"),
+        (
+            "matmul",
+            "square",
+            ("square", "square"),
+            "square[0:+4, 0:+4] is written while the same step reads square[0:+4, 0:+4]",
+        ),
         ("addmm", "out", ("a", "a", "out"), "[4, 8] x [4, 8] does not fit into [4, 2]"),
-        ("addmm", "out", ("a", "b", "square"), "the third input of addmm is [4, 4]: give [4, 2]"),
+        ("addmm", "out", ("a", "b", "square"), "the third input of addmm is [4, 4]: it must be [4, 2]"),
         ("addmm", "out", ("a", "b", "half"), "dtypes differ: fp32, fp32, fp16, fp32"),
-        ("addmm", "out", ("a", "b", "out"), "out[0:+4, 0:+2] is written while out[0:+4, 0:+2] is read"),
+        ("addmm", "out", ("a", "b", "out"), "out[0:+4, 0:+2] is written while the same step reads out[0:+4, 0:+2]"),
     ],
 )
 def test_operands_that_do_not_fit(op: str, out: str, inputs: tuple[str, ...], message: str) -> None:
@@ -237,7 +250,7 @@ def test_what_adds_to_its_third_input_does_not_accumulate() -> None:
     lane = d.lane("compute").compute("addmm", y.part(), x.part(), x.part(), x.part())
     verify(d.schedule())
     lane.compute("addmm", y.part(), x.part(), x.part(), x.part(), accumulate=True)
-    assert "addmm adds its third input and cannot accumulate too" in faults(d.schedule())
+    assert "addmm already adds its third input, so it cannot accumulate" in faults(d.schedule())
 
 
 def test_elementwise_operations_may_be_in_place() -> None:
@@ -253,15 +266,15 @@ def test_collectives_that_do_not_fit() -> None:
     d = Draft("gather", 2)
     x, y = d.buffer("x", RANK + 1, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
-    assert "the ranks give rows [1, 2] of 4 columns, and gather into [(4, 4), (4, 4)]" in faults(d.schedule())
+    assert "the ranks contribute [1, 2] rows of 4 columns, but gather into [(4, 4), (4, 4)]" in faults(d.schedule())
     d = Draft("gather", 2)
     x, y = d.buffer("x", 2, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
     d.lane("compute").all_gather(x.part(), y.part())
     verify(d.schedule())
     d.lane("compute").repeat("i", RANK, *d.schedule().lanes[0].steps)
-    assert "of 2 ranks only [1] call this collective" in faults(d.schedule())
+    assert "only ranks [1] of 2 call this collective" in faults(d.schedule())
     step = Collective("all_gather", Region("box", 0, 2, 0, 8), replace(BOX, at=1 - RANK))
-    assert "a collective is between buffers of the rank that calls it" in faults(with_steps(step))
+    assert "a collective may only use buffers of the rank that calls it" in faults(with_steps(step))
 
 
 def test_declarations() -> None:
@@ -270,10 +283,10 @@ def test_declarations() -> None:
     text = faults(replace(schedule, buffers=(*schedule.buffers, bad), lanes=schedule.lanes * 2))
     assert "2 buffers are named 'box'" in text
     assert "2 lanes are named 'out'" in text
-    assert "symmetric memory has one size on all ranks, and rows are 4 - rank * 5" in faults(
+    assert "symmetric memory must have the same size on all ranks, but its rows are 4 - rank * 5" in faults(
         replace(schedule, buffers=(bad,))
     )
-    assert "its sizes on the ranks are [(4, 8), (-1, 8)]: sizes must not be negative" in faults(
+    assert "has the sizes [(4, 8), (-1, 8)] on the ranks: sizes must not be negative" in faults(
         replace(schedule, buffers=(bad,))
     )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
@@ -338,8 +351,8 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
     text = faults(polling(3))
     assert "rank 0, lane compute, step 1: silu y[0:+4, 0:+8] = x[0:+4, 0:+8]" in text
     assert (
-        "it may never get a compute unit: lanes that poll (to 0, to 1, to 2) for steps that need one may hold all 132"
-        in text
+        "it may never get a compute unit, because lanes that poll (to 0, to 1, to 2) for steps that need one may "
+        "occupy all 132" in text
     )
     verify(polling(2))
     verify(polling(3), compute_units=304)

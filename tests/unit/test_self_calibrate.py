@@ -120,7 +120,7 @@ def test_if_one_rank_cannot_measure_none_does_and_the_first_says_why(
     other: Callable[[_Stand], _Stand], message: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     ranks = Ranks(other=other)
-    with pytest.warns(UserWarning, match=f"{NAME} is not measured, and planned by .*: {message}") as warned:
+    with pytest.warns(UserWarning, match=f"{NAME} was not self-calibrated, so weft plans with .*: {message}") as warned:
         assert not ranks.call(monkeypatch)
     assert len(warned) == 1
     assert ranks.measured == 0
@@ -164,7 +164,7 @@ def test_ranks_without_memory_plan_by_derived_numbers(monkeypatch: pytest.Monkey
         raise RefusedError("rank 1: OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(ranks, "measures", refuses)
-    with pytest.warns(UserWarning, match="by the known numbers: rank 1: OutOfMemoryError"):
+    with pytest.warns(UserWarning, match="with the known numbers: rank 1: OutOfMemoryError"):
         assert not ranks.call(monkeypatch)
     assert calibrated(machine(), 2).source == "derived"
 

@@ -162,7 +162,7 @@ def test_a_refused_calibration_is_warned_of_at_a_call(
     monkeypatch.setattr(this_machine, "device_name", lambda device: NAME)
     path = Calibration(NAME, 2, "2020-01-01", versions(), (), 3.5, 1.5).save()
     path.write_text("{")
-    with pytest.warns(UserWarning, match="planning without a calibration: not calibrated: .*cannot be read"):
+    with pytest.warns(UserWarning, match="weft plans without a calibration: not calibrated: .*cannot be read"):
         assert this_machine.calibrated_model(torch.device("cuda"), 2) == BASE
     this_machine.model_by_name.cache_clear()
     this_machine.calibrated_model(torch.device("cuda"), 2)

@@ -225,10 +225,10 @@ def test_what_does_not_fit_in_memory_is_refused() -> None:
     h100 = gpu("h100", 2)
     assert simulate(schedule(19_000), h100).end_us > 0
     with pytest.raises(
-        ScheduleError, match=r"schedule large: it needs 503\.3 GB on a rank, and NVIDIA H100 .* has 80 GB: use"
+        ScheduleError, match=r"schedule large: it needs 503\.3 GB on a rank, but NVIDIA H100 .* has 80 GB: use"
     ):
         simulate(schedule(120_000), h100)
-    with pytest.raises(ValueError, match=r"schedule serial: it needs .* GB on a rank, and NVIDIA H100 .* has 80 GB"):
+    with pytest.raises(ValueError, match=r"schedule serial: it needs .* GB on a rank, but NVIDIA H100 .* has 80 GB"):
         plan.explain("all_gather_matmul", M=1 << 22, N=8192, K=8192, ranks=2, hw="h100")
 
 

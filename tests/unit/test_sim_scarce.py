@@ -16,7 +16,7 @@ from weft.sim.result import Simulated
 from weft.sim.scarce import parts_of, scarce_only
 
 _DIFFERS = "ficco_1d_collective[start=hetero,gemms=fused,steps=0]"
-"""Every rank computes the part before and behind its own rows, which differs between ranks."""
+"""Every rank computes the part before and after its own rows, which differs between ranks."""
 
 
 def _differing(world: int) -> Schedule:

@@ -71,7 +71,7 @@ def test_rows_of_measured_sub_layers_and_what_they_say() -> None:
     assert (row.speedup, row.ideal) == (pytest.approx(5 / 4), pytest.approx(5 / 3))
     gathered = replace(row, gather_ms=1.0)
     assert (gathered.speedup, gathered.ideal) == (pytest.approx(6 / 5), pytest.approx(6 / 4))
-    assert "1 take direct" in t3.conclusions([row])[0]
+    assert "direct for 1." in t3.conclusions([row])[0]
     assert "faster than the ideal" in t3.conclusions([replace(row, weft_ms=2.5)])[1]
     with pytest.raises(
         ValueError, match="no records of T3's sub-layers: run weft bench matmul_reduce_scatter --preset t3"
@@ -113,7 +113,7 @@ def test_the_command_shows_draws_and_writes(tmp_path: Path, monkeypatch: pytest.
     assert shown.exit_code == 0, shown.output
     assert (tmp_path / "figure-16-speedups.png").stat().st_size > 1000
     again = CliRunner().invoke(app, ["reproduce", "t3", "--records", str(tmp_path / "t3.jsonl")])
-    assert "of 4 sub-layers" in again.output.lower()
+    assert "for 4 sub-layers" in again.output.lower()
     refused = CliRunner().invoke(app, ["reproduce", "t3", "--records", str(tmp_path / "t3.jsonl"), "--json", "x"])
     assert refused.exit_code != 0
 

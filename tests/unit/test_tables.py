@@ -94,7 +94,7 @@ def table(
         ((10, 4, "t", ("f",), "sum", torch.float32, None, None, 1.0), ["'t'", "init_fn=1.0", "function of a tensor"]),
         (
             (10, 4, "t", ("f",), "sum", torch.float32, 1.0, None, len),
-            ["'t'", "weight_init_max=1.0", "init_fn: pass one"],
+            ["'t'", "weight_init_max=1.0", "together with init_fn"],
         ),
     ],
 )
@@ -193,7 +193,7 @@ def test_options_that_no_torchrec_has_yet_are_refused():
     plain.need_pos = True
     with pytest.raises(ValueError, match="need_pos=True is not supported"):
         EmbeddingBagConfig.of(plain)
-    with pytest.raises(ValueError, match="weight_init_max=1 has no effect beside init_fn"):
+    with pytest.raises(ValueError, match="weight_init_max=1 has no effect together with init_fn"):
         EmbeddingBagConfig.of(TorchRecConfig(4, 2, "x", weight_init_max=1, init_fn=torch.nn.init.ones_))
 
 

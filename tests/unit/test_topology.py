@@ -296,7 +296,7 @@ def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
         ('name = "x"\nshape = "torus"\n[torus]\ncolumns = {value = 2.5, unit = "1", source = "paper"}',
          r"torus\.columns = 2\.5 \(paper\) must be a whole number"),
         ('name = "x"\nshape = "ring"\nlatency = 3', r"wires\.toml: latency = 3 needs value, unit and source"),
-        ("name = ", r"wires\.toml cannot be read: it is no TOML"),
+        ("name = ", r"wires\.toml cannot be read: it is not valid TOML"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong_is_told_by_file_key_and_fix(tmp_path: Path, text: str, message: str) -> None:

@@ -135,5 +135,5 @@ def test_nothing_recorded_is_refused_by_name(tmp_path: Path) -> None:
         draw_overlap(tmp_path / "x.png", {"serial": _serial(), "fused": Timeline()}, "")
     with pytest.raises(ValueError, match="nothing to draw: no timeline"):
         draw_overlap(tmp_path / "x.png", {}, "")
-    with pytest.raises(ValueError, match="the timelines 'fused' have no span: first pass one as timeline="):
+    with pytest.raises(ValueError, match=r"the timelines 'fused' have no spans\. First pass each of them as timeline="):
         write_trace(tmp_path / "x.json", {"fused": Timeline()})

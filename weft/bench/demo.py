@@ -37,7 +37,10 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Shown:
-    """The results of the demo. gain: the default variant's speed over the baseline, in parentheses if within twice the noise."""
+    """The results of the demo.
+
+    gain: the speed of the default variant divided by that of the baseline, in parentheses if it is within twice the noise.
+    """
 
     picture: Path
     trace: Path

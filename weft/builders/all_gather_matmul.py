@@ -20,7 +20,7 @@ Shards are put, not fetched. A put starts from the caller's own tensor, so nothi
 first, and the owner need not signal that the shard is ready. Every rank first sends to its right neighbour, so that no
 two ranks send to the same rank.
 
-If sending takes longer than the GEMM of the own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
+If sending takes longer than the GEMM of this rank's own rows, the last chunk's GEMM is exposed after the last chunk arrives. So
 that chunk should be small ("3:1"). But small GEMMs use a GPU badly, so most of the rest should stay whole ("2:1:1"). The
 first chunk need not be small, because a rank begins with its own rows.
 
@@ -58,7 +58,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     for each peer, so that the copies run concurrently; the box is free when the run before has read its rows."""
     world = p.world_size
     if world == 1:
-        raise NotApplicableError("one rank has nothing to gather")
+        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     o = Operands("gather", p)
     d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
     arrived, credit = d.signals("arrived", world), d.signals("credit", world)
@@ -69,7 +69,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
             sender = d.lane(f"to +{distance}", "copy").wait(credit, to, previous=True)
             copy_rows(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
         copy_rows(compute, x.part(), box.part(own), "kernel")
-    else:  # one source after the other, to all peers and to the own place: one launch for each source
+    else:  # one source after the other, to all peers and to this rank's own place: one launch for each source
         for to in peers:
             compute.set(credit, RANK, at=to)
         for to in peers:
@@ -98,14 +98,16 @@ def shard(
     """Put shards to the peers, and multiply them as they arrive.
 
     chunks: parts of a shard with a signal each, a number or a proportion. send in_turn: to one peer after the other, fastest for
-    the first shard behind a switch; at_once: over all links of a mesh."""
+    the first shard on a switch; at_once: over all links of a mesh."""
     world = p.world_size
     if world == 1:
-        raise NotApplicableError("one rank has nothing to gather")
+        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     if len(set(p.rows)) > 1 and chunks != 1:
-        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts: use chunks=1")
+        raise NotApplicableError(
+            f"shards of {p.rows} rows differ in size, so they cannot be split into {chunks} chunks each: use chunks=1"
+        )
     if send == "at_once" and world == 2:
-        raise NotApplicableError("there is one peer to send to")
+        raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")
     o = Operands("shard", p)
     d, x, gathered, box = o.d, o.x, o.gathered, o.rows("box", p.m, "symmetric")
     begin = offsets(p.rows)

@@ -1,9 +1,9 @@
-"""All gradients of an all-gather + GEMM: x is gathered again behind the GEMMs of x's gradient, whose partial sums travel behind
+"""All gradients of an all-gather + GEMM: x is gathered again after the GEMMs of x's gradient, whose partial sums travel after
 the GEMMs of the weights' gradients.
 
     serial    NCCL's all-gather, the GEMMs of x's gradient, NCCL's reduce-scatter, the GEMMs of the weights' gradients
     direct    copy engines do both: a rank computes its peers' rows of x's gradient first, then its own, then the weights'
-              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm, for one weight, the own rows
+              gradients, and reduces last the parts that have arrived meanwhile. With add=gemm, for one weight, this rank's own rows
               come last, and their GEMM adds to the parts that have arrived, so that no reduction kernel is needed
 
 The backward pass has two exchanges and twice the GEMMs of forward, so the transfers are hidden without cutting a GEMM further
@@ -65,11 +65,13 @@ def serial(p: AllGatherMatmulGradients) -> Schedule:
 def direct(p: AllGatherMatmulGradients, *, add: Literal["reduce", "gemm"] = "reduce") -> Schedule:
     world, m = p.world_size, p.rows
     if world == 1:
-        raise NotApplicableError("one rank has nothing to send")
+        raise NotApplicableError("there is only one rank, so there is nothing to send")
     if not p.has_work:
-        raise NotApplicableError("there is nothing to multiply")
+        raise NotApplicableError("a size is 0, so there is nothing to multiply")
     if add == "gemm" and len(p.n) > 1:
-        raise NotApplicableError(f"the sum would be rounded after each of {len(p.n)} weights' GEMMs: use add=reduce")
+        raise NotApplicableError(
+            f"with {len(p.n)} weights, add=gemm would round the sum after each weight's GEMM: use add=reduce"
+        )
     o = _Gradients("direct", p)
     d, peers = o.d, [peer(world, distance) for distance in range(1, world)]
     sources = [peer(world, -distance) for distance in range(1, world)]

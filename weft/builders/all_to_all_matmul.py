@@ -11,7 +11,7 @@ The GEMMs of many (source, expert) segments are one kernel. It stores rows where
 expert by source rank. So no tokens are sorted before or after, and only tokens that leave the rank are copied. Two orders let the
 first tokens be multiplied first:
 
-    dispatch            source by source, the own tokens first: while they are multiplied all others travel
+    dispatch            source by source, this rank's own tokens first: while they are multiplied all others travel
     dispatch_by_expert  expert by expert, a few at a time from all sources: every weight is read once
 
 Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they are
@@ -43,7 +43,7 @@ from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, CopyBy, Region
 
 SendOrder: TypeAlias = Literal["in_turn", "at_once"]
-"""in_turn: to one peer after the other, fastest for the first tokens behind a switch. at_once: over all links of a mesh."""
+"""in_turn: to one peer after the other, fastest for the first tokens on a switch. at_once: over all links of a mesh."""
 Columns: TypeAlias = tuple[int, int]
 """(first, count) of the k columns of tokens."""
 _TILE = "t"
@@ -82,7 +82,9 @@ def dispatch(
     """Multiply source by source. rest: one launch for each other rank when its tokens arrive, or one launch when all have
     arrived."""
     if rest == "together" and p.world_size == 2:
-        raise NotApplicableError("the rest comes from one rank")
+        raise NotApplicableError(
+            "with 2 ranks all other tokens come from one rank, so rest=together is the same as rest=each"
+        )
     d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)
     d.multiply([0], 0, experts)
@@ -189,13 +191,13 @@ class Sending(_Dispatch):
         super().__init__(name, p, "symmetric")
         world = p.world_size
         if world == 1:
-            raise NotApplicableError("one rank has no peer to send to")
+            raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel"
+                "the host must not wait for sizes in this call, but it needs them to start copy engines: use by=kernel"
             )
         if send == "at_once" and world == 2:
-            raise NotApplicableError("there is one peer to send to")
+            raise NotApplicableError("with 2 ranks there is only one peer, so send=at_once is the same as send=in_turn")
         self._by, self._chunks = by, chunks
         self._segments: dict[tuple[int, Index], tuple[Index, Index, Index]] = {}
         self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
@@ -223,7 +225,8 @@ class Sending(_Dispatch):
                 sender.set(self._taken, i)
 
     def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
-        """Send to every other rank the tokens for `count` of its experts from `first` on, or only these columns of them."""
+        """Send to every other rank the tokens for its experts `first` to `first + count - 1`, or only some columns of
+        these tokens."""
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
             begin = to * self.p.experts
@@ -240,7 +243,8 @@ class Sending(_Dispatch):
     def multiply(
         self, distances: list[int], first: int, count: int, columns: Columns | None = None, adds: bool = False
     ) -> None:
-        """Multiply the tokens of the ranks `distances` behind, 0 for this rank, for `count` experts from `first` on.
+        """Multiply the tokens of the ranks `distances` places before this one, 0 for this rank, for `count` experts from `first`
+        on.
 
         columns: only these columns of the tokens. adds: accumulate into y."""
         expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
@@ -277,14 +281,14 @@ class Sending(_Dispatch):
         return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
-        """Return the region of `rows` tokens of the rank `distance` behind, 0 for this rank, from token `first` on, where they
-        lie."""
+        """Return the region of `rows` tokens of the rank `distance` places before this one, 0 for this rank, from token `first`
+        on, where they lie."""
         if distance:
             return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
         return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
-        """Return the first row in x of the tokens of `source`: behind those of the ranks before it."""
+        """Return the first row in x of the tokens of `source`: after those of the ranks before it."""
         begin: Index = 0
         for before in range(self.world_size - 1):
             counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)
@@ -292,5 +296,5 @@ class Sending(_Dispatch):
         return begin
 
     def _slot(self, distance: int) -> int:
-        """Return the first row in a rank's inbox of the tokens from the rank `distance` behind it."""
+        """Return the first row in a rank's inbox of the tokens from the rank `distance` places before it."""
         return (self.world_size - 1 - distance) * self.p.most

@@ -4,10 +4,11 @@ A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all
 on a full mesh all links are busy. It computes on the chunks of that step. Three choices make eight schedules:
 
     1D | 2D           chunks are rows of the shard, or columns (then the steps accumulate: y += x[:, chunk] @ w[chunk, :])
-    uniform | hetero  a step holds the own chunk too; or the own shard is computed whole, first, before any chunk arrives
+    uniform | hetero a step holds this rank's own chunk too; or this rank's own shard is computed whole, first, before any chunk
+    arrives
     fused | unfused   one GEMM a step over the chunks of all ranks, or one for each rank
 
-Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The
+Chunks are received where the GEMM of their step reads them, so only this rank's own chunk of a uniform fused step is gathered. The
 paper gathers all chunks of such a step, concurrently with communication and GEMMs. It therefore assigns uniform schedules a
 higher contention loss (V-B), which does not occur here.
 
@@ -15,8 +16,8 @@ The rows of a fused GEMM are adjacent in y only in uniform 2D. Elsewhere they ar
 schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
 
 The chunks of a step may also arrive by one NCCL all-gather (the paper's variant by RCCL). It needs contiguous input, so
-columns are packed first. Its output has the order of ranks and includes the own chunk. A hetero start has computed the own
-chunk already, so a fused GEMM becomes two GEMMs: for the ranks before this rank, and for the ranks after it.
+columns are packed first. Its output has the order of ranks and includes this rank's own chunk. A hetero start has computed this
+rank's own chunk already, so a fused GEMM becomes two GEMMs: for the ranks before this rank, and for the ranks after it.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """
@@ -46,7 +47,7 @@ def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     world, m, pieces = _pieces(p, p.rows[0], steps)
     o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # In a step's rows of the box, chunks lie in the order of the ring behind the reader, its own chunk last.
+    # In a step's rows of the box, chunks lie in ring order, starting with the rank before the reader, its own chunk last.
     places = world if uniform and fused else world - 1
     d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
     rows = o.results(places * pieces[0][1]) if fused else []
@@ -82,7 +83,7 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     world, m, pieces = _pieces(p, p.k, steps)
     d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
     uniform, fused = start == "uniform", gemms == "fused"
-    # uniform: rows as in y. hetero: in the order of the ring behind the reader, so that the others' rows are adjacent.
+    # uniform: rows as in y. hetero: in ring order, starting with the rank before the reader, so that the others' rows are adjacent.
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
@@ -187,15 +188,17 @@ def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Ind
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
     """Return (ranks, rows of a shard, chunks); raise NotApplicableError if FiCCO does not support the problem."""
     if p.world_size == 1:
-        raise NotApplicableError("one rank has nothing to gather")
+        raise NotApplicableError("there is only one rank, so there is nothing to gather")
     if len(set(p.rows)) > 1:
         nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
         raise NotApplicableError(
-            f"shards of {p.rows} rows have no common chunks: give every rank {nearest}, or use shard or gather"
+            f"shards of {p.rows} rows cannot be cut into equal chunks: give every rank {nearest} rows, or use "
+            "shard or gather"
         )
     if p.return_gathered:
         raise NotApplicableError(
-            "its chunks are not in the order of the gathered input: call with return_A=False, or use shard or gather"
+            "its chunks arrive in another order than the rows of the gathered input: call with return_A=False, "
+            "or use shard or gather"
         )
     return p.world_size, p.rows[0], split(extent, steps or p.world_size, what="a shard")
 

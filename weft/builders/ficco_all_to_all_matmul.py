@@ -1,7 +1,7 @@
 """FiCCO before experts: tokens go to all ranks at once, in pieces, and each step multiplies the pieces from all ranks.
 
     to +i    in step s: piece s of the tokens for the experts of rank + i
-    compute  hetero: the own tokens, whole, first; then in step s the tokens of piece s
+    compute  hetero: this rank's own tokens, whole, first; then in step s the tokens of piece s
 
 Tokens are sorted by expert, so a source's tokens for some of a rank's experts lie together. Only the run knows their number: a
 sum over `counts` (`weft.builders.all_to_all_matmul`). GEMMs read tokens where they arrived, and store rows into the result: no step
@@ -10,8 +10,8 @@ schedules:
 
     1D | 2D           pieces are some of a rank's experts, or columns of all tokens (then steps accumulate:
                       y += x[:, piece] @ w[piece])
-    uniform | hetero  a step holds the own tokens of its piece too; or the own tokens are multiplied whole, before any
-                      piece arrives
+    uniform | hetero a step holds this rank's own tokens of its piece too; or this rank's own tokens are multiplied whole, before
+                      any piece arrives
     fused | unfused   one launch a step for the tokens of all sources, or one for each source
 
 Pieces are nearly equal. Rows of one expert are not cut, so in 1D there cannot be more steps than a rank has experts. If possible,
@@ -64,7 +64,7 @@ def ficco_2d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: C
 
 def _require_peers(p: AllToAllMatmul) -> None:
     if p.world_size == 1:
-        raise NotApplicableError("one rank has no peer to send to")
+        raise NotApplicableError("there is only one rank, so there is no peer to send to")
 
 
 def _ficco(p: AllToAllMatmul, cuts: str, start: Start, gemms: Gemms, by: CopyBy, pieces: list[Piece]) -> Schedule:

@@ -73,9 +73,9 @@ class _Sent(_Product):
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
         if p.world_size == 1:
-            raise NotApplicableError("one rank has nothing to send")
+            raise NotApplicableError("there is only one rank, so there is nothing to send")
         if not p.has_work:
-            raise NotApplicableError("there is nothing to multiply")
+            raise NotApplicableError("a size is 0, so there is nothing to multiply")
         super().__init__(name, p)
         self.made = self.d.buffer("made", p.m, p.n, p.dtype, "symmetric")
         self.fetched, self.compute = Fetched(self.d, p.world_size, chunks), self.d.lane("compute")

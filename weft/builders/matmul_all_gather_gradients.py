@@ -5,7 +5,7 @@
 
 This rank's part of the sum, `own`, is cut by rows: a chunk of x's gradient needs only its own rows. The weight's gradient
 needs all rows. Accumulating it chunk by chunk would round it at every chunk. So it is one GEMM, after all of `own` is
-complete. A chunk travels behind the GEMMs of the chunks before it. Nothing hides the first chunk. The last chunk is
+complete. A chunk travels after the GEMMs of the chunks before it. Nothing hides the first chunk. The last chunk is
 followed by its rows of x's gradient and by the weight's gradient, with no transfers left to hide.
 
 If sending takes longer than one GEMM, as with many ranks, last=columns cuts the last chunk by columns. When a block of
@@ -13,9 +13,9 @@ columns has arrived, all its rows have arrived, and these columns of the weight'
 GEMM, too, runs while blocks travel, and each element is still computed once. The last rows of x's gradient are computed at
 the end.
 
-Joined columns are sent without a copy in between. They are reduced in fp32, the own part first, then in the order of the
-ring behind the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled that it has
-read all chunks of it, since a run of other sizes may place its chunks differently.
+Joined columns are sent without a copy in between. They are reduced in fp32, this rank's own part first, then in ring order,
+starting with the rank before the owner, and rounded once, before both GEMMs. A slot is filled again when its reader has signaled
+that it has read all chunks of it, since a run of other sizes may place its chunks differently.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter),
 before its consumer instead of after its producer.
@@ -74,9 +74,9 @@ def serial(p: MatmulAllGatherGradients) -> Schedule:
 def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
     """Reduce and multiply chunk by chunk. chunks: of rows. last=columns: cut the last chunk into `chunks` blocks of columns."""
     if p.world_size == 1:
-        raise NotApplicableError("one rank has nothing to send")
+        raise NotApplicableError("there is only one rank, so there is nothing to send")
     if not p.has_work:
-        raise NotApplicableError("there is nothing to multiply")
+        raise NotApplicableError("a size is 0, so there is nothing to multiply")
     o = _ProductGradients("direct", p)
     d, peers = o.d, [peer(p.world_size, distance) for distance in range(1, p.world_size)]
     *before, tail = split(p.m, chunks, what="rows of a product")

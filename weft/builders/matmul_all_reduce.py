@@ -100,7 +100,9 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
     o = PartialProducts.overlapped("one_shot", p)
     slots = 1 if by == "load" else p.world_size
     if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
-        raise NotApplicableError(f"{slots} whole products are more than {_MOST_SLOTS >> 20} MiB: take two_shot")
+        raise NotApplicableError(
+            f"it needs memory for {slots} whole products, which is more than {_MOST_SLOTS >> 20} MiB: use two_shot"
+        )
     d, result, peers = o.d, _Result(o, p), len(o.peers)
     box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
     credit, there = d.signals("credit", peers), d.signals("there", peers)
@@ -201,7 +203,7 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
 def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Reduce chunk by chunk: every rank reduces a part of each chunk.
 
-    So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. A chunk is reduced behind
+    So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. A chunk is reduced after
     the GEMM of the next chunk, during which its parts arrive."""
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")

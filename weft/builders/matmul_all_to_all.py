@@ -14,7 +14,7 @@ The GEMMs of many (source, expert) segments are one kernel. It reads rows in pla
 Two orders let the first results leave first:
 
     combine            source by source: the rows of rank + 1 first, then of rank + 2, ..., its own last. So no two ranks send to
-                       one, and the others' rows have been sent when the own rows are multiplied
+                       one, and the others' rows have been sent when this rank's own rows are multiplied
     combine_by_expert  expert by expert, a few at a time for all sources: every weight is read once, and the last experts are
                        sent last
 
@@ -156,10 +156,11 @@ class _Sending(_Combine):
     def __init__(self, name: str, p: MatmulAllToAll, by: By, chunks: int) -> None:
         super().__init__(name, p)
         if p.world_size == 1:
-            raise NotApplicableError("one rank has no peer to send to")
+            raise NotApplicableError("there is only one rank, so there is no peer to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError(
-                "copy engines take sizes from the host, and this call must not wait for sizes: use by=kernel or store"
+                "the host must not wait for sizes in this call, but it needs them to start copy engines: use "
+                "by=kernel or by=store"
             )
         self.pieces = split(p.experts, chunks, what="experts of a rank")
         read_by: ReadBy = "host" if by == "dma" else "device"
@@ -253,7 +254,7 @@ class _Sending(_Combine):
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
-        """Copy the rows that these experts of the rank `distance` behind have made of this rank's tokens into y."""
+        """Copy the rows that these experts of the rank `distance` places before this one have made of this rank's tokens into y."""
         source, (first, _) = peer(self.world_size, -distance), piece
         rows = self.given(source, *piece)
         begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK
@@ -262,5 +263,5 @@ class _Sending(_Combine):
 
     def _slot(self, distance: int) -> int:
         """Return the first row of the slot for the rank `distance` ahead; at the receiver, of the slot from the rank `distance`
-        behind."""
+        after."""
         return (distance - 1) * self.p.most

@@ -88,8 +88,8 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
     """Send each chunk straight to its owner.
 
-    by store: the GEMM stores into the owner's slot. add gemm: the own GEMM adds to the arrived chunks, chunk by chunk. add reduce:
-    it does not wait, and a kernel reduces its product and the arrived chunks."""
+    by store: the GEMM stores into the owner's slot. add gemm: this rank's own GEMM adds to the arrived chunks, chunk by chunk.
+    add reduce: it does not wait, and a kernel reduces its product and the arrived chunks."""
     o = PartialProducts.overlapped("direct", p)
     direct_sums(o, _result(o), chunks=chunks, by=by, add=add)
     return o.d.schedule()

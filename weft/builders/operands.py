@@ -94,7 +94,9 @@ def all_gather_matmul_operands(
 ) -> tuple[Draft, Buffer, list[Buffer], list[Buffer], Buffer | None]:
     """Return (draft, x_shard, weights, outputs, gathered x or None), for schedules that do not support scales."""
     if p.scaled is not None:
-        raise NotApplicableError("it has no scaled GEMMs: use a schedule that is written with Operands")
+        raise NotApplicableError(
+            "this builder does not support scaled (fp8) GEMMs: use one that is written with Operands"
+        )
     found = Operands(name, p)
     return found.d, found.x.data, found.ws, found.ys, found.gathered
 
@@ -125,5 +127,5 @@ def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def peer(world_size: int, distance: int) -> Index:
-    """Return the rank `distance` places ahead in the ring, or behind if it is negative."""
+    """Return the rank `distance` places ahead in the ring, or before this one if it is negative."""
     return (RANK + distance % world_size) % world_size

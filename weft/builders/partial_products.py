@@ -1,12 +1,12 @@
 """Sums of all ranks' products: the rows of the sum are divided among ranks, and the owner of a row reduces it.
 
-Reduce-scatter and all-reduce behind a GEMM share this file. A rank owns `m` rows; if the whole is not divisible, the last ranks
+Reduce-scatter and all-reduce after a GEMM share this file. A rank owns `m` rows; if the whole is not divisible, the last ranks
 own fewer, or none. Rank r computes the rows of rank r + 1 first, then those of r + 2, ..., and its own last. So no two
-ranks send to the same rank, and the last rows for peers travel during the own GEMM.
+ranks send to the same rank, and the last rows for peers travel during this rank's own GEMM.
 
-Updates from peers are reduced in fp32, in the order of the ring behind the owner, and rounded once. The own product is
-rounded before the reduction, except if a GEMM adds it (add=gemm). A slot is filled again when its reader has signaled that
-it has read all chunks of it, since a run of other sizes may place its chunks differently.
+Updates from peers are reduced in fp32, in ring order, starting with the rank before the owner, and rounded once. This rank's own
+product is rounded before the reduction, except if a GEMM adds it (add=gemm). A slot is filled again when its reader has signaled
+that it has read all chunks of it, since a run of other sizes may place its chunks differently.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
 (staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
@@ -61,9 +61,9 @@ class PartialProducts:
     @classmethod
     def overlapped(cls, name: str, p: MatmulReduceScatter | MatmulAllReduce) -> PartialProducts:
         if p.world_size == 1:
-            raise NotApplicableError("one rank has nothing to send")
+            raise NotApplicableError("there is only one rank, so there is nothing to send")
         if not p.has_work:
-            raise NotApplicableError("there is nothing to multiply")
+            raise NotApplicableError("a size is 0, so there is nothing to multiply")
         return cls(name, p)
 
     def chunks(self, count: int) -> list[Chunk]:

@@ -107,7 +107,10 @@ def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
     """Raise `ValueError` for impossible sizes."""
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in (m, n, k))
     if not whole or world_size < 1:
-        raise ValueError(f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1")
+        raise ValueError(
+            f"m={m}, n={n}, k={k}, world_size={world_size}: sizes must be whole numbers of at least "
+            "0, and world_size at least 1"
+        )
 
 
 def require_even(m: int, n: int, k: int, world_size: int) -> None:
@@ -125,7 +128,7 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
     options: keywords of the operator's `Problem.sized`, with values of the annotated types. Raises `ValueError` if the operator,
     a size or an option is wrong."""
     if op not in PROBLEMS:
-        raise ValueError(f"no operator {op!r} can be planned; use one of {', '.join(sorted(PROBLEMS))}")
+        raise ValueError(f"{op!r} is not an operator that can be planned: use one of {', '.join(sorted(PROBLEMS))}")
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):

@@ -31,7 +31,8 @@ class NotApplicableError(ValueError):
 def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
     """Return the error for a pinned schedule that does not support `problem`."""
     return NotApplicableError(
-        f'schedule {name!r} cannot do {problem.title} of {problem.text}: {why}. Pass schedule="serial", or pin none'
+        f'schedule {name!r} does not support {problem.title} of {problem.text}: {why}. Pass schedule="serial", or '
+        "do not pin a schedule"
     )
 
 
@@ -68,7 +69,8 @@ def builder(
         known = _builders.get(problem, {}).get(function.__name__)
         if known is not None and known.function.__module__ != function.__module__:
             raise ValueError(
-                f"{problem.__name__} has a builder {function.__name__!r} from {known.function.__module__}: name yours differently"
+                f"{problem.__name__} already has a builder named {function.__name__!r}, from "
+                f"{known.function.__module__}: give yours another name"
             )
         signature = inspect.signature(function).parameters
         defaults = {key: signature[key].default for key in parameters if key in signature}
@@ -154,20 +156,18 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
     if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
         if not known:
             raise ValueError(
-                f"no schedule {name!r} for {problem.title}: no builder is registered for {type(problem).__name__}; "
-                f"import the file that has them"
+                f"no schedule {name!r} for {problem.title}: no builder is registered for "
+                f"{type(problem).__name__}; import the file that registers them"
             )
         if entry is None and head == "serial":
             raise ValueError(
-                f"no schedule 'serial' for {problem.title}, and every problem needs one: register a builder named serial for "
-                f"{type(problem).__name__}, the NCCL and cuBLAS calls one after the other"
+                f"no schedule 'serial' for {problem.title}, but every problem needs one: register a builder named "
+                f"serial for {type(problem).__name__} that calls NCCL and cuBLAS one after the other"
             )
         by_likeness = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
         near = itertools.islice((one for one in by_likeness if _applies(known[one])), 3)
         if not (nearest := ", ".join(near)):
-            raise ValueError(
-                f"no schedule {name!r} for {problem.title}: none of its builders has one for {problem.text}"
-            )
+            raise ValueError(f"no schedule {name!r} for {problem.title}: none of its builders supports {problem.text}")
         listing = f"; `weft plan {problem.title} --shape M,N,K --all` lists all" * type(problem).__module__.startswith(
             "weft."
         )

@@ -210,7 +210,7 @@ def _peer_access() -> Finding:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         fix = "not needed to try weft: ranks can share a GPU" if count else ""
-        return Finding("peer access", "missing", f"{counted(count, 'GPU')}: nobody to reach", fix)
+        return Finding("peer access", "missing", f"{counted(count, 'GPU')}: there is no other GPU to access", fix)
     cut = [(i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)]
     if cut:
         pairs = ", ".join(f"{i} to {j}" for i, j in cut)

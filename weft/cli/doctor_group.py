@@ -99,7 +99,7 @@ def print_group(report: GroupReport) -> None:
         pairs = [f"{low}-{high}" for (low, high), found in report.paths.items() if found == path]
         print(f"\n{path}: pairs {', '.join(pairs)}")
     if world > 1:
-        print(f"\na meeting of all ranks: {report.round_trip_us:.0f} us (median of {_ROUNDS}, over sockets)")
+        print(f"\nA rendezvous of all ranks takes {report.round_trip_us:.0f} us (median of {_ROUNDS}, over sockets).")
     if len(report.hosts) > 1:
         print(
             "\nThe group is on several hosts: data travel by torch.distributed, mostly one step after the other (docs/hosts.md). "

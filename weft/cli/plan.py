@@ -213,8 +213,8 @@ def _run(
     p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > _MOST_UNEVEN_RANKS else None
     if p is not None and p.uneven:
         raise ValueError(
-            f"{p.uneven}, and simulating more than {_MOST_UNEVEN_RANKS} ranks that differ takes too "
-            "long: use fewer ranks or even sizes"
+            f"{p.uneven}, and the simulation of more than {_MOST_UNEVEN_RANKS} different ranks takes too long: "
+            "use fewer ranks, or even sizes"
         )
     if json is not None:
         check_file("--json", json)

@@ -67,8 +67,9 @@ def check_jagged(
         sizes = (each + 1,) * odd + (each,) * (sharding.world_size - odd)
     elif sum(sizes) != global_batch:
         raise ValueError(
-            f"batch_sizes={sizes} sum to {sum(sizes)} but the features hold {counted(global_batch, 'sample')}: every rank needs "
-            f"its features' bags of the global batch, and the sum must be that batch"
+            f"batch_sizes={sizes} sum to {sum(sizes)}, but the features hold {counted(global_batch, 'sample')}: "
+            "give every rank its features' bags for the samples of all ranks, and batch sizes that sum to their "
+            "number"
         )
     return CheckedInput(key_of_slot, sizes, global_batch, tables)
 
@@ -101,7 +102,8 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             )
         if weight.is_neg():
             raise ValueError(
-                f"table {table.name!r}: the memory of the weight holds its negative: pass weight.resolve_neg()"
+                f"table {table.name!r}: the weight is a view whose memory holds the negated values: pass "
+                "weight.resolve_neg()"
             )
         if weight.is_cuda and weight.data_ptr() % 16:
             raise ValueError(
@@ -254,11 +256,12 @@ def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ..
     sizes = tuple(operator.index(size) for size in batch_sizes)
     if len(sizes) != world_size:
         raise ValueError(
-            f"batch_sizes={sizes} has {counted(len(sizes), 'entry', 'entries')}: pass one per rank, {world_size}"
+            f"batch_sizes={sizes} has {counted(len(sizes), 'entry', 'entries')}: pass one for each of the "
+            f"{world_size} ranks"
         )
     for rank, size in enumerate(sizes):
         if size < 0:
-            raise ValueError(f"batch_sizes={sizes}: rank {rank} cannot get {size} samples, pass 0 or more")
+            raise ValueError(f"batch_sizes={sizes}: rank {rank} has {size} samples, but must have 0 or more")
     return sizes
 
 
@@ -271,8 +274,8 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
             raise ValueError(f"{counted(bags + 1, 'offset')} for a rank without features: pass the single offset 0")
         if known is None:
             raise ValueError(
-                "this rank has no features in its input, so it cannot tell the global batch: pass batch_sizes, or a "
-                "KeyedJaggedTensor with stride="
+                "this rank has no features in its input, so weft cannot infer the global batch size: pass "
+                "batch_sizes, or a KeyedJaggedTensor with stride="
             )
         return known
     if bags < 0 or bags % blocks:

@@ -75,8 +75,9 @@ class ForwardCall:
         """Raise `WeftError` if backward of this call has updated tables before."""
         if self.is_updated:
             raise WeftError(
-                "backward through embedding_all_to_all a second time: its optimizer has updated the tables in the first backward. "
-                "Sum the losses and call backward once, or make the call again; without an optimizer gradients accumulate in .grad"
+                "second backward of the same call of embedding_all_to_all: the first backward has already "
+                "updated the tables. Sum the losses and call backward once, or call the operator again. (Without "
+                "an optimizer, gradients accumulate in .grad)"
             )
 
     def require_values_of_forward(self) -> None:
@@ -84,8 +85,8 @@ class ForwardCall:
         assert self.tables is not None
         if self.versions is not None and self.versions != tuple(weight._version for weight in self.tables.weights):
             raise WeftError(
-                "backward of embedding_all_to_all for per_sample_weights: the tables have changed since forward, by the backward "
-                "of another call with the same optimizer. Sum the losses and call backward once, or use accumulate()"
+                "backward of embedding_all_to_all for per_sample_weights: backward of another call has updated "
+                "the tables since this forward. Sum the losses and call backward once, or use accumulate()"
             )
 
     @property

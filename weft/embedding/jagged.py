@@ -87,7 +87,7 @@ class KeyedJaggedTensor:
             twice = next(key for key in self._keys if self._keys.count(key) > 1)
             raise ValueError(f"key {twice!r} appears more than once in keys={self._keys}: name each feature once")
         if lengths is None and offsets is None:
-            raise ValueError("pass lengths [T * B] or offsets [T * B + 1]: without them no sample's ids are known")
+            raise ValueError("lengths and offsets are both None: pass lengths [T * B] or offsets [T * B + 1]")
         bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
         if lengths is not None and offsets is not None and offsets.numel() != bags + 1:
             raise ValueError(
@@ -105,7 +105,8 @@ class KeyedJaggedTensor:
             stride = bags // len(self._keys)
         if bags != stride * len(self._keys):
             raise ValueError(
-                f"stride={stride} of {counted(len(self._keys), 'key')} makes {counted(stride * len(self._keys), 'bag')}, not {bags}"
+                f"stride={stride} and {counted(len(self._keys), 'key')} mean "
+                f"{counted(stride * len(self._keys), 'bag')}, but there are {bags}: pass a stride that matches"
             )
         if weights is not None and weights.numel() != values.numel():
             raise ValueError(
@@ -257,8 +258,9 @@ class KeyedTensor:
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
         if len(keys) != len(length_per_key) or values.shape[-1] != sum(length_per_key):
             raise ValueError(
-                f"{counted(len(keys), 'key')} with {counted(len(length_per_key), 'length')} summing to {sum(length_per_key)} do "
-                f"not describe values of shape {tuple(values.shape)}: pass one length per key, as many as there are columns"
+                f"{counted(len(keys), 'key')} with {counted(len(length_per_key), 'length')} summing to "
+                f"{sum(length_per_key)} do not match values of shape {tuple(values.shape)}: pass one length per "
+                "key, with a sum equal to the number of columns"
             )
         self._keys, self._length_per_key, self._values = list(keys), list(length_per_key), values
 

@@ -1,4 +1,4 @@
-"""Optimizers that update embedding tables inside of backward, as values: the rule's name, its numbers, its states.
+"""Optimizers that update embedding tables inside backward, as values: the rule's name, its numbers, its states.
 
 A batch reads a small part of a table. So backward reduces the gradient of each row that the batch has read, and updates that
 row at once: no gradient of the table is stored, and other rows cost nothing. With g the row's reduced gradient, w the row:
@@ -81,9 +81,7 @@ class EmbeddingOptimizer:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to 2**63 - 1")
         if self.clip_value is not None and self.clip_norm is not None:
-            raise ValueError(
-                f"clip_value={self.clip_value} and clip_norm={self.clip_norm}: pass one of them, an update clips once"
-            )
+            raise ValueError(f"clip_value={self.clip_value} and clip_norm={self.clip_norm}: pass only one of them")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("seed", *_CHOICES) or (field.name.startswith("clip") and value is None):
@@ -96,7 +94,8 @@ class EmbeddingOptimizer:
                     raise ValueError(f"{type(self).__name__}: {field.name}={value} must be at least 0 and below 1")
             elif field.name.startswith("clip") and value == 0:
                 raise ValueError(
-                    f"{type(self).__name__}: {field.name}=0 would leave no gradient: pass None for no bound"
+                    f"{type(self).__name__}: {field.name}=0 would set every gradient to 0: pass None to disable "
+                    "clipping"
                 )
             elif value < 0:
                 raise ValueError(f"{type(self).__name__}: {field.name}={value} must not be negative")

@@ -118,11 +118,11 @@ class Partition:
         at = f"table {table.name!r}: {sharding}"
         ranks = self._ranks(sharding)
         if not ranks:
-            raise ValueError(f"{at} has no ranks: name at least one")
+            raise ValueError(f"{at} has no ranks: pass at least one")
         if bad := [rank for rank in ranks if not 0 <= rank < self.world_size]:
             raise ValueError(f"{at} names rank {bad[0]}: ranks are 0 to {self.world_size - 1}")
         if isinstance(sharding, RowWise) and (twice := [r for r, count in Counter(ranks).items() if count > 1]):
-            raise ValueError(f"{at} names rank {twice[0]} twice: a rank has one part of the rows")
+            raise ValueError(f"{at} names rank {twice[0]} twice: name each rank once")
         if isinstance(sharding, ColumnWise):
             widths = self._widths(table, sharding)
             if len(widths) != len(ranks) or min(widths) < 1 or sum(widths) != table.embedding_dim:
@@ -186,7 +186,8 @@ class Partition:
 
     @cached_property
     def sharding(self) -> EmbeddingSharding | None:
-        """The placement of parts, each as a table; None without parts. Parts of row-wise tables pool by sums."""
+        """The sharding of the parts, each of which counts as a table; None if no table is cut. Parts of row-wise tables
+        are pooled by sums."""
         if not self.parts:
             return None
         configs, read = [], []

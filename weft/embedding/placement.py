@@ -1,10 +1,10 @@
 """Placement of tables on ranks: equal work per rank first, then long runs of adjacent output columns.
 
 The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a rank's tables.
-Longest-processing-time-first (each table, dearest first, to the least loaded rank) is within 4/3 of the optimum (Graham, "Bounds
-on Multiprocessing Timing Anomalies"); moves and swaps away from the most loaded rank improve it. A rank that owns adjacent tables
-writes adjacent columns, hence longer slices and fewer signals. So a contiguous split is used if it costs next to nothing
-(`CONTIGUOUS_SLACK`); otherwise tables of equal cost are dealt out in order.
+First, longest-processing-time-first assigns each table, the most expensive first, to the least loaded rank. This is within 4/3 of
+the optimum (Graham, "Bounds on Multiprocessing Timing Anomalies"). Then tables are moved or swapped away from the most loaded rank.
+A rank that owns adjacent tables writes adjacent columns, so it sends longer slices and fewer signals. So a contiguous split is used
+if it costs almost nothing (`CONTIGUOUS_SLACK`). Otherwise tables of equal cost are assigned in order.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
         return tuple(given)
     names = [table.name for table in tables]
     if unknown := [name for name in given if name not in set(names)]:
-        raise ValueError(f"{what} names {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
+        raise ValueError(f"{what} names {unknown[0]!r}, which is not a table: the tables are {', '.join(names)}")
     if missing := [name for name in names if name not in given]:
         raise ValueError(f"{what} leaves out table {missing[0]!r}: give one entry for each of {', '.join(names)}")
     return tuple(given[name] for name in names)
 
 
 def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np.ndarray:
-    """Assign each table, dearest first, to the rank with the least cost so far; on a tie, with the least memory. Return the
-    ranks."""
+    """Assign each table, the most expensive first, to the rank with the least cost so far; on a tie, with the least memory.
+    Return the ranks."""
     ranks = np.zeros(len(costs), dtype=np.int64)
     load, held = np.zeros(world_size), np.zeros(world_size)
     for table in np.lexsort((-memory, -costs)):
@@ -122,8 +122,8 @@ def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
 def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
     """Return the most even split into contiguous runs with no rank above `limit`, or None if there is no such split.
 
-    Most even: the least sum of squared loads. best[j] is that sum for the first j tables on the ranks so far. cuts[w][j] is where
-    the run of rank w begins that ends before table j.
+    The most even split has the smallest sum of squared loads. best[j] is that sum for the first j tables on the ranks
+    so far. cuts[w][j] is where the run of rank w begins that ends before table j.
     """
     count, parts = len(costs), min(world_size, len(costs))
     upto = np.concatenate([[0.0], np.cumsum(costs)])

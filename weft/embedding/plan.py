@@ -62,7 +62,7 @@ class EmbeddingPlan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (but for chance) if `text` differs, the same in every process."""
+        """A number in [0, 2**62) that differs (except by chance) if `text` differs, the same in every process."""
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
 
     @cached_property
@@ -159,6 +159,6 @@ def kernel_of(schedule: Schedule) -> PooledSlices:
         case [PooledSlices() as kernel]:
             return kernel
     raise ScheduleError(
-        f"schedule {schedule.name} is none of the operator's: one kernel, {PooledSlices.kind}, for the samples of all ranks; "
-        f"found {', '.join(kernel.name for kernel in kernels) or 'none'}"
+        f"schedule {schedule.name} is not one of this operator's: it must have one kernel, {PooledSlices.kind}, "
+        f"for the samples of all ranks, but has {', '.join(kernel.name for kernel in kernels) or 'none'}"
     )

@@ -14,8 +14,8 @@ With B samples a rank, W ranks, and for a table r rows read by a sample, F featu
                 2 W B F D e                                                     read a vector of each part
     replicated  B r (3 D e + 2 s) + 2 B F D e + 5 rows (D + 1) 4                2 (W - 1) / W rows (D + 1) 4
 
-Duplicates of ids, caches, and the overlap of both terms are not in it. Tables are placed one after the other, dearest first, each
-where the slowest rank gets least; then each table is chosen anew, beside all others, until nothing improves.
+Duplicates of ids, caches, and the overlap of both terms are not in it. Tables are placed one after the other, the most expensive
+first, each where the slowest rank gets least; then each table is chosen anew, beside all others, until nothing improves.
 """
 
 from __future__ import annotations
@@ -322,4 +322,6 @@ def _refuse(
     else:
         fix = "make room on the ranks, or place tables by hand"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items()) or "no kind applies"
-    raise ValueError(f"table {table.name!r} of {bytes_text(each)} with its states fits nowhere. {tried}. {fix}")
+    raise ValueError(
+        f"table {table.name!r} of {bytes_text(each)} with its optimizer states fits on no rank. {tried}. {fix}"
+    )

@@ -61,7 +61,7 @@ class EmbeddingBagConfig:
     def __post_init__(self) -> None:
         at = f"table {self.name!r}"
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name={self.name!r}: a table needs a name, a non-empty string")
+            raise ValueError(f"name={self.name!r}: pass a non-empty string as the table's name")
         for what in ("num_embeddings", "embedding_dim"):
             value = getattr(self, what)
             try:
@@ -75,7 +75,7 @@ class EmbeddingBagConfig:
             raise ValueError(f"{at}: feature_names={self.feature_names!r} is a string: write [{self.feature_names!r}]")
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
         if not self.feature_names:
-            raise ValueError(f"{at} has no feature: name in feature_names the input that it is looked up by")
+            raise ValueError(f"{at} has no feature: name the input features that use this table in feature_names")
         for feature, count in Counter(self.feature_names).items():
             if not isinstance(feature, str) or not feature:
                 raise ValueError(f"{at}: feature {feature!r} must be a non-empty string")
@@ -96,7 +96,7 @@ class EmbeddingBagConfig:
             if not callable(self.init_fn):
                 raise ValueError(f"{at}: init_fn={self.init_fn!r} must be a function of a tensor")
             for what, value in given.items():
-                raise ValueError(f"{at}: {what}={value} has no effect beside init_fn: pass one of them")
+                raise ValueError(f"{at}: {what}={value} has no effect together with init_fn: pass only one of them")
         low, high = self.first_values
         if low > high:
             raise ValueError(f"{at}: weight_init_min={low} must not be above weight_init_max={high}: pass both")
@@ -134,7 +134,7 @@ class EmbeddingBagConfig:
             rows, dim, name, features = config.num_embeddings, config.embedding_dim, config.name, config.feature_names
         except AttributeError as error:
             raise TypeError(
-                f"{config!r} is no table description ({error}): pass weft.EmbeddingBagConfig or TorchRec's"
+                f"{config!r} is not a table config ({error}): pass weft.EmbeddingBagConfig or TorchRec's"
             ) from None
         data_type_name = str(getattr(data_type, "name", data_type)).upper()
         if data_type_name not in _DTYPE_OF_TORCHREC:
@@ -287,7 +287,7 @@ class EmbeddingSharding:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number in [0, 2**62) that differs (but for chance) if anything but `rows_read` differs.
+        """A number in [0, 2**62) that differs (except by chance) if anything but `rows_read` differs.
 
         It is the same in every process and Python run, so that ranks may compare it.
         """

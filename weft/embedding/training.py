@@ -40,7 +40,7 @@ def training_of(
         raise ValueError(f"sparse={sparse!r}, requires_grad={requires_grad!r}: pass True or False")
     if sparse and torch.compiler.is_compiling():
         raise ValueError(
-            "sparse=True inside of a compiled program: torch.compile knows dense gradients only, pass False"
+            "sparse=True inside a compiled program: torch.compile supports only dense gradients; pass sparse=False"
         )
     if update is None:
         anchor = _anchor(device) if requires_grad and torch.is_grad_enabled() else None
@@ -52,13 +52,16 @@ def training_of(
     if not isinstance(update, FusedUpdate):
         raise TypeError(f"update is {kind(update)}: pass weft.embedding.FusedUpdate(weft.SGD(lr=...), weights)")
     if sparse:
-        raise ValueError("sparse=True goes with update=None: an optimizer in backward leaves no gradient")
+        raise ValueError(
+            "sparse=True with an update: an optimizer in backward leaves no gradient, so pass "
+            "sparse=False, or update=None"
+        )
     if not torch.is_grad_enabled():
         return NOT_TRAINED
     if torch.compiler.is_compiling():
         raise ValueError(
-            "embedding_all_to_all with update inside of a compiled program: torch.compile does not know that backward changes the "
-            "tables. Make the call in a function decorated with torch.compiler.disable"
+            "embedding_all_to_all with update= inside a compiled program: torch.compile does not support "
+            "backward that changes the tables. Call it in a function decorated with torch.compiler.disable"
         )
     written = update.optimizer.written
     return Training(update.tensors, update.learning_rate, update.step, _anchor(device), written, update.factor, False)
@@ -80,6 +83,9 @@ def check_module_options(optimizer: Any, sparse: Any, gradients: Any) -> None:
     if not isinstance(sparse, bool):
         raise ValueError(f"sparse={sparse!r} must be True or False")
     if sparse and optimizer is not None:
-        raise ValueError("sparse=True goes with optimizer=None: an optimizer in backward leaves no gradient")
+        raise ValueError(
+            "sparse=True with an optimizer: an optimizer in backward leaves no gradient, so pass "
+            "sparse=False, or optimizer=None"
+        )
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients={gradients!r} must be 'mean' or 'sum'")

@@ -82,11 +82,13 @@ class FusedUpdate:
         shapes = [tuple(getattr(weight, "shape", ())) for weight in weights]
         if shapes != self._shapes:
             raise ValueError(
-                f"update was made for tables of shapes {self._shapes} and weights have {shapes}: pass those tables"
+                f"update was created for tables of shapes {self._shapes}, but weights have shapes {shapes}: pass "
+                "the same tables"
             )
         if shapes and weights[0].device != self.step.device:
             raise ValueError(
-                f"the states of update are on {self.step.device} and weights on {weights[0].device}: make it anew there"
+                f"the optimizer states of update are on {self.step.device}, but weights are on "
+                f"{weights[0].device}: create the update again"
             )
 
     def move(self, device: torch.device) -> None:

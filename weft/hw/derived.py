@@ -40,7 +40,7 @@ _AS: tuple[tuple[str, str], ...] = (
 )
 """(prefix of a key, the number whose ratio scales it); the first match applies."""
 _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
-"""The units of scaled numbers; times, fractions and counts are not scaled."""
+"""The units of the numbers that are scaled. Times, fractions and counts are not scaled."""
 
 
 def derived(

@@ -193,7 +193,7 @@ def _load_rows(
 
 @triton.jit(
     # One compiled kernel serves every call of an operator. Triton would specialise integers on 1 and on divisibility by 16, and a
-    # compile behind a stream that waits for a peer never returns.
+    # compile while a stream waits for a peer never returns.
     do_not_specialize=[
         "batch",
         "n_units",

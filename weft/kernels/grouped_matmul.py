@@ -131,7 +131,7 @@ def _there(
     y, stride, y_row, left, column,
     N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the first `left` rows of a tile of y, as earlier launches stored them, in fp32; zeros below."""
+    """Return a tile of y in fp32: its first `left` rows as earlier launches stored them, then rows of zeros."""
     in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
     if ALIGN > 1:
@@ -163,7 +163,7 @@ def _store_tile(
 
 
 @triton.jit(
-    # Arguments that differ from call to call must not select another compiled kernel. Loading a kernel behind a stream that
+    # Arguments that differ from call to call must not select another compiled kernel. Loading a kernel after a stream that
     # waits for a peer would never return.
     do_not_specialize=[
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",

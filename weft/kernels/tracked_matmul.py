@@ -25,7 +25,7 @@ Order: a tile's stores, a barrier, the increment with acquire and release at sys
 seen all others, and stores the flags with release. The loop contains no wait, which would break the compiler's pipelining.
 
 Speed. The loop over tiles and the loop over K become one, so that the next tile's operands arrive while a tile is stored. A
-barrier, a branch or a loop of Triton's behind a tile would prevent that. So on NVIDIA GPUs one thread counts and sets flags, in
+barrier, a branch or a loop of Triton's after a tile would prevent that. So on NVIDIA GPUs one thread counts and sets flags, in
 PTX, while the others go on (`_TRACK`).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software, and

@@ -48,7 +48,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch.distributed.checkpoint, which takes most of a second, only for those who use it."""
+    """Import names that need torch.distributed.checkpoint only when they are used, because that import takes most of a
+    second."""
     if name == "ModelState":
         from weft.nn.parts_state import ModelState
 

@@ -5,9 +5,9 @@
     state.<path>.embedding_bags.<table>.weight.<table>.momentum1      a state of the table's optimizer
     param_groups.<path>.lr, .step                                     learning rate, number of updates
 
-<path> is the module's place in the model. The names of tables and states are TorchRec's, so that each loads the other's files. A
-value is stored as the whole table with the parts that ranks have written, so a reader's ranks and placement need not be the
-writer's.
+<path> is the module's path in the model. Tables and states have TorchRec's names, so that weft and TorchRec can load
+each other's files. Each value is stored as a whole table, to which every rank contributes its part. So the checkpoint
+can be loaded with another number of ranks or another placement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.embedding.update import FusedUpdate
 from weft.nn.fused_optimizer import FusedOptimizer
 
 OPTIONAL = re.compile(r"(^|\.)param_groups\.(.*\.)?(lr|step)$")
-"""Names that a checkpoint of TorchRec lacks. They keep their values then."""
+"""Entries that a checkpoint of TorchRec lacks. When such a checkpoint is loaded, they keep their values."""
 
 
 class FusedOptimizers:
@@ -50,8 +50,8 @@ class FusedOptimizers:
         }
         if not self._modules:
             raise ValueError(
-                "no module of this model updates tables in backward: make a ShardedEmbeddingBagCollection with optimizer=, or save "
-                "the state of torch's optimizer"
+                "no module of this model updates tables in backward, so there is nothing to save: construct "
+                "ShardedEmbeddingBagCollection with optimizer=, or save the state of your torch optimizer"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class FusedOptimizers:
 
 
 def _states_of_parts(path: str, module: Any, optimizer: FusedOptimizer) -> dict[str, dict[str, Any]]:
-    """Return the states of a module with tables in parts, under the names of the tables."""
+    """Return the states of a module with sharded tables, under the names of the tables."""
     from weft.nn.parts_state import names_of_parts, whole
 
     found: dict[str, dict[str, Any]] = {}

@@ -52,26 +52,28 @@ def mark_again(module: Any, incompatible_keys: Any) -> None:
 class ShardedEmbeddingBagCollection(TrainedTables):
     """Embedding tables on the ranks of `group`, whole or in parts; pooled vectors for each rank's own samples.
 
-    The constructor is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
-    `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A missing or dead rank is a
-    `DeadlineError` or a `PeerLostError`, in the constructor as in a call.
+    The constructor and every call are collective over `group`. Arguments must be equal on all ranks. All except
+    `device` and `deadline_s` are compared, and a difference raises `DisagreementError`. If a rank is missing or dead,
+    the others raise `DeadlineError` or `PeerLostError`.
 
-    Backward is collective too: every rank that has made a call goes back through it, in the same order. Gradients are reduced
-    in a fixed order, so that equal inputs give equal bits. With an `optimizer` backward updates the tables, which then require no
-    gradients, and `fused_optimizer` has the learning rate; a second backward of one call is a `WeftError`. Calls in
-    `torch.no_grad()` update nothing. Without an optimizer the tables require gradients, as those of `nn.EmbeddingBag` do. Call
-    `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile a call that wants gradients breaks the graph.
+    Backward is collective too: all ranks must run backward of the same calls, in the same order. Gradients are reduced
+    in a fixed order, so that equal inputs give equal bits. With an `optimizer`, backward updates the tables, which then
+    have no gradients. `fused_optimizer` has the learning rate. A second backward of one call raises `WeftError`. Calls
+    in `torch.no_grad()` update nothing. Without an optimizer the tables require gradients, as those of
+    `nn.EmbeddingBag` do. Call `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile a call
+    that wants gradients breaks the graph.
 
-    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
-    tables exist here, so `state_dict()` is this rank's share. The config of a table sets its initial values
-    (`weight_init_min` and `_max`, `init_fn`), by default uniform in +-sqrt(1/num_embeddings). Random values are drawn from
-    torch's default generator. The first rank's seed is set for each table, and the generator's state restored after it: a
-    table's values do not depend on the placement. `load_full_weights` copies an unsharded collection's weights.
+    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]. A rank has only
+    its own tables, and its `state_dict()` contains only these. The config of a table sets its initial values
+    (`weight_init_min` and `_max`, `init_fn`), by default uniform in +-sqrt(1/num_embeddings). Random values are drawn
+    from torch's default generator. The first rank's seed is set for each table, and the generator's state restored
+    after it: a table's values do not depend on the placement. `load_full_weights` copies an unsharded collection's
+    weights.
 
     `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and the output with them; all ranks need the same
-    dtype at the next call. Other dtypes and devices are a `ValueError` before this module is touched. `copy.deepcopy` copies the
-    weights for use on the same group, and is not collective. The module does not pickle (`TypeError`): save its `state_dict()` on
-    every rank, and load it into a new module.
+    dtype at the next call. Other dtypes and devices raise `ValueError` before this module is changed. `copy.deepcopy`
+    copies the weights for use on the same group, and is not collective. The module does not pickle (`TypeError`): save
+    its `state_dict()` on every rank, and load it into a new module.
 
     Calls set up symmetric memory for their results, which stays until the group ends, or until `close()`.
 
@@ -80,22 +82,24 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU. On "meta" the
         tables take no memory and cannot be called before `to_empty(device=...)`, after which the values must be loaded, or filled
         with `reset_parameters()`.
-    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`). Instead of a
-        rank a `weft.embedding.ColumnWise`, `RowWise` or `DataParallel` cuts the table into parts, or copies it to every rank.
-        Parameters are parts then, "table[rows, columns]" by name. Row-wise and data-parallel tables need input="local_batch".
+    placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
+    `weft.embedding.ColumnWise` and `RowWise` cut a table into parts, and `DataParallel` copies it to every rank. The
+    parameters are then the parts, with names such as "table[rows, columns]". Row-wise and data-parallel tables need
+    input="local_batch".
     rows_read: mean rows per sample and table, by name or in table order, for the balance; default 1 per feature. Give it if
         pooling factors differ.
-    input: "local_batch" (TorchRec's): a rank passes all features of its own samples, and they are distributed over `group`.
-        "global_batch": a rank passes (at least) its own tables' features of the global batch, that is of all ranks' samples in
-        rank order, and nothing is distributed.
+    input: with "local_batch", as in TorchRec, a rank passes all features of its own samples, and weft distributes the
+    ids over `group`. With "global_batch", a rank passes the features of its own tables for the samples of all ranks, in
+    rank order, and weft distributes nothing.
     is_weighted: the features carry one float32 weight per id. If False, weights in the features are ignored, as in TorchRec.
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update rows in
         backward. None leaves gradients for an optimizer of torch.
     sparse: without an optimizer, gradients are sparse COO tensors, as `nn.EmbeddingBag(sparse=True)` makes them.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel does for the other
         parameters and TorchRec for tables; "sum" does not.
-    max_ids: the most ids that a rank may receive in a call, with input="local_batch". If any would receive more, every rank raises
-        `RefusedError` with the numbers of all, before ids leave. Ranks exchange the numbers for it. Default: no bound.
+    max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch". If any rank would
+    receive more, every rank raises `RefusedError` with the numbers of all ranks, before ids are sent. Ranks exchange
+    these numbers in each call. Default: no limit.
     transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as for `weft.embedding_all_to_all`. The distribution of
         a local batch uses `deadline_s` on CPU, and on GPUs the process group's own timeout.
     """
@@ -181,14 +185,14 @@ class ShardedEmbeddingBagCollection(TrainedTables):
 
         features: a KeyedJaggedTensor, ours or TorchRec's. Keys without a table are ignored, as in TorchRec: several modules may
             share one input.
-        batch_sizes: with input="global_batch", how many samples each rank gets, in rank order. Default: the global batch divided
-            evenly; the first ranks get the odd samples. With input="local_batch" ranks exchange their batch sizes, and the
-            argument is refused.
+        batch_sizes: with input="global_batch", the number of samples that each rank gets, in rank order. By default the
+        global batch is divided evenly; if it is not divisible, the first ranks get one sample more. With
+        input="local_batch" ranks exchange their batch sizes, and this argument raises an error.
 
         Returns a KeyedTensor of [local batch, sum(D)] values in the tables' dtype, with columns in table order. A key is the
         feature's name, or "feature@table" if several tables use the feature.
 
-        Raises `ValueError` for a bad input: on every rank a `RefusedError`, such as for a table whose feature is missing.
+        Raises `RefusedError` (a `ValueError`) on every rank for bad input, for example if a table's feature is missing.
         """
         is_trained = torch.is_grad_enabled() and (self._is_trained or self._optimizer)
         is_opaque = is_trained or self._max_ids is not None or self._prefetched is not None
@@ -297,12 +301,11 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         return memory_of(weights, self._update, self._batches, self.sharding, self.rank, buffers)
 
     def close(self) -> None:
-        """Free the symmetric memory that calls of this module have set up; the tables stay. Collective.
-
-        Otherwise the memory is kept as long as the group lives, so it accumulates in a program that makes many modules. A
-        later call sets it up again, like the first call; so do calls of copies of this module, which share it. Close
-        modules that are not needed any more before `half()` and similar conversions, which need other memory. On GPUs it
-        waits for the device, and CUDA graphs that have captured calls must not be replayed after it.
+        """Free the symmetric memory that calls of this module have allocated, but not the tables. Collective. Without
+        it, the memory is kept as long as the group exists, so it accumulates in a program that creates many modules. A
+        later call of this module, or of a copy, allocates it again, as the first call did. Close modules that are not
+        needed any more before `half()` and similar conversions, which need other memory. On GPUs it waits for the
+        device, and CUDA graphs that have captured calls must not be replayed after it.
 
         Raises `RefusedError` on every rank while any rank holds a result (or a view of one) in that memory; `DisagreementError`
         if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as calls do: the memory of a

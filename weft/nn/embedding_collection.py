@@ -68,10 +68,10 @@ class ShardedEmbeddingCollection(TrainedTables):
     placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise` or `RowWise`. Default: whole
         tables, balanced by `rows_read` (`weft.place_tables`).
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
-    dedup: each rank sends each different id once, and one gradient for it. It pays if ids repeat a lot. A sum of gradients is
-        rounded to the tables' dtype before it leaves.
-    max_ids: the most ids that a rank may receive in a call. If any would receive more, every rank raises `RefusedError` with the
-        numbers of all, before ids leave. Default: no bound.
+    dedup: if True, each rank sends each distinct id once, and one gradient for it. This is faster if ids repeat often.
+    Sums of gradients are rounded to the tables' dtype before they are sent.
+    max_ids: the largest number of ids that a rank may receive in a call. If any rank would receive more, every rank
+    raises `RefusedError` with the numbers of all ranks, before ids are sent. Default: no limit.
     hash: map any 64-bit id to a row of its whole table (`weft.embedding.hash_ids`).
     bounds_check: "warning" reads ids out of range as zero rows, and warns; "fatal" refuses the call on every rank; "ignore" reads
         zero rows.
@@ -189,7 +189,7 @@ class ShardedEmbeddingCollection(TrainedTables):
             return {key: JaggedTensor(values, offsets, weights) for key, values, offsets, weights in bags}
 
     def _looked_up(self, ids: _Ids) -> tuple[torch.Tensor, RowRoute, list[torch.Tensor]]:
-        """Return the rows of all ids, the way that they went, and the rows that peers asked for. Collective."""
+        """Return the rows of all ids, the routing of the ids, and the rows that peers requested. Collective."""
         route, arrived, (bad,) = self._dist.send(ids.places, ids.rows, [ids.bad.sum()])
         if bad and self._bounds_check == "warning":
             warnings.warn(
@@ -236,8 +236,8 @@ class ShardedEmbeddingCollection(TrainedTables):
             config = self._config_of(part)
             if (weight.dtype, tuple(weight.shape)) != (config.dtype, (config.num_embeddings, config.embedding_dim)):
                 raise ValueError(
-                    f"backward of {NAME}, after a change since forward: table {config.name!r} is {weight.dtype} "
-                    f"{list(weight.shape)}, convert it before forward"
+                    f"backward of {NAME}: table {config.name!r} has become {weight.dtype} {list(weight.shape)} "
+                    "since forward: convert the table before forward"
                 )
             ids = torch.cat([one.ids[place] for one in received])
             number = self.partition.parts.index(part)
@@ -288,7 +288,10 @@ class ShardedEmbeddingCollection(TrainedTables):
         after = fn(torch.empty(0, 1, dtype=self._dtype, device=self.device))
         if recurse and (after.dtype != self._dtype or after.device != self.device):
             if after.device != self.device and self.device.type != "meta":
-                raise ValueError(f"the tables are on {self.device}: make the module on {after.device} by device=")
+                raise ValueError(
+                    f"the tables are on {self.device} and cannot move to {after.device}: construct "
+                    f"the module with device={after.device}"
+                )
             tables = tuple(replace(table, dtype=after.dtype) for table in self.partition.tables)
             self.partition = replace(self.partition, tables=tables)
         super()._apply(fn, recurse)
@@ -322,9 +325,9 @@ class ShardedEmbeddingCollection(TrainedTables):
 
 
 class _Ids:
-    """The ids of a batch: for each the place of its part and the row in it, slot by slot.
-
-    spans: of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises `ValueError`.
+    """The ids of a batch, slot by slot: for each id, the index of the part that has its row, and the row in that part.
+    spans: of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises
+    `ValueError`.
     """
 
     def __init__(self, module: ShardedEmbeddingCollection, features: Any) -> None:
@@ -407,8 +410,8 @@ class _Rows(torch.autograd.Function):
         with together(f"backward of {NAME}", module.group, grad, module.deadline_s):
             if ctx.is_done:
                 raise WeftError(
-                    f"backward through {NAME} a second time: its optimizer has updated the tables in the first backward. Sum the "
-                    "losses and call backward once, or make the call again"
+                    f"second backward of the same call of {NAME}: the first backward has already updated the "
+                    "tables. Sum the losses and call backward once, or call the module again"
                 )
             of = module._record(ctx.number)
             module._compare(of, "backward")
@@ -435,26 +438,26 @@ def config_of(table: Any) -> EmbeddingBagConfig:
     if isinstance(table, EmbeddingBagConfig) or hasattr(table, "pooling"):
         return EmbeddingBagConfig.of(table)
     if not hasattr(table, "__dict__"):
-        raise TypeError(
-            f"{table!r} is no table description: pass weft.EmbeddingBagConfig or TorchRec's EmbeddingConfig"
-        )
+        raise TypeError(f"{table!r} is not a table config: pass weft.EmbeddingBagConfig or TorchRec's EmbeddingConfig")
     return EmbeddingBagConfig.of(types.SimpleNamespace(**vars(table), pooling="sum"))
 
 
 def _check(partition: Partition) -> None:
-    """Raise `ValueError` for shardings and tables that rows cannot travel of."""
+    """Raise `ValueError` for shardings and tables that this module does not support."""
     first = partition.tables[0]
     for table, sharding in zip(partition.tables, partition.shardings, strict=True):
         if "." in table.name:
             raise ValueError(f"table {table.name!r}: torch has no parameter with a dot in its name, choose another")
         if isinstance(sharding, ColumnWise | DataParallel):
             raise ValueError(
-                f"table {table.name!r}: {sharding} has no unpooled form, use TableWise or RowWise; {NAME} moves whole rows"
+                f"table {table.name!r}: {sharding} is not supported without pooling, because {NAME} sends whole "
+                "rows: use TableWise or RowWise"
             )
         if table.embedding_dim != first.embedding_dim:
             raise ValueError(
-                f"table {table.name!r} has {table.embedding_dim} columns and table {first.name!r} {first.embedding_dim}: rows of a "
-                "collection travel together, give all tables one embedding_dim, or make a collection per dimension"
+                f"table {table.name!r} has {table.embedding_dim} columns, but table {first.name!r} has "
+                f"{first.embedding_dim}: the tables of a collection must have the same embedding_dim. Make a "
+                "collection for each dimension"
             )
 
 

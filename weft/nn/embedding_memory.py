@@ -20,7 +20,7 @@ _SORT_BYTES = {"cpu": 20, "cuda": 60}
 
 @dataclass(frozen=True)
 class EmbeddingMemory:
-    """Bytes that a module holds on one rank.
+    """The memory of a module on one rank, in bytes.
 
     tables, states: of each table of this rank, and of its optimizer's states.
     gradients: `.grad` of tables without an optimizer.
@@ -64,7 +64,7 @@ class BatchesInFlight:
         self.last = jagged.values.numel(), (jagged.offsets.numel() - 1) // max(1, blocks)
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Count these tensors until nothing refers to them any more."""
+        """Count the bytes of these tensors as long as anything refers to them."""
         self._kept = [one for one in self._kept if not one[0].expired()]
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):

@@ -49,11 +49,11 @@ class ExpertParallelMLP(nn.Module):
     group: a process group, or its name.
     activation: of the gate.
     gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
-    max_rows: the most rows that an expert's rank may get in a call. Then the host waits for nothing on GPUs, and a CUDA graph can
-        capture the forward (if neither schedule is "serial"). Further rows are dropped, which on CPU is an error. None: as
-        many as arrive.
-    capacity: the most tokens times top_k that a rank has in any call, the same on all ranks; default: a little above the first
-        call's.
+    max_rows: an upper bound on the rows that a rank's experts may get in a call. With it, the host never waits on GPUs,
+    and a CUDA graph can capture the forward, if neither schedule is "serial". Rows above the bound are dropped on GPUs,
+    and raise an error on CPU. None: no bound.
+    capacity: the largest value of tokens x top_k of any rank in any call, equal on all ranks. Default: a little above
+    the value in the first call.
     schedules: pin the schedules of `all_to_all_matmul` and of `matmul_all_to_all`, by name.
     device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, the dtype of x too. Autocast does not apply.
 
@@ -87,8 +87,8 @@ class ExpertParallelMLP(nn.Module):
         if num_experts < 1 or num_experts % self.world_size:
             above = max(1, -(-num_experts // self.world_size)) * self.world_size
             raise ValueError(
-                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, as every rank has "
-                f"equally many: use {above}, or other ranks"
+                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, "
+                f"because all ranks have the same number of experts: use {above}, or another number of ranks"
             )
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity

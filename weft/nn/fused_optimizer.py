@@ -14,11 +14,12 @@ from weft.embedding.update import FusedUpdate
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` over a rank's tables, whose updates happen in backward.
+    """A `torch.optim.Optimizer` for a rank's tables, which backward updates.
 
     `step()` and `zero_grad()` do nothing, so that a training loop may call them for all optimizers alike. A learning rate written
-    to `param_groups[0]["lr"]`, by a scheduler for example, counts for all later updates of this rank, also in a replayed CUDA
-    graph. Ranks must write the same value; on CPU they compare it at each backward. The other numbers are fixed.
+    to `param_groups[0]["lr"]`, by a scheduler for example, applies to all later updates of this rank, also in a
+    replayed CUDA graph. Ranks must write the same value; on CPU they compare it at each backward. The other numbers are
+    fixed.
 
     `state_dict()` has torch's form, and names of TorchRec: state "<table>.momentum1" of parameter "embedding_bags.<table>.weight".
     It is this rank's part. `load_state_dict()` copies into the states in place. For checkpoints that another number of ranks may
@@ -34,7 +35,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = {f"{name}.{state}": tensor for state, tensor in states.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Do nothing: backward has updated the tables. Return the value of `closure`, which is called if it is given."""
+        """Do nothing, because backward has already updated the tables. Call `closure` if it is given, and return its
+        value."""
         if closure is None:
             return None
         with torch.enable_grad():
@@ -44,16 +46,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Do nothing: the tables have no gradients."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the number of updates so far, by which Adam corrects its bias. For a checkpoint of TorchRec, which has none."""
+        """Set the number of updates so far, which Adam uses for its bias correction. Use it for a TorchRec checkpoint,
+        which does not contain this number."""
         if not 0 <= step < 2**63:
-            raise ValueError(f"step={step} must be a number of updates, 0 or more")
+            raise ValueError(f"step={step} must be the number of updates so far, a whole number of at least 0")
         self._update.step.fill_(step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: a module's optimizer has the module's tables."""
+        """Raise an error, because a fused optimizer has only its module's tables."""
         if getattr(self, "param_groups", None):
             raise ValueError(
-                "the fused optimizer of a module has exactly its tables: use another optimizer for other parameters"
+                "a fused optimizer has only the tables of its module: use another optimizer for other parameters"
             )
         super().add_param_group(param_group)
 
@@ -78,19 +81,20 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"one group of {len(own['params'])} tables: load the state of the same rank and placement"
             )
         if missing := [name for name in ("lr", "step") if name not in groups[0]]:
-            raise ValueError(f"the state dict has no {' and no '.join(missing)}: is it of an optimizer of torch?")
+            raise ValueError(f"the state dict has no {' and no '.join(missing)}: pass the state dict of an optimizer")
         _checked_lr(groups[0]["lr"])
         for index, parameter in enumerate(own["params"]):
             names = self.state.get(parameter, {}).keys()
             if unknown := [name for name in given.get(index, {}) if name not in names]:
                 raise ValueError(
-                    f"the state dict has {', '.join(unknown)}, and this optimizer {', '.join(names) or 'no states'}: is it of "
-                    "another optimizer?"
+                    f"the state dict has {', '.join(unknown)}, but this optimizer has "
+                    f"{', '.join(names) or 'no states'}: load a state dict of the same optimizer class"
                 )
         for name, number in self._update.optimizer.numbers.items():
             if groups[0].get(name) != number:
                 raise ValueError(
-                    f"the state dict has {name}={groups[0].get(name)} and this optimizer {number}: make the module with it"
+                    f"the state dict has {name}={groups[0].get(name)}, but this optimizer has {number}: construct "
+                    "the module with the value of the state dict"
                 )
         copies = [
             (state, _of_state(given.get(number, {}), name, state))
@@ -108,8 +112,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a fused optimizer cannot be copied or pickled: it writes to its module's states. Copy the module and take the copy's "
-            "fused_optimizer, or save state_dict()"
+            "a fused optimizer cannot be copied or pickled, because it writes to its module's states. Copy the "
+            "module and use the copy's fused_optimizer, or save state_dict()"
         )
 
 
@@ -126,7 +130,10 @@ class _Group(dict[str, Any]):
             value = _checked_lr(value)
             self._update.lr = value
         elif name in self._fixed and value != self._fixed[name]:
-            raise ValueError(f"{name}={value}: a fused optimizer keeps {name}={self._fixed[name]}, only lr can change")
+            raise ValueError(
+                f"{name}={value} cannot be set: a fused optimizer keeps {name}={self._fixed[name]}, "
+                "and only lr can change"
+            )
         super().__setitem__(name, value)
 
     def update(self, *others: Any, **more: Any) -> None:
@@ -163,7 +170,8 @@ def _of_state(states: Mapping[str, Any], name: str, like: torch.Tensor) -> torch
 
 def _refuse(name: str, states: Iterable[str]) -> NoReturn:
     raise ValueError(
-        f"the state dict has no {name!r}, only {', '.join(states) or 'nothing'}: is it of another optimizer?"
+        f"the state dict has no {name!r}, only {', '.join(states) or 'nothing'}: load a state dict of the same "
+        "optimizer class"
     )
 
 

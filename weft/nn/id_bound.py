@@ -1,4 +1,5 @@
-"""A bound on the ids that a rank may receive in a call: a skewed batch is an error on every rank, before ids leave."""
+"""A bound on the number of ids that a rank may receive in a call. If a skewed batch exceeds it, every rank raises an
+error before ids are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from weft.words import counted
 def check_max_ids(max_ids: Any) -> None:
     """Raise `ValueError` unless `max_ids` is a bound, or None."""
     if max_ids is not None and (isinstance(max_ids, bool) or not isinstance(max_ids, int) or max_ids < 1):
-        raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no bound")
+        raise ValueError(f"max_ids={max_ids!r} must be at least 1, or None for no limit")
 
 
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
@@ -25,8 +26,9 @@ def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
     if max(totals) > max_ids:
         worst = totals.index(max(totals))
         raise RefusedError(
-            f"rank {worst} would receive {counted(totals[worst], 'id')}, and max_ids={max_ids}: ranks would receive "
-            f"{list(totals)}. Use a smaller batch, {advice}other ranks for the tables of rank {worst}"
+            f"rank {worst} would receive {counted(totals[worst], 'id')}, more than max_ids={max_ids}. (All ranks "
+            f"would receive {list(totals)}.) Use a smaller batch, {advice}or place the tables of rank {worst} on "
+            "other ranks"
         )
 
 
@@ -36,7 +38,7 @@ def totals_of_ranks(
 ) -> list[int]:  # fmt: skip
     """Return how many ids each rank would receive from all ranks. Collective; it waits for the device.
 
-    features: of this rank's samples. Bad ones count as none: they are refused later.
+    features: of this rank's samples. Invalid features count as 0 ids; a later check refuses them.
     """
     try:
         counts = dict(zip(features.keys(), features.length_per_key(), strict=True))

@@ -326,7 +326,8 @@ class InputDist:
         return _Exchange(received, works)
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Return the reason why the device refused: a negative length, or lengths or offsets that do not fit the values."""
+        """Return why the check on the device failed: a negative length, or lengths or offsets that do not match the
+        values."""
         negative = (local.lengths < 0).nonzero()
         if negative.numel():
             block, sample = divmod(int(negative[0]), local.batch_size)

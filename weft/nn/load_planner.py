@@ -37,8 +37,8 @@ class LoadPlanner(DefaultLoadPlanner):
         if bad:
             more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
             raise ValueError(
-                f"the checkpoint does not fit, nothing is loaded: {'; '.join(bad[:_SHOWN])}{more}. Load into modules of the tables "
-                "that were saved"
+                "the checkpoint does not match the module, so nothing was loaded: "
+                f"{'; '.join(bad[:_SHOWN])}{more}. Load it into modules with the tables that were saved"
             )
         if kept:
             warn(f"the checkpoint has no {', '.join(kept)}: {counted(len(kept), 'value')} kept")

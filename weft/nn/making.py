@@ -20,12 +20,12 @@ from weft.words import by_rank
 
 
 def rank_in(group: Any) -> int:
-    """Return this rank's number in `group`. Raise `ValueError` unless it is in it."""
+    """Return this rank's number in `group`. Raise `ValueError` if this rank is not in the group."""
     if group is None:
         raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
     rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
     if rank < 0:
-        raise ValueError("this rank is not in the group: make the collection on the group's own ranks only")
+        raise ValueError("this rank is not in the group: construct the collection only on the ranks of the group")
     return rank
 
 
@@ -38,9 +38,9 @@ def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> t
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device: {error}") from None
     if device.type not in (*DEVICE_TYPES, "meta"):
-        raise ValueError(f"device={str(device)!r}: tables are pooled on {' or '.join(DEVICE_TYPES)}, pass one of them")
+        raise ValueError(f"device={str(device)!r} is not supported: pass {' or '.join(DEVICE_TYPES)}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r}, but torch sees no GPU here: `weft doctor` says why")
+        raise ValueError(f"device={str(device)!r}, but torch sees no GPU: run `weft doctor` to see why")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -54,7 +54,10 @@ def check_input_options(input: Any, is_weighted: Any, max_ids: Any) -> None:
         raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
     check_max_ids(max_ids)
     if max_ids is not None and input == "global_batch":
-        raise ValueError(f"max_ids={max_ids} goes with input='local_batch': no ids travel for a global batch")
+        raise ValueError(
+            f"max_ids={max_ids} works only with input='local_batch', because no ids are sent for a "
+            "global batch: leave it out"
+        )
 
 
 def agree_on_module(
@@ -89,7 +92,8 @@ def agree_on_module(
                 difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
         if difference:
             raise DisagreementError(
-                f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"
+                f"rank 0 has {difference} as on rank {rank}: construct the collection with the same arguments on "
+                "all ranks"
             )
     assert sharding is not None
     return sharding, seed

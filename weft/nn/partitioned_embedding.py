@@ -98,14 +98,15 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         ]
         if self.input == "global_batch" and local:
             raise ValueError(
-                f"table {partition.tables[local[0]].name!r} is {partition.shardings[local[0]]} and input='global_batch': a rank "
-                "must know its own samples' ids, pass input='local_batch'"
+                f"table {partition.tables[local[0]].name!r} is {partition.shardings[local[0]]}, which "
+                "input='global_batch' does not support, because each rank must know the ids of its own samples: "
+                "pass input='local_batch'"
             )
         if self._optimizer is not None and self._optimizer.clip_norm is not None and partition.replicated_tables:
             name = partition.tables[partition.replicated_tables[0]].name
             raise ValueError(
-                f"clip_norm={self._optimizer.clip_norm} and data-parallel table {name!r}: its gradients are not in the norm of "
-                "sharded tables, use clip_value or another sharding"
+                f"clip_norm={self._optimizer.clip_norm} does not support data-parallel table {name!r}, whose "
+                "gradients are not in the norm of sharded tables: use clip_value, or another sharding"
             )
 
     def _make(self, gradients: Any, options: dict[str, Any]) -> None:
@@ -177,8 +178,8 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 return self._output(parts(features, batch_sizes=batch_sizes).values(), None, {})
             if batch_sizes is not None:
                 raise ValueError(
-                    f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
-                    "local batches"
+                    f"batch_sizes={batch_sizes} works only with input='global_batch': leave it out, because ranks "
+                    "exchange the sizes of local batches"
                 )
             given = self._arrange(features, self.device)
             checked = None if replicated is None else replicated.checked(given.replicated)
@@ -252,7 +253,9 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return
         if replicated is not None:
             if replicated.collected is not None:
-                raise ValueError("accumulate() inside of accumulate() of the same module: leave out the inner one")
+                raise ValueError(
+                    "accumulate() was called inside accumulate() of the same module: remove the inner call"
+                )
             replicated.collected = []
         try:
             with contextlib.nullcontext() if parts is None else parts.accumulate():

@@ -29,7 +29,7 @@ class OfTable(NamedTuple):
 
 
 def partitioned(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of `model` that have tables in parts, by path."""
+    """Return the modules of `model` that have sharded or replicated tables, by path."""
     return {path: one for path, one in model.named_modules() if isinstance(getattr(one, "partition", None), Partition)}
 
 
@@ -67,10 +67,11 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
 
 
 class ModelState:
-    """The state dict of `model`, with tables in parts under the names of their tables, for `torch.distributed.checkpoint`.
+    """The state dict of `model`, with the parts of sharded tables under the names of their tables, for
+    `torch.distributed.checkpoint`.
 
-    Use it in the place of the model if a module has tables in parts. A checkpoint of whole tables loads into it, and one of
-    it into a model with whole tables, or with other parts:
+    Use it in the place of the model if a module has sharded tables. A checkpoint of whole tables loads into it, and one
+    of it into a model with whole tables, or with other parts:
 
         state = {"model": weft.nn.ModelState(model), "tables": weft.nn.FusedOptimizers(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)

@@ -285,7 +285,7 @@ def _require(of: nn.Module, wrong: str) -> None:
 
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
-    """True if the all-reduce behind a layer with this weight [N, ...] can include `norm`."""
+    """True if the all-reduce after a layer with this weight [N, ...] can include `norm`."""
     hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
     own, called = norm.weight, any(hooks) or "forward" in norm.__dict__
     fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]
@@ -404,12 +404,16 @@ class ParallelAttention(nn.Module):
         _part("heads", heads, world)
         _part("kv_heads", kv_heads, world)
         if heads % kv_heads:
-            raise ValueError(f"heads={heads} must be divisible by kv_heads={kv_heads}: equally many heads share a key")
+            raise ValueError(
+                f"heads={heads} must be divisible by kv_heads={kv_heads}, because all keys are "
+                "shared by the same number of heads"
+            )
         if head_dim is None and hidden % heads:
             raise ValueError(f"hidden={hidden} must be divisible by heads={heads}, or pass head_dim")
         if sequence_dim not in (0, 1, None):
             raise ValueError(
-                f"sequence_dim={sequence_dim}: pass 1 for [B, S, H], 0 for [S, B, H], None for an x that is whole on every rank"
+                f"sequence_dim={sequence_dim} is not supported: pass 1 for [B, S, H], 0 for [S, B, H], or None if "
+                "every rank has the whole x"
             )
         self.head_dim = hidden // heads if head_dim is None else head_dim
         self.grouped, self.causal, self.sequence_dim = heads != kv_heads, causal, sequence_dim
@@ -535,7 +539,10 @@ def rotary_embedding(
     Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """
     if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be even: halves of a head are rotated against each other")
+        raise ValueError(
+            f"head_dim={head_dim} must be even, because rotary positions rotate the two halves of a "
+            "head against each other"
+        )
     rates = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), rates).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -595,7 +602,8 @@ def distributed_state_dict(
                 continue
             if isinstance(part, DTensor):
                 raise ValueError(
-                    f"{key} is also sharded by FSDP2: save model.state_dict() to a folder for each rank of the group"
+                    f"{key} is also sharded by FSDP2: save model.state_dict() to a separate folder for each rank "
+                    "of the tensor-parallel group"
                 )
             mesh = DeviceMesh.from_group(group_of(module.group_name), part.device.type)  # type: ignore[arg-type]
             found[key] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)

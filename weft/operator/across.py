@@ -1,7 +1,7 @@
 """Comparisons across ranks at every call of a known shape, in addition to the agreement at its first call
 (`weft.operator.together`).
 
-    on CPU tables of counts, in a meeting (`weft.runtime.meeting`), before anything is sent
+    on CPU tables of counts, in a rendezvous (`weft.runtime.meeting`), before anything is sent
     on GPUs   a digest of the calls, off the critical path (`weft.symm.calls`)
     WEFT_CHECK_CALLS=1, on both: tables of counts, and the values of tensors that must be equal; on GPUs the host waits for both
 
@@ -84,8 +84,8 @@ class AcrossRanks:
                 one, other = tables[source][0][target], tables[target][1][source]
                 if one != other:
                     raise RefusedError(
-                        f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects {_rows(other)}: pass the "
-                        "tables of one dispatch on all ranks"
+                        f"{self.what}: rank {source} sends {_rows(one)} to rank {target}, which expects "
+                        f"{_rows(other)}: pass the tables of the same dispatch on all ranks"
                     )
 
     def _compare_values(self, call: Any, deadline_s: float | None) -> None:

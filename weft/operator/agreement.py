@@ -2,11 +2,11 @@
 
 |               | hosts that meet: CPU processes                  | hosts that do not: GPUs                                |
 |---------------|-------------------------------------------------|--------------------------------------------------------|
-| first call    | a meeting, as before every call                 | an exchange over the sockets                           |
-| later calls   | a meeting before each (`weft.runtime.meeting`)  | a digest, off the critical path (`weft.symm.calls`)    |
-| bad input     | published in the meeting: every rank refuses    | sent to every peer: it refuses, or has made the call   |
+| first call    | a rendezvous, as before every call                 | an exchange over the sockets                           |
+| later calls   | a rendezvous before each (`weft.runtime.meeting`)  | a digest, off the critical path (`weft.symm.calls`)    |
+| bad input     | published in the rendezvous: every rank refuses    | sent to every peer: it refuses, or has made the call   |
 |               |                                                 | already and ends the group                             |
-| other errors  | as bad input before the meeting; later the end  | the end of the group                                   |
+| other errors  | as bad input before the rendezvous; later the end  | the end of the group                                   |
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Agreement:
     """The agreement on devices without communication, such as meta: each rank checks only its own call."""
 
     meets = False
-    """True if hosts meet before every call."""
+    """True if ranks synchronise on the host before every call."""
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
@@ -69,7 +69,8 @@ class Agreement:
 
 
 class HostsMeet(Agreement):
-    """The agreement of CPU processes: a meeting through shared memory takes microseconds."""
+    """The agreement of CPU processes: ranks synchronise before each call. A rendezvous through shared memory takes
+    microseconds."""
 
     meets = True
 
@@ -108,7 +109,8 @@ class HostsMeet(Agreement):
 
 
 class HostsApart(Agreement):
-    """The agreement of GPUs: a meeting would cost the host more than the call."""
+    """The agreement of GPU ranks: they do not synchronise before each call, because this would cost the host more than
+    the call."""
 
     def at_first_call(
         self, operator: str, group: dist.ProcessGroup, device: torch.device, check: Check, deadline_s: float | None, hint: str
@@ -173,7 +175,7 @@ def _short(details: str) -> str:
 def _end(comm: symm.Communicator, text: str) -> NoReturn:
     """End the group and raise `DisagreementError`, for an error that every rank finds."""
     comm.end(text)
-    raise DisagreementError(f"{text}. The ranks are out of step: this group has ended, make a new one")
+    raise DisagreementError(f"{text}. The ranks are out of step, so this group has failed: make a new process group")
 
 
 def _set_up(deadline_s: float | None) -> float | None:

@@ -22,9 +22,9 @@ from weft.schedule import Schedule
 from weft.symm import Communicator
 
 _CLEARLY, _CLEARLY_US = 0.15, 300.0  # the smallest gain over serial that counts, as on one host
-_ALIKE = 2  # half octaves
+_ALIKE = 2  # size buckets
 _taken: weakref.WeakKeyDictionary[Communicator, dict[Hashable, dict[int, str]]] = weakref.WeakKeyDictionary()
-"""The measured choices by family and half octave; "" for serial."""
+"""The measured choices by family and size bucket; "" for serial."""
 
 
 def choose_between_hosts(

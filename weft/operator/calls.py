@@ -46,7 +46,7 @@ OPERATORS: dict[str, Operator[Any]] = {}
 TABLES: dict[str, Table[CompiledOperator]] = {}
 """The cache of each operator."""
 WANTED_OUTSIDE: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
-"""The gradients that a call below a dispatch mode wants, since it runs below autograd.
+"""The gradients that are wanted of a call that runs under a dispatch mode, and so below autograd.
 
 Peers may have no such mode, for example if one rank counts its FLOPs.
 """
@@ -55,7 +55,7 @@ Peers may have no such mode, for example if one rank counts its FLOPs.
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
     """Return the deadline. Raise `ValueError` for invalid options, before peers are notified of the call."""
     if timeline is not None and not isinstance(timeline, Timeline):
-        raise ValueError(f"timeline={timeline!r} is not a timeline: pass weft.Timeline(), or None")
+        raise ValueError(f"timeline={timeline!r} is not a Timeline: pass weft.Timeline(), or None")
     return checked_deadline(deadline_s)
 
 
@@ -76,7 +76,7 @@ def made(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         call, deadline_s = form(group), check_options(deadline_s, timeline)
         if timeline is not None:
-            raise ValueError("timeline cannot be filled by a compiled call: leave it out, or call in eager mode")
+            raise ValueError("timeline= is not supported in a compiled call: leave it out, or call in eager mode")
         name = group if isinstance(group, str) else group_of(group).group_name
         options = name, schedule or "", deadline_s or 0.0
         if torch.compiler.is_compiling():
@@ -105,8 +105,8 @@ def _made_now(
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -> list[torch.Tensor]:
-    """Make a call as a part of another call, which counts it and reports its errors. A pinned schedule applies only to that other
-    call."""
+    """Make a call as a part of an outer call, which counts it and reports its errors. A pinned schedule applies only to
+    the outer call."""
     if plan.pinned() is None:
         return _called(op, call, group, None, turn.deadline_s, None)
     with plan.use(None):
@@ -114,8 +114,8 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn) -
 
 
 def operator_named(name: str) -> Operator[Any]:
-    """Return weft's operator called `name`. Its file is imported on demand: duals compute each other's gradients, and imports
-    must have no cycles."""
+    """Return weft's operator called `name`. Its file is imported on demand, because operators that compute each other's gradients
+    would otherwise import each other, and imports must have no cycles."""
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
     return OPERATORS[name]
@@ -263,8 +263,8 @@ def _device_of(op: Operator[Any], call: Any) -> torch.device:
 
 
 def require_device(op: Operator[Any], call: Any) -> None:
-    """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do not meet
-    on other devices."""
+    """Raise `ValueError` unless the device is a CPU or GPU. It is raised here, where peers are notified, since ranks do
+    not synchronise on other devices."""
     device = _device_of(op, call)
     if device.type not in ("cpu", "cuda"):
         made = "; if a module was made on meta, call to_empty(device=...) and load its values" * (device.type == "meta")
@@ -277,8 +277,8 @@ def _require_problem(op: Operator[Any], p: Any) -> None:
     of_another = p.name in OPERATORS or type(p).__module__.startswith("weft.")  # two operators may share a problem
     if p.name != op.name and not of_another:
         raise TypeError(
-            f"problem of {op.name} returns a Problem named {p.name!r}: give {type(p).__name__} and the operator the "
-            "same name, which plans and messages use"
+            f"{op.name}.problem returns a Problem with the name {p.name!r}: give {type(p).__name__} and the "
+            "operator the same name, because plans and messages use it"
         )
 
 
@@ -309,7 +309,7 @@ class _Function(torch.autograd.Function):
 
 
 BACKWARDS: dict[str, Callable[..., tuple[Any, ...]]] = {}
-"""For each operator, `backward_of_call` with refusals that name the operator."""
+"""`backward_of_call` for each operator; its errors name the operator."""
 
 
 def backward_of_call(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -344,7 +344,7 @@ def gradients_of_call(
         made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
         if len(made) != len(wanted):
             raise TypeError(
-                f"gradients of {op.name} returns {len(made)} gradients, but a call has {len(wanted)} tensors: "
-                "return one for each, None if it is not wanted"
+                f"{op.name}.gradients returns {len(made)} gradients, but a call has {len(wanted)} tensors: return "
+                "one for each tensor, or None if it is not wanted"
             )
         return made

@@ -189,7 +189,7 @@ class CompiledOperator:
             self._ready.add(layout)
 
     def require_room(self, call: Any, deadline_s: float | None) -> None:
-        """Refuse a call that exceeds the sizes of the compiled operator. On GPUs hosts do not meet: without a refusal, peers
+        """Refuse a call that exceeds the sizes of the compiled operator. On GPUs hosts do not synchronise: without a refusal, peers
         would wait for this rank until their deadline."""
         if self.comm is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.comm, trouble, deadline_s=deadline_s)
@@ -243,7 +243,7 @@ class CompiledOperator:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise WeftError("the process group of this call is gone: keep it until backward has run")
+            raise WeftError("the process group of this call has been destroyed: keep it until backward has run")
         return group
 
     @property

@@ -39,8 +39,8 @@ def refused(operator: str) -> Callable[..., NoReturn]:
 
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{operator} can be differentiated only once, but its gradients are being differentiated: compute them "
-            "without create_graph=True, or use torch.matmul and the collectives of torch.distributed.nn.functional"
+            f"{operator} does not support second derivatives: compute gradients without create_graph=True, or use "
+            "torch.matmul and torch.distributed.nn.functional"
         )
 
     return refuse
@@ -72,14 +72,16 @@ def require_no_tangents(operator: str) -> None:
 
 
 def _refuse_tangents(operator: str) -> NoReturn:
-    raise ValueError(f"{operator} has no forward derivative and would lose the tangents: use backward()")
+    raise ValueError(
+        f"{operator} does not support forward-mode derivatives, and would drop the tangents: use backward()"
+    )
 
 
 def refuse_transforms(operator: str, *_: Any) -> NoReturn:
     """Raise `ValueError` inside a transform. It is also the kernel of a dispatcher operator inside such a transform."""
     raise ValueError(
-        f"{operator} inside a transform of torch.func (vmap, grad, jvp, ...): a call involves all ranks, so a "
-        "transform cannot change it. Call it outside, on the whole batch, and differentiate by backward()"
+        f"{operator} was called inside a torch.func transform (vmap, grad, jvp, ...), which cannot change a call "
+        "that involves all ranks: call it outside, on the whole batch, and differentiate by backward()"
     )
 
 
@@ -87,8 +89,9 @@ def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
     """Raise `ValueError` for several gradients in one backward, which torch computes by vmap."""
     if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise ValueError(
-            f"backward of {operator} for several gradients at once (is_grads_batched=True, or vectorize=True): it "
-            "involves all ranks, so vmap cannot change it. Compute one gradient after the other"
+            f"backward of {operator} was called for several gradients at once (is_grads_batched=True, or "
+            "vectorize=True), which vmap cannot do because the backward involves all ranks: compute one gradient "
+            "after the other"
         )
 
 
@@ -96,8 +99,8 @@ def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
     """Raise `ValueError` for tensors that autograd cannot save for backward. Autograd raises too, but only after the call."""
     if any(isinstance(t, torch.Tensor) and t.is_inference() for t in tensors):
         raise ValueError(
-            f"{operator} with a tensor made in torch.inference_mode(), but gradients are wanted: autograd cannot "
-            "save it for backward. Make it in torch.no_grad(), or pass its clone()"
+            f"{operator} needs gradients, but an input was created in torch.inference_mode(), so autograd cannot "
+            "save it for backward: create it in torch.no_grad(), or pass its clone()"
         )
 
 

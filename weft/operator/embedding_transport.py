@@ -37,7 +37,7 @@ def _is_tuned() -> bool:
 def choose_transport(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
 ) -> Transport:
-    """Return the transport for batches of the half octave of `p`. Collective."""
+    """Return the transport for batches of the size bucket of `p`. Collective."""
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
     planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
@@ -54,13 +54,13 @@ _MANY = 1 << 30  # samples: more than any batch
 _CLEARLY_PUT = 0.6  # of the time of "direct"
 _planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
 _planned_before = weakref.WeakKeyDictionary()
-"""The first rank's choices by a model, by half octave."""
+"""The first rank's choices by a model, by size bucket."""
 
 
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:
     """Return the choice by this machine's model, if it has a model, or by cached times, if every transport has a time.
 
-    A plan takes milliseconds, many times as long as a call. So the second half octave of samples that occurs is planned together
+    A plan takes milliseconds, many times as long as a call. So the second size bucket of samples that occurs is planned together
     with the smallest and the largest ones, and most others lie between two with the same choice.
 
     The model misses costs of each staged slice. "put" took 1.08 to 1.46 times as long as "direct" for six models on H200s, and

@@ -173,8 +173,8 @@ def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
         memory = "give the layer memory by to_empty(device=...), then values by reset_parameters() or load_state_dict()"
         return f"its weight is on meta and x on {x.device}: {memory}"
     if x.device.type not in ("cpu", "cuda"):
-        return f"x is on {x.device}: pass a tensor on a GPU, or on the CPU"
-    return f"x is on {x.device} and the weight on {weight.device}: use one device"
+        return f"x is on {x.device}: pass a tensor on a GPU or on the CPU"
+    return f"x is on {x.device}, but the weight is on {weight.device}: use one device"
 
 
 def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Non
     layer."""
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
-            given = f"x is {x.dtype} on {x.device} and the weight {weight.dtype} on {weight.device}"
+            given = f"x is {x.dtype} on {x.device}, but the weight is {weight.dtype} on {weight.device}"
             raise ValueError(f"{type(of).__name__}: {given}: use one dtype and device")
 
 

@@ -7,7 +7,7 @@ import torch
 from weft.caller import warn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 
-SCATTERED = "neither its rows nor its columns are in one piece each; pass a contiguous one"
+SCATTERED = "neither its rows nor its columns are contiguous; pass a contiguous tensor"
 _warned: set[tuple[str, tuple[int, ...]]] = set()
 
 
@@ -15,7 +15,7 @@ def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
     """Warn of a copy, once per layout."""
     if (name, x.stride()) not in _warned:
         _warned.add((name, x.stride()))
-        warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}")
+        warn(f"{name} is copied in every call, because it has strides {x.stride()}, and {reason}")
 
 
 def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:

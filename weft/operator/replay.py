@@ -285,7 +285,7 @@ class Replay(_Short):
         self.op.note(self._call(p, k))
 
     def on_cpu(self, p: tuple[Any, ...], k: dict[str, Any], group: dist.ProcessGroup) -> Any:
-        """Make the call on CPU, where ranks meet before it."""
+        """Make the call on CPU, where ranks synchronise before it."""
         self.here.called(self.prepared)
         with together(self.op.title, group, lambda: self.prepared.device, self._deadline_s):
             call = self.op.checked(self._call(p, k), group)  # on CPU, this and `inputs` also check values

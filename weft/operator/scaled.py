@@ -49,7 +49,8 @@ def check_beside(
         return
     if out == "fp32":
         raise ValueError(
-            f"{of_bias} with a result in fp32: fp8 GEMMs add no bias there; use bf16, or add it afterwards"
+            f"{of_bias} with out_dtype=torch.float32 is not supported by fp8 GEMMs: use torch.bfloat16, or add "
+            "the bias to the result"
         )
     check_on(B.device, of_bias, bias, TORCH_DTYPE[Scaled.bias_dtype(out)])
     if bias.shape != (n,) or not bias.is_contiguous():

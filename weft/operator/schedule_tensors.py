@@ -24,7 +24,7 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
     names = ", ".join(buffers)
     if not names:
         raise ValueError(
-            f"schedule {schedule.name} has no input and no output, so nothing goes in or comes out: declare one with Draft.buffer"
+            f"schedule {schedule.name} has neither inputs nor outputs: declare at least one with Draft.buffer"
         )
     if not isinstance(tensors, Mapping):
         raise ValueError(f"tensors is {kind(tensors)}: pass a dict with a tensor for each of {names}")
@@ -55,7 +55,8 @@ def checked_tensors(schedule: Schedule, tensors: Any, rank: int) -> tuple[dict[s
 
 
 class _Making:
-    """A function for an output whose number of rows only the run knows, which checks the tensor that the caller's function returns.
+    """A function for an output whose number of rows is known only at run time, which checks the tensor that the caller's function
+    returns.
 
     memory: of the other tensors of the run.
     """
@@ -104,7 +105,7 @@ def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
     if isinstance(t, FakeTensor):
         raise ValueError(f"{name} is a FakeTensor, which has no memory: pass a tensor with values")
     if t.is_neg():
-        raise ValueError(f"{name} is a negated view (is_neg): pass {name}.resolve_neg()")
+        raise ValueError(f"{name} is a view whose memory holds the negated values: pass {name}.resolve_neg()")
 
 
 class _Memory(NamedTuple):

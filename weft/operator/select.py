@@ -6,7 +6,7 @@ about 60 ms of device time. Another number of rows then costs milliseconds (`wef
 schedules. Autotuned times, once cached, override predictions, with or without "autotune". All ranks must take the same schedule:
 ranks compare a pinned name, rank 0 plans, and measured times are the slowest rank's.
 
-On a known machine "autotune" times `queued` calls: several in a row, on a GPU behind a device sleep that lets the host get ahead.
+On a known machine "autotune" times `queued` calls: several in a row, on a GPU after a sleep kernel that lets the host get ahead.
 The planner predicts the same, so the two can be compared. The times also apply to graphs, because a replay involves no host
 either. They omit the costs that a graph adds (`graph.run` and `graph.collective` in a machine's file). If collectives lose more
 by a graph, this favours serial. Graphs are not captured for timing: after a capture, NCCL or cuBLAS may launch differently for
@@ -41,7 +41,7 @@ from weft.sim import Model
 from weft.symm import Communicator
 
 _MOST_NEAR = 1024
-_ALIKE = 2  # half octaves: without a model, measured times apply to sizes up to twice or half the measured size
+_ALIKE = 2  # size buckets: without a model, measured times apply to sizes up to twice or half the measured size
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
 """The smallest gain over serial that counts, by type of device: a fraction of its time, and microseconds.
@@ -205,7 +205,7 @@ def _names(
 class _Measured:
     """The choices by measurement for a family of problems (`Problem.measured_family`).
 
-    names: by measured half octave. contenders: the schedules to measure at further sizes; empty before the first measurement.
+    names: by measured size bucket. contenders: the schedules to measure at further sizes; empty before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class _Measured:
 class _Near:
     """The agreement of a group's ranks on neighbouring sizes.
 
-    names: by family, half octave, True if builders from outside are registered, and True if for one size only. measured: by
+    names: by family, size bucket, True if builders from outside are registered, and True if for one size only. measured: by
         family, and True if such builders are registered. timed: by family, the largest size whose GEMMs were timed.
     """
 

@@ -52,7 +52,7 @@ cannot measure."""
 
 
 class _Stand(NamedTuple):
-    """A rank's state before the measurement."""
+    """What a rank knows before the self-calibration."""
 
     name: str  # of its kind of GPU
     gpu: str  # which of this host's
@@ -79,7 +79,7 @@ def self_calibrate(comm: Communicator, name: str, deadline_s: float | None = Non
         if first.sizes is not None and not why:
             found, why = _measured(comm, first.sizes)
     if comm.rank == 0 and why and found is None and (first.sizes is not None or _kinds(stands) > 1):
-        warn_once(f"{name} is not measured, and planned by the known numbers: {why}")
+        warn_once(f"{name} was not self-calibrated, so weft plans with the known numbers: {why}")
     if found is None:
         return False
     self_calibration.adopt(found)
@@ -90,7 +90,7 @@ def _why_not(stands: Sequence[_Stand]) -> str:
     """Return the reason why these ranks do not measure, else ""."""
     if _kinds(stands) > 1:
         names = by_rank(enumerate(stand.name for stand in stands))
-        return f"GPUs differ, and all ranks take the first rank's schedules ({names})"
+        return f"the GPUs differ ({names}), so all ranks use the schedules of the first rank"
     if len({stand.gpu for stand in stands}) < len(stands):
         return "ranks share a GPU"
     return by_rank((rank, stand.unable) for rank, stand in enumerate(stands) if stand.unable)

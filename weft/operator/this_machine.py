@@ -42,7 +42,7 @@ def model_by_name(name: str, world_size: int) -> Model | None:
         return None
     found = plan.calibrated(machine, world_size)
     if found.refused:
-        caller.warn_once(f"planning without a calibration: {found.note}")
+        caller.warn_once(f"weft plans without a calibration: {found.note}")
     return found.model
 
 

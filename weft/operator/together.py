@@ -8,16 +8,17 @@ error. Errors that leave a call are handled as follows.
 - torch's activation checkpointing raises an exception in the last call that it needs, on all ranks: the call counts as made.
 - Any other error, on CPU: this rank refuses the call (`weft.runtime.meeting`). Its peers raise `RefusedError`, and the group
   stays usable.
-- Any other error, on GPUs, where hosts do not meet: peers are notified of bad input over the sockets (`weft.symm.calls`). A peer
-  that has not reached this call yet, or refuses it too, raises as well, and the group stays usable. If a peer has made the call,
-  the group fails. This rank's next call waits until it knows the outcome. After an error that is not about input (no memory) the
-  group fails at once.
+- Any other error, on GPUs, where hosts do not synchronise: peers are notified of bad input over the sockets (`weft.symm.calls`).
+  A peer that has not reached this call yet, or refuses it too, raises as well, and the group stays usable. If a peer has made the
+  call, the group fails. This rank's next call waits until it knows the outcome. After an error that is not about input (no
+  memory) the group fails at once.
 
 If a call begins while another thread of this rank is in a call of the group, the group fails, since a peer's call could pair with
 either.
 
-At the first call of a shape hosts meet on GPUs too, and compare how many calls each has made. Later calls are compared off the
-critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call by its source line (`weft.symm.calls`).
+At the first call of a shape, the hosts of GPU ranks synchronise too, and compare how many calls each has made. Later
+calls are compared off the critical path, by a digest. `WEFT_CHECK_CALLS=1` compares every call by its source line
+(`weft.symm.calls`).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class together:
             if (comm := symm.open_communicator(self._group, kind)) is not None:
                 comm.poison(text)
                 comm.check()
-        raise PoisonedGroupError(f"{text}. This group has ended")
+        raise PoisonedGroupError(f"{text}. This group has failed: make a new process group")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

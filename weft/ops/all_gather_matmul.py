@@ -51,14 +51,14 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """All-gather `A_shard` along `gather_dim` over `group` and multiply the result with each of `Bs`.
 
-    Signature and results are those of `torch.ops.symm_mem.fused_all_gather_matmul`. Equals
+    Signature and results are those of `torch.ops.symm_mem.fused_all_gather_matmul`. It computes
 
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
-    but GEMMs on arrived rows overlap with the transfer of other rows. The planner selects the schedule by shape and machine. If
-    no overlapped schedule is faster, NCCL (gloo) and then the GEMM run. Collective over `group`. Differentiable once in A_shard
-    and Bs. Gradients are sums over ranks, not means, and all ranks must request the same gradients. Autocast does not apply:
-    inputs are multiplied in their own dtype.
+    GEMMs on rows that have arrived overlap with the transfer of other rows. The planner selects the schedule by shape
+    and machine. If no overlapping schedule is faster, NCCL (gloo on CPU) runs first, then the GEMM. Collective over
+    `group`. Differentiable once in A_shard and Bs. Gradients are sums over ranks, not means, and gradients must be
+    enabled for the same inputs on all ranks. Autocast does not apply: inputs are multiplied in their own dtype.
 
     A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D; not a DTensor (pass its
         to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
@@ -69,31 +69,33 @@ def all_gather_matmul(
     group: a process group, or its name.
     return_A: also return the gathered A, which costs its memory and a copy of the arrived rows.
     schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
-        "shard[chunks=1,send=in_turn,by=dma]", ...). "autotune": measure at the first call of a shape, select the
-        fastest, and cache it (docs/planning.md). "heuristic": the pick of FiCCO's static heuristic; if that schedule
-        cannot run, the default choice, with a warning that gives the reason.
+        "shard[chunks=1,send=in_turn,by=dma]", ...). "autotune" times schedules at the first call of a shape, and caches
+        the fastest (docs/planning.md). "heuristic" takes the pick of FiCCO's static heuristic. If that schedule cannot
+        run, weft warns with the reason and makes its default choice.
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
-        on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
-        timeout.
-    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
+    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    On CPU it also applies in backward; on GPUs backward uses the default. On GPUs the serial schedule and parts of
+    backward call NCCL, whose waits use the process group's timeout.
+    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
+    torch.compile.
 
     Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
-    A_shard's shape, except that `gather_dim` has the rows of all ranks; a product has N_i instead of K. The first call of a
-    shape, and its backward, are collective set-up of milliseconds to seconds: make them before capturing a CUDA graph.
+    A_shard's shape, except that `gather_dim` has the rows of all ranks; a product has N_i instead of K. In the first
+    call of a shape and its backward, ranks allocate memory together, which takes milliseconds to seconds. Make them
+    before you capture a CUDA graph.
 
-    Memory: the results; and symmetric memory. On GPUs all calls that differ in rows only share the memory of the largest A. If it
-        grows, smaller buffers above 64 MiB are freed, except buffers that a CUDA graph has captured: after that, call once more
-        before you capture. With uneven `rows`, the size of A for each of the last 64 shapes. On CPU all calls of a group share
-        the memory of the largest, until the group is destroyed. Backward of all gradients takes up to three times as much; on
-        GPUs it has memory of its own.
+    Memory: the results, and symmetric memory of the size of A. On GPUs all calls that differ only in their number of
+    rows share this memory. It grows with the largest A; then smaller buffers above 64 MiB are freed, except those that
+    a CUDA graph has captured. After it has grown, call once more before you capture. With uneven `rows` there is memory
+    for each of the last 64 shapes. On CPU all calls of a group share memory until the group is destroyed. Backward
+    needs up to three times as much; on GPUs it has separate memory.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
-    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
-    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
-    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
-    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
-    derivative.
+    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
+    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
+    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
+    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
+    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
+    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """

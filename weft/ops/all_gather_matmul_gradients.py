@@ -41,7 +41,9 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         m, k = x.shape[0] * world, x.shape[1]
         shapes = [tuple(t.shape) for t in (*grads, *wts)]
         if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)]:
-            raise ValueError(f"a shard {tuple(x.shape)} does not match gradients and weights {shapes}")
+            raise ValueError(
+                f"a shard of shape {tuple(x.shape)} does not match gradients and weights of shapes {shapes}"
+            )
         return AllGatherMatmulGradients(world, m, sizes, k, name_of_dtype("A_shard", x))
 
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:

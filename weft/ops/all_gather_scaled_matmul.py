@@ -57,7 +57,7 @@ def all_gather_scaled_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """All-gather the fp8 `A_shard` along `gather_dim` over `group` and multiply the result with each of the fp8 `Bs`, scaled.
 
-    Arguments and results are those of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`. Equals
+    Arguments and results are those of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`. It computes
 
         A = all_gather(A_shard, gather_dim); return A, [torch._scaled_mm(A, B, A_scale, B_scale, bias) for B, ...]
 
@@ -88,7 +88,8 @@ def all_gather_scaled_matmul(
 
     Raises what `weft.all_gather_matmul` raises.
 
-    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", for unscaled data.
+    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", which covers GEMMs
+    without scales.
     """
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:

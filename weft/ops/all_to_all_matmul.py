@@ -46,45 +46,47 @@ def all_to_all_matmul(
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send every token to the rank of its expert, and multiply it there with the expert's weights. Equals, on W ranks,
+    """Send every token to the rank of its expert, and multiply it there with the expert's weights. On W ranks it computes
 
         received = all_to_all_single(splits)                           # [W, E]
         x = all_to_all_single(tokens, received.sum(1), splits.view(W, E).sum(1))
         x = x sorted by expert, then by source rank
         y = grouped_mm(x, w_experts, offs=received.sum(0).cumsum(0))
 
-    but GEMMs on arrived tokens overlap with the transfer of other tokens, and tokens are never sorted. Collective over `group`.
-    Differentiable once in tokens and w_experts. Gradients are sums over rows, not means, and all ranks must request the same
-    gradients. Autocast does not apply.
+    GEMMs on tokens that have arrived overlap with the transfer of other tokens, and tokens are never sorted. Collective
+    over `group`. Differentiable once in tokens and w_experts. Gradients are sums over rows, not means, and gradients
+    must be enabled for the same inputs on all ranks. Autocast does not apply.
 
     tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`). They are sorted by global expert, as by an
         argsort of the router's choices: tokens for the E experts of rank 0, then of rank 1, and so on. T may differ
-        between ranks and calls. Copied if not contiguous.
+        between ranks and between calls. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU is
         copied at every call.
     splits: [W * E] int64 (int32 is converted), on the tokens' device: the number of tokens for each expert of all ranks. Their
         sum must be T. The values are checked on CPU. On GPUs a check would wait for the device, so the caller must ensure it.
     group: a process group, or its name; default: the world.
-    max_rows: None: y has exactly the rows that arrived. The host waits for their number once, mostly while the GEMMs run. n: y
-        has n rows, and rows beyond the arrived rows are not written. Then the host never waits, and a CUDA graph can capture the
-        call, unless the schedule is "serial". May differ between ranks and calls.
+    max_rows: an upper bound on the number of rows that arrive. With None, y has exactly the rows that arrived, and the
+    host waits once to read their number, mostly while the GEMMs run. With a number, y has that many rows, and rows
+    beyond those that arrived are not written. Then the host never waits, and a CUDA graph can capture the call unless
+    the schedule is "serial". The bound may differ between ranks and between calls.
     return_received: also return the number of rows that arrived.
     capacity: the largest number of tokens of any rank in any call (a rank may send all of them to one peer), equal on all ranks.
         Default: a little above the largest T at the first call of this shape.
     schedule: pin a schedule by its name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it
-        for a block). "autotune": measure at the first call of a shape, select the fastest, and cache it
-        (docs/planning.md). "heuristic": the pick of FiCCO's static heuristic; if that schedule cannot run, the default
-        choice, with a warning that gives the reason.
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
-        on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
-        timeout.
-    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
+        for a block). "autotune" times schedules at the first call of a shape, and caches the fastest
+        (docs/planning.md). "heuristic" takes the pick of FiCCO's static heuristic. If that schedule cannot run, weft
+        warns with the reason and makes its default choice.
+    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    On CPU it also applies in backward; on GPUs backward uses the default. On GPUs the serial schedule and parts of
+    backward call NCCL, whose waits use the process group's timeout.
+    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
+    torch.compile.
 
     Returns y [rows, N] in tokens' dtype and in ordinary memory; on GPUs valid in stream order. With `return_received`, returns
     (y, received), where received [W, E] int64 on the device counts the rows from each rank for each local expert. The first call
-    of a shape (K, N, E, dtype, capacity, max_rows given or not) is collective set-up of milliseconds to seconds: make it before
-    capturing a CUDA graph. Under torch.compile, y without max_rows has a dynamic size, which needs
-    `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
+    of a shape (K, N, E, dtype, capacity, max_rows given or not) allocates memory on all ranks together, which takes
+    milliseconds to seconds. Make it before you capture a CUDA graph. Under torch.compile, y without max_rows has a
+    dynamic size, which needs `torch._dynamo.config.capture_dynamic_output_shape_ops = True`.
 
     Memory: y, an eighth larger if it is allocated before its rows are known. Also symmetric memory of (W - 1) x capacity x K
     elements: on CPU for the largest shape, on GPUs for each of the last 64 shapes. Shapes captured in a CUDA graph are kept in
@@ -232,8 +234,8 @@ class _AllToAllMatmul(Operator[_Call]):
         came = results[1].sum(1).tolist()
         if sum(came) > call.max_rows:
             raise TooManyRowsError(
-                f"{counted(sum(came), 'row')} arrived on rank {rank}, from the ranks {came}, but "
-                f"max_rows={call.max_rows}: pass at least {sum(came)}, or None for all rows"
+                f"{counted(sum(came), 'row')} arrived on rank {rank} (from each rank: {came}), but "
+                f"max_rows={call.max_rows}: pass at least {sum(came)}, or None for no limit"
             )
 
     def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:

@@ -72,9 +72,9 @@ def embedding_all_to_all(
 ) -> torch.Tensor:
     """Pool this rank's tables for the global batch and send every pooled vector to the rank that owns its sample.
 
-    Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One kernel does all
-    three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`; one thread per rank at
-    a time.
+    It computes the same as one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`. One
+    kernel does all three, and stores each vector into its owner's output as soon as it is pooled. Collective over `group`. Only
+    one thread per rank may call at a time.
 
     Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row
     in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks. Gradients are sums over all
@@ -247,7 +247,7 @@ def _plan(call: _Call) -> EmbeddingPlan:
 
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
-"""The place of per-sample weights among a call's tensors, behind those of the tables. The anchor is the last tensor."""
+"""The index of per-sample weights among a call's tensors: they follow the tables. The last tensor is the anchor."""
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
@@ -260,11 +260,10 @@ def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
 
 
 class _EmbeddingAllToAll(Operator[_Call]):
-    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a half octave of
-    samples.
+    """The operator. Its calls differ in their ids, so it is compiled for a plan, and with transport="auto" for a size bucket.
 
-    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of the half
-    octave (`weft.plan.nearby`). It needs a GPU with a model; otherwise, and with one rank, "auto" is `direct`. Under
+    "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`) for the middle of the size
+    bucket (`weft.plan.nearby`). It needs a GPU with a model; otherwise, and with one rank, "auto" is `direct`. Under
     `weft.plan.use("autotune")` all candidates are timed, on CPU too. All ranks take the same transport: rank 0 plans, and a
     measured time is the slowest rank's.
     """
@@ -397,7 +396,7 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
 @functools.lru_cache(maxsize=4096)
 def _octave(most: int) -> int:
-    """Return the half octave of a call with at most `most` samples per rank."""
+    """Return the size bucket of a call with at most `most` samples per rank."""
     return plan.octave_of(EmbeddingAllToAll.size_of((most,)))
 
 
@@ -432,10 +431,12 @@ def release(p: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device,
     mine = p.fingerprint, sum(executor.lent for executor in executors)
     closing = comm.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
     if len({fingerprint for fingerprint, _ in closing}) > 1:
-        raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
+        raise DisagreementError(
+            "ranks close different calls of embedding_all_to_all: close the same modules in the same order on all ranks"
+        )
     if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
         raise RefusedError(
-            f"{', '.join(held)} in the memory that is to be released: drop them, and all views of them, first"
+            f"{', '.join(held)} in the memory that would be freed: first delete the results and all views of them"
         )
     others = [one for one in prepared_calls(OPERATOR, group) if one not in prepared and executors & _executors(one)]
     drop_calls(OPERATOR, group, prepared + others)

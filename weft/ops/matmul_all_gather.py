@@ -44,13 +44,13 @@ def matmul_all_gather(
 ) -> torch.Tensor:
     """Multiply `x` with `w`, and all-gather the products of all ranks of `group` along `gather_dim`.
 
-    Equals
+    It computes
 
         return all_gather(x @ w, gather_dim)
 
-    but finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
-    overlapped schedule is faster, the GEMM and then NCCL (gloo) run. Collective over `group`. Autocast does not apply: inputs are
-    multiplied in their own dtype.
+    Finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
+    overlapping schedule is faster, the GEMM runs first, then NCCL (gloo on CPU). Collective over `group`. Autocast does
+    not apply: inputs are multiplied in their own dtype.
 
     x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()), of
         the same shape on all ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
@@ -59,32 +59,36 @@ def matmul_all_gather(
         layer that gathers its output: rank r's columns begin at r * N. Any other dimension concatenates rows.
     group: a process group, or its name.
     schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...),
-        forward only. "autotune": measure at the first call of a shape, select the fastest, and cache it
+        forward only. "autotune" times schedules at the first call of a shape, and caches the fastest
         (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
-        GPUs the serial schedule and backward call NCCL, whose waits use the process group's timeout.
-    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
+    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    On CPU it also applies in backward. On GPUs the serial schedule and backward call NCCL, whose waits use the process
+    group's timeout.
+    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
+    torch.compile.
 
     Returns all products, in x's dtype and in ordinary memory; on GPUs valid in stream order. All ranks have the same bits, and
-    equal calls give equal bits. Two schedules may split the GEMM into parts of different sizes, which round differently. The
-    first call of a shape is collective set-up of milliseconds to seconds: make it before capturing a CUDA graph.
+    equal calls give equal bits. Two schedules may split the GEMM into parts of different sizes, which round
+    differently. In the first call of a shape, ranks allocate memory together, which takes milliseconds to seconds. Make
+    it before you capture a CUDA graph.
 
     Memory: the result; symmetric memory of the size of x @ w, which is kept. All calls that differ only in rows share the memory
         of the largest x, as for `weft.all_gather_matmul`. During a call the serial schedule also takes x @ w and, to concatenate
         columns, the size of the result. Overlapped backward keeps symmetric memory of the size of the peers' parts of the result,
         and memory of the size of this rank's part.
 
-    Differentiable once in x and w; all ranks must request the same gradients. Gradients are sums over ranks, as in the backward
-    pass of all-gather. If all ranks compute the same loss from y, as replicated layers do, it counts once per rank: divide it by
-    the number of ranks. Backward is a reduce-scatter of the result's gradient and two GEMMs. If both gradients are requested, and
-    if it is faster, rows that have arrived from all ranks are multiplied during the transfer of other rows.
+    Differentiable once in x and w; gradients must be enabled for the same inputs on all ranks. Gradients are sums over
+    ranks, as in the backward pass of all-gather. If all ranks compute the same loss from y, as replicated layers do,
+    divide the loss by the number of ranks. Backward is a reduce-scatter of the result's gradient and two GEMMs. If both
+    gradients are requested, and if it is faster, rows that have arrived from all ranks are multiplied during the
+    transfer of other rows.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
-    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
-    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
-    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
-    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
-    derivative.
+    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
+    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
+    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
+    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
+    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
+    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
     """

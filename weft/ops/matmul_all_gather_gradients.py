@@ -40,7 +40,8 @@ class _MatmulAllGatherGradients(Operator[_Call]):
         p = MatmulAllGatherGradients(world, x.shape[0], w.shape[1], x.shape[1], name_of_dtype("x", x), columns)
         if (g.shape, g.dtype) != (p.shape, x.dtype):
             raise ValueError(
-                f"a gradient {tuple(g.shape)} {g.dtype} does not match products {p.shape} {x.dtype} of all ranks"
+                f"a gradient of shape {tuple(g.shape)} and dtype {g.dtype} does not match the products of all "
+                f"ranks, of shape {p.shape} and dtype {x.dtype}"
             )
         return p
 

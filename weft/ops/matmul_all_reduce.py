@@ -62,15 +62,15 @@ def matmul_all_reduce(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multiply `x` with `w`, and reduce the products of all ranks of `group`, on every rank.
 
-    Equals
+    It computes
 
         y = x @ w; all_reduce(y, op); y = y + bias + residual; return y
 
     or, with `norm`, `return rms_norm(y, [N], norm, eps), y`: the input of a transformer's next layer, and its next residual. But
     finished rows are sent while other rows are computed, and sums are returned while other rows are reduced. If there are few
-    rows, as in decoding, every rank reduces all of them. The planner selects the schedule by shape and machine. If no overlapped
-    schedule is faster, the GEMM and then NCCL (gloo) run. Collective over `group`. Autocast does not apply: inputs are
-    multiplied, and sums normalised, in their own dtype.
+    rows, as in decoding, every rank reduces all of them. The planner selects the schedule by shape and machine. If no
+    overlapping schedule is faster, the GEMM runs first, then NCCL (gloo on CPU). Collective over `group`. Autocast does
+    not apply: inputs are multiplied, and sums normalised, in their own dtype.
 
     x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, of the same shape on all ranks,
         with any number of rows. Not a DTensor (pass its to_local()). Integers and fp8 are refused: products are rounded
@@ -84,11 +84,13 @@ def matmul_all_reduce(
     norm: [N], in x's dtype: the weight of an RMSNorm, whose output is returned with the sum. Not supported with "avg".
     eps: the norm's epsilon, at least 0, added to the mean of a row's squares.
     schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
-        "two_shot[chunks=2,by=dma,add=gemm]", ...), forward only. "autotune": measure at the first call of a shape,
-        select the fastest, and cache it (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
-        GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
-    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
+        "two_shot[chunks=2,by=dma,add=gemm]", ...), forward only. "autotune" times schedules at the first call of a
+        shape, and caches the fastest (docs/planning.md).
+    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    On CPU it also applies in backward. On GPUs the serial schedule calls NCCL, whose waits use the process group's
+    timeout.
+    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
+    torch.compile.
 
     Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. With `norm`, returns (the
     normalised sum, the sum). Each rank normalises the sum as rounded to x's dtype, with its own weight, in fp32 (fp64 in fp64),
@@ -96,27 +98,28 @@ def matmul_all_reduce(
     calls give equal bits, and all ranks get the same bits. Either one rank reduces a row and its peers copy it, or each rank
     reduces it in the order of ranks. The schedule divides the rows among the ranks in equal parts, except that the last ranks may
     have fewer rows, or none. Results of two schedules differ by rounding. "avg" divides the rounded sum: in fp16, products and
-    sums above 65504 overflow before that. The first call of a shape, and its backward, are collective set-up of milliseconds to
-    seconds: make them before capturing a CUDA graph.
+    sums above 65504 overflow before that. In the first call of a shape and its backward, ranks allocate memory
+    together, which takes milliseconds to seconds. Make them before you capture a CUDA graph.
 
     Memory: the results. Symmetric and other memory is kept: up to two and a half times the size of the sum. With few
     rows it is the size of the sum per rank, at most 256 MiB. Backward also keeps x, w and, with `norm`, the sum: do not
     change them in place (autograd raises an error); write `sum = sum + ...`, not `sum += ...`.
 
-    Differentiable once in x, w, bias, residual and norm; all ranks must request the same gradients. Gradients of x and w are sums
-    over ranks, as in `torch.distributed.nn.functional.all_reduce`: each rank may have its own loss, and the gradients are those
-    of the sum of the losses. If all ranks compute the same loss from y, as replicated layers do, it counts once per rank: divide
-    it by the number of ranks. Gradients of bias, residual and norm are those of this rank's own results, as if it had added and
-    normalised after the all-reduce. Backward is a reduce-scatter of the sum's gradient, followed by `all_gather_matmul`, which
-    overlaps. If the rows are not divisible by the number of ranks, it is one all-reduce. Before that, the gradient of the norm is
-    torch's kernel on GPUs, and a dozen elementwise kernels on CPU.
+    Differentiable once in x, w, bias, residual and norm; gradients must be enabled for the same inputs on all ranks.
+    Gradients of x and w are sums over ranks, as in `torch.distributed.nn.functional.all_reduce`: each rank may have its
+    own loss, and the gradients are those of the sum of the losses. If all ranks compute the same loss from y, as
+    replicated layers do, divide the loss by the number of ranks. Gradients of bias, residual and norm are those of this
+    rank's own results, as if it had added and normalised after the all-reduce. Backward is a reduce-scatter of the
+    sum's gradient, followed by `all_gather_matmul`, which overlaps. If the rows are not divisible by the number of
+    ranks, it is one all-reduce. Before that, the gradient of the norm is torch's kernel on GPUs, and a dozen
+    elementwise kernels on CPU.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
-    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
-    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
-    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
-    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
-    derivative.
+    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
+    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
+    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
+    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
+    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
+    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3, 7.3 and 7.6.
     """
@@ -192,7 +195,7 @@ class _MatmulAllReduce(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllReduce:
         x, w, bias, residual, norm, eps, _, _ = call
-        dtype = name_of_dtype("x", x, ", in which the ranks' products can be reduced")
+        dtype = name_of_dtype("x", x, ", because the ranks' products must be reduced in it")
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
         if (norm is None) != (eps is None):

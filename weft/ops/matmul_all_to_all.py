@@ -49,17 +49,17 @@ def matmul_all_to_all(
 ) -> torch.Tensor:
     """Multiply every row with its expert's weights, and send it back to the rank of its token: MoE combine.
 
-    It follows `all_to_all_matmul`. Equals, on W ranks with E experts each,
+    It follows `all_to_all_matmul`. On W ranks with E experts each, it computes
 
         y = grouped_mm(h, w_experts, offs=received.sum(0).cumsum(0))
         y = y sorted by source rank, then by expert
         return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
 
-    but finished rows are sent while other rows are multiplied, and rows are never sorted. The planner selects the schedule by
-    shape and machine. If no overlapped schedule is faster, the GEMMs and then NCCL (gloo) run. Collective over `group`.
-    Differentiable once in h and w_experts. Gradients are sums over rows, not means, and all ranks must request the same
-    gradients. Backward sends the gradient of y to the experts once; if `all_to_all_matmul` overlaps for this shape, its GEMMs
-    overlap with the transfer. Autocast does not apply.
+    Finished rows are sent while other rows are multiplied, and rows are never sorted. The planner selects the schedule
+    by shape and machine. If no overlapping schedule is faster, the GEMMs run first, then NCCL (gloo on CPU). Collective
+    over `group`. Differentiable once in h and w_experts. Gradients are sums over rows, not means, and gradients must be
+    enabled for the same inputs on all ranks. Backward sends the gradient of y to the experts once; if
+    `all_to_all_matmul` overlaps for this shape, its GEMMs overlap with the transfer. Autocast does not apply.
 
     A GEMM followed by an all-to-all of equal parts is the case of one expert: pass `w[None]`, and `received` [W, 1] and `splits`
     [W] filled with `len(h) // W`.
@@ -72,8 +72,8 @@ def matmul_all_to_all(
     received: [W, E] int64 (int32 is converted), on h's device: the number of rows that arrived from each rank for each local
         expert, as `all_to_all_matmul(..., return_received=True)` returns it.
     splits: [W * E] int64 (int32 is converted), on h's device: the number of this rank's tokens for each expert of all ranks, as
-        passed to `all_to_all_matmul`. The values of both are checked on CPU; on GPUs a check would wait for the device, so the
-        caller must ensure them.
+        passed to `all_to_all_matmul`. The values of both are checked on CPU. On GPUs a check would wait for the device,
+        so the caller must ensure that they are right.
     group: a process group, or its name; default: the world.
     rows: the number of this rank's tokens, the sum of splits. Then the host never waits, and a CUDA graph can capture the call,
         unless the schedule is "serial". None: use the number from the dispatch that got this same splits tensor; without such a
@@ -81,12 +81,13 @@ def matmul_all_to_all(
     capacity: the largest number of tokens of any rank in any call, equal on all ranks. Default: a little above the largest number
         at the first call of this shape.
     schedule: pin a schedule by its name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a
-        block), forward only. "autotune": measure at the first call of a shape, select the fastest, and cache it
+        block), forward only. "autotune" times schedules at the first call of a shape, and caches the fastest
         (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
-        on GPUs uses the default. On GPUs the serial schedule and parts of backward call NCCL, whose waits use the process group's
-        timeout.
-    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
+    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    On CPU it also applies in backward; on GPUs backward uses the default. On GPUs the serial schedule and parts of
+    backward call NCCL, whose waits use the process group's timeout.
+    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
+    torch.compile.
 
     Returns y [rows, N] in h's dtype, in the order of this rank's tokens as passed to `all_to_all_matmul`, sorted by
     global expert. It is in ordinary memory, on GPUs valid in stream order. Every row is one product, in fp32, rounded
@@ -373,8 +374,8 @@ def _check(call: _Call, world: int, rank: int) -> None:
     kept, mine = received[rank].tolist(), splits[rank * experts : (rank + 1) * experts].tolist()
     if kept != mine:
         raise ValueError(
-            f"received counts {kept} rows from rank {rank} itself, but splits counts {mine}: pass both as "
-            "all_to_all_matmul had them"
+            f"received says that rank {rank} keeps {kept} rows of its own, but splits says {mine}: pass received "
+            "and splits of the same all_to_all_matmul call"
         )
     if rows is not None and rows != tokens:
         raise ValueError(f"rows={rows}, but splits add up to {tokens}: pass this rank's number of tokens")

@@ -49,14 +49,15 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Multiply `A` with `B`, reduce the products of all ranks of `group`, and return each rank's part along `scatter_dim`.
 
-    Signature and result are those of `torch.ops.symm_mem.fused_matmul_reduce_scatter`. Equals
+    Signature and result are those of `torch.ops.symm_mem.fused_matmul_reduce_scatter`. It computes
 
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 
-    but finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
-    overlapped schedule is faster, the GEMM and then NCCL (gloo) run. Collective over `group`. Differentiable once in A and B.
-    Gradients are sums over ranks, and all ranks must request the same gradients. Backward is `all_gather_matmul` of the result's
-    gradient. Autocast does not apply: inputs are multiplied in their own dtype.
+    Finished rows are sent while other rows are computed. The planner selects the schedule by shape and machine. If no
+    overlapping schedule is faster, the GEMM runs first, then NCCL (gloo on CPU). Collective over `group`.
+    Differentiable once in A and B. Gradients are sums over ranks, and gradients must be enabled for the same inputs on
+    all ranks. Backward is `all_gather_matmul` of the result's gradient. Autocast does not apply: inputs are multiplied
+    in their own dtype.
 
     A: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, not a DTensor (pass its to_local()).
         Integers and fp8 are refused: products are rounded to A's dtype before they are reduced, and these dtypes cannot hold sums
@@ -68,28 +69,30 @@ def matmul_reduce_scatter(
     group: a process group, or its name.
     schedule: pin a schedule by its name, as `weft.plan.explain` lists them ("serial",
         "direct[chunks=2,by=dma,add=gemm]", ...), forward only. "pulled[chunks=2,by=gemm]" (by=tracked) has not been
-        timed on GPUs: it is not listed, and runs only if pinned. "autotune": measure at the first call of a shape,
-        select the fastest, and cache it (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On
-        GPUs the serial schedule calls NCCL, whose waits use the process group's timeout.
-    timeline: receives the times of all steps (profiling: on GPUs it synchronises; not supported under torch.compile).
+        timed on GPUs: it is not listed, and runs only if pinned. "autotune" times schedules at the first call of a
+        shape, and caches the fastest (docs/planning.md).
+    deadline_s: the longest time in seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    On CPU it also applies in backward. On GPUs the serial schedule calls NCCL, whose waits use the process group's
+    timeout.
+    timeline: receives the times of all steps, for profiling. On GPUs the call then synchronises. Not supported under
+    torch.compile.
 
     Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. Its shape is the
     product's, with scatter_dim divided by the number of ranks. Overlapped schedules reduce in fp32, in an order fixed by the
     schedule and the number of ranks, so equal calls give equal bits. The ring rounds its sums at each rank, as NCCL does. Results
     of two schedules differ by rounding. "avg" divides the rounded sum: in fp16, products and sums above 65504 overflow before
-    that. The first call of a shape, and its backward, are collective set-up of milliseconds to seconds: make them before
-    capturing a CUDA graph.
+    that. In the first call of a shape and its backward, ranks allocate memory together, which takes milliseconds to
+    seconds. Make them before you capture a CUDA graph.
 
     Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B. All calls that differ only in rows
     share the memory of the largest A, as for `weft.all_gather_matmul`. The serial schedule takes A @ B during the call.
 
-    Raises `ValueError` for bad arguments. Every rank gets a `RefusedError` (a `ValueError`), and the group stays
-    usable. On GPUs this holds for the first call of a shape; a later error makes the group unusable. An invalid group
-    is a `ValueError` on that rank only. `DisagreementError` if ranks describe different calls: on CPU at every call, on
-    GPUs at the first call of a shape. Later calls on GPUs are compared within a second, and a difference makes the
-    group unusable. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
-    derivative.
+    Raises `RefusedError` (a `ValueError`) on every rank if any rank passes bad arguments; the group stays usable. On
+    GPUs this holds for the first call of a shape; an error in a later call may make the group unusable. Raises
+    `ValueError` on this rank only for an invalid group. Raises `DisagreementError` if ranks make different calls: on
+    CPU in every call, on GPUs in the first call of a shape. On GPUs later calls are compared within a second, and a
+    difference makes the group unusable. Raises `DeadlineError`, `PeerLostError` or `PoisonedGroupError` if a rank is
+    late, is lost, or has failed, and `NotImplementedError` for second derivatives.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
     """
@@ -147,7 +150,7 @@ class _MatmulReduceScatter(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
         x, B, _, _ = call
         fp8 = "; for fp8 use weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
-        dtype = name_of_dtype("A", x, f", in which the ranks' products can be reduced{fp8}")
+        dtype = name_of_dtype("A", x, f", because the ranks' products must be reduced in it{fp8}")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)

@@ -64,8 +64,8 @@ def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bi
         return
     with together(of, group_of(group_name), x, None):
         raise ValueError(
-            f"{of}: bias has shape {tuple(bias.shape)} on {bias.device}: pass {tuple(w.shape[:1])} on {x.device}, "
-            "the device of x"
+            f"{of}: bias has shape {tuple(bias.shape)} on {bias.device}: pass shape {tuple(w.shape[:1])} on "
+            f"{x.device}, the device of x"
         )
 
 

@@ -104,8 +104,8 @@ class Calibration:
         """Return `model` with these numbers. Raise `ValueError` if they belong to another number of ranks, or are implausible."""
         if model.world_size != self.world_size:
             raise ValueError(
-                f"the calibration is for {self.world_size} ranks, but the model has "
-                f"{model.world_size}: calibrate with as many"
+                f"the calibration is for {self.world_size} ranks, but the model has {model.world_size}: calibrate "
+                f"with {model.world_size} ranks"
             )
         changed: dict[str, Any] = {
             "launch_us": self.launch_us,
@@ -224,8 +224,8 @@ def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, flo
         latency, per_byte = 0.0, float(us @ count / (count @ count))
     if per_byte <= 0:
         raise ValueError(
-            f"times of {what} do not grow with their bytes: {dict(zip(count, us, strict=True))}: the machine was "
-            "busy: calibrate again"
+            f"the measured times of {what} do not grow with their bytes ({dict(zip(count, us, strict=True))}), so "
+            "the machine was probably busy: calibrate again"
         )
     return min(float(latency), float(us.min())), 1 / float(per_byte)
 

@@ -175,7 +175,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     if serial is None or serial.us is None:
         return (
             fastest,
-            f"{fastest.candidate.name} is the fastest: {fastest.us:.1f} us {how}; there is no serial schedule",
+            f"{fastest.candidate.name} is the fastest: {fastest.us:.1f} us {how}. There is no serial schedule",
         )
     if serial not in timed:
         best, among = _simplest(timed, fastest, measured)

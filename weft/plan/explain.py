@@ -38,11 +38,11 @@ HEADER = (
 )
 _WITHOUT_LOSSES = (0, 1, 2, -1)
 LEGEND = (
-    "DIL, CIL: decomposition and contention inefficiency losses: the cost of decomposing an operation, and of "
-    "running it concurrently; factors, 1 is no loss"
+    "DIL: decomposition loss, the time of the pieces / the time of the whole operation. CIL: contention loss, "
+    "the time beside other work / the time alone. 1 is no loss"
 )
-HERE = "measured here: this process measured all GEMMs of that candidate, and predicts its time from them"
-IN_A_ROW = "measured us: per call, back to back with the host ahead, unless graphs were timed"
+HERE = "measured here: this process has measured all GEMMs of the candidate, and the prediction uses these times"
+IN_A_ROW = "measured us: time per call of calls in a row that the host launches ahead, unless graphs were timed"
 _SHOWN = 10
 
 
@@ -124,12 +124,12 @@ class Explanation:
             lines.append(
                 (
                     "calls",
-                    f'GPUs take serial: other schedules of {p.title} are taken only if pinned or by "autotune"',
+                    f'GPUs run serial for {p.title}: other schedules run only if pinned, or with "autotune"',
                 )
             )
         if (losses := rows[choice.candidate.name].losses) is not None:
             parts = f"GEMM {losses.gemm_us:.1f}, communication {losses.communication_us:.1f}"
-            taken = f"the choice takes {losses.over_ideal:.2f} of it, queued"
+            taken = f"the choice takes {losses.over_ideal:.2f} times as long, queued"
             lines.append(("ideal", f"max({parts}) = {losses.ideal_us:.1f} us; {taken}"))
         if "serial" in rows and (losses := rows["serial"].losses) is not None:
             lines.append(("serial", f"{losses.exposed_us:.1f} us of communication exposed"))
@@ -219,7 +219,9 @@ def explanation(
     """Return the parts of `explain`. progress: see `weft.plan.predict.Progress`."""
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
-        raise ValueError(f"dtype={dtype!r}: {machine.name} has rates only for {', '.join(model.matmul_flops_per_us)}")
+        raise ValueError(
+            f"dtype={dtype!r}: {machine.name} has matmul rates only for {', '.join(model.matmul_flops_per_us)}"
+        )
     problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, **options)
     if not problem.has_work:
         raise ValueError(f"M={M}, N={N}, K={K}: each must be at least 1")
@@ -243,7 +245,7 @@ def machine_and_model(
     machine = machine_here() if hw is None else load_machine(hw)
     if machine is None:
         machine = load_machine("h200")
-        notes.append(f"{machine_name()} has no machine file, so {machine.name} is shown: hw (--hw) selects another")
+        notes.append(f"{machine_name()} has no machine file, so {machine.name} is shown. Select another with hw (--hw)")
     elif machine.about:
         notes.append(machine.about)
     try:
@@ -255,7 +257,7 @@ def machine_and_model(
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error
     if here := gemms.measured_here(machine.name):
-        note += f", and {len(here)} GEMMs measured here"
+        note += f", and with {len(here)} GEMMs measured here"
     return machine, gemms.informed(model, machine.name), (*notes, note)
 
 

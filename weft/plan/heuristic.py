@@ -60,7 +60,7 @@ def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
     try:
         pick = static_pick(problem, _machine(machine_name))
     except KeyError as error:  # fp64, as on CPU, has no rate in machine files
-        return None, f"it needs the machine's rates, and {error.args[0].partition(';')[0]}"
+        return None, f"it needs the machine's matmul rates, but {error.args[0].partition(';')[0]}"
     if pick is None:
         return None, f"it does not cover {problem.title}"
     try:

@@ -31,7 +31,7 @@ class _Family:
     base: Model  # a reference keeps its id from being reused
     contenders: frozenset[str]
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """The schedule of each mode, by half octave."""
+    """The schedule of each mode, by size bucket."""
 
 
 _families: dict[Hashable, _Family] = {}
@@ -63,22 +63,22 @@ def _is_clear(choice: Choice) -> bool:
 
 
 def octave(problem: Problem) -> int:
-    """Return the half octave of the problem's size in its family."""
+    """Return the size bucket of the problem's size in its family."""
     return octave_of(problem.family[1])
 
 
 def octave_of(size: float) -> int:
-    """Return the half octave of a size."""
+    """Return the size bucket of a size."""
     return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
 
 
 def typical(problem: Problem) -> Problem:
-    """Return the problem at the middle of this half octave, for which the choice is made."""
+    """Return the problem at the middle of this size bucket, for which the choice is made."""
     return problem.resized(2 ** (octave(problem) / _PER_OCTAVE))
 
 
 def between(known: Mapping[int, T], here: int) -> T | None:
-    """Return the choice of the nearest half octaves below and above `here` if it is the same; None if it must be planned.
+    """Return the choice of the nearest size buckets below and above `here` if it is the same; None if it must be planned.
 
     For two ways whose times are each a constant plus a time per row, the faster one changes at most once.
     """

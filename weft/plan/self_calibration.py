@@ -30,7 +30,7 @@ _COPY_US, _GEMM_US = 3000.0, 2000.0  # the longest single copy and GEMM, by deri
 _COPIES = tuple(1 << i for i in range(26, 19, -1))  # 64 MiB to 1 MiB
 _CUBES = (8192, 4096, 2048, 1024)
 _SMALLER = 4  # times, along each side: the second GEMM
-_AGAIN = "a group's first call measures again"
+_AGAIN = "the next first call of a group measures again"
 
 
 class ProbeSizes(NamedTuple):

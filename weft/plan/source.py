@@ -46,7 +46,7 @@ def calibrated(machine: Machine, ranks: int) -> Calibrated:
     except ValueError as error:
         why = f"not calibrated: {error}"
     if not machine.about:
-        return Calibrated(base, f"{why}, by the machine file's numbers", refused, "machine file")
+        return Calibrated(base, f"{why}, so the machine file's numbers are used", refused, "machine file")
     model, note, source = _self_calibrated(machine, base, ranks)
     return Calibrated(model, f"{why}, {note}", refused, source)
 

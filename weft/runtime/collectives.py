@@ -85,7 +85,7 @@ def all_to_all_single(
 
 
 def _finished(work: dist.Work | None) -> None:
-    """Order the caller's stream behind `work`, for backends that have not done so."""
+    """Order the caller's stream after `work`, for backends that have not done so."""
     if work is not None:
         work.wait()
 
@@ -120,8 +120,8 @@ def finish(work: dist.Work, comm: Communicator, what: str, deadline_s: float, *h
             comm.check()
             if time.monotonic() >= until:
                 raise DeadlineError(
-                    f"rank {comm.rank} waited {deadline_s:g} s for {what}: wanted all {comm.world_size} ranks, but some are "
-                    "missing"
+                    f"rank {comm.rank} waited {deadline_s:g} s for {what}: expected all {comm.world_size} ranks, "
+                    "but some are missing"
                 )
     except BaseException as error:
         # No effect if the group has failed before.

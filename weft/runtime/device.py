@@ -1,4 +1,4 @@
-"""Devices as callers see them: work on GPUs is enqueued, work on CPU is done when a call returns."""
+"""Synchronisation of devices: GPU work is enqueued, and CPU work is complete when a call returns."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@ reduce them by row.
     received   [global batch, columns of this rank's tables]           all_to_all_single, once for each pooled vector
     rows       the reduced gradient of each row that the batch has read: into an optimizer's update, or into `.grad`
 
-Each rank's part of `grad` for an owner is copied together first. On CPU ranks meet before the exchange with the number of the
-forward call, its batch sizes and the learning rate. So ranks that go back through different calls, or would update
-differently, get an error that names the difference, before anything is written. On GPUs hosts do not meet.
+Each rank's part of `grad` for an owner is copied together first. CPU ranks synchronise before the exchange, and compare
+the number of the forward call, its batch sizes and the learning rate. If ranks run backward of different calls, or
+would update differently, they raise an error that names the difference before anything is written. On GPUs hosts do not
+synchronise.
 
 Ids and samples alone fix the order of sums (csrc/embedding_backward.hpp). So equal inputs give equal bits, for any
 number of ranks, any placement of tables, and any delays.
@@ -109,7 +110,8 @@ def collecting(update: FusedUpdate) -> Iterator[list[Collected]]:
     key, collected = id(update.step), list[Collected]()
     if key in COLLECTED:
         raise ValueError(
-            "accumulate() inside of accumulate() of the same module: leave out the inner one, one update follows the outer"
+            "accumulate() was called inside accumulate() of the same module: remove the inner call; the tables "
+            "are updated once, when the outer block ends"
         )
     COLLECTED[key] = collected
     try:
@@ -148,7 +150,7 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
         elif reads_tables:
             check_weights(weights, of.plan.sharding, of.rank)
     except ValueError as error:
-        raise ValueError(f"backward of embedding_all_to_all, after a change since forward: {error}") from error
+        raise ValueError(f"backward of embedding_all_to_all: the tables have changed since forward: {error}") from error
     if reads_tables and of.tables is not None:
         of.require_values_of_forward()
 
@@ -267,7 +269,8 @@ def _meet(comm: Communicator, of: ForwardCall, deadline_s: float | None) -> None
 
 
 def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s: float | None) -> None:
-    """Meet the ranks that go back through `of`. Raise on every rank if calls, optimizers or learning rates differ."""
+    """Synchronise the ranks before backward of `of`. Raise on every rank if calls, optimizers or learning rates
+    differ."""
     _meet_on(comm, topic, of.said, of.number, deadline_s)
 
 
@@ -284,4 +287,4 @@ def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_
     texts = comm.all_gather(
         f"call {number}, {said}" if number else said, what="options of backward", deadline_s=deadline_s
     )
-    meeting.disagree(f"ranks go back through embedding_all_to_all differently: {by_rank(enumerate(texts))}")
+    meeting.disagree(f"ranks run backward of embedding_all_to_all in different ways: {by_rank(enumerate(texts))}")

@@ -39,7 +39,7 @@ class Spans:
 
 
 def local_gradients(of: ForwardCall, jagged: JaggedInput, spans: Spans, grad: torch.Tensor) -> torch.Tensor:
-    """Return the float32 gradients of all tables, flat, and behind them 1 for each row that this rank has read.
+    """Return the float32 gradients of all tables, flat, and after them 1 for each row that this rank has read.
 
     grad: [samples, columns of all tables].
     """

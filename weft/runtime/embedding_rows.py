@@ -109,7 +109,8 @@ def _call(
 
 
 def _some(tables: Tables, places: Sequence[int], given: Sequence[RowGradients]) -> Tables:
-    """Return some of the tables. A table alone has a seed of its own, since its number in the call is that of every other."""
+    """Return some of the tables. If a call has only one table, the seed is derived from that table, because its index
+    in the call is always 0."""
     optimizer = tables.optimizer
     if len(places) == 1:
         seed = (optimizer.seed + given[places[0]].number * 0x9E3779B97F4A7C15) % 2**63

@@ -7,9 +7,9 @@ It is the schedule `serial` of `weft.builders.embedding_all_to_all`, as a user w
     received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
     result    [local batch, all columns], in the order of tables
 
-It uses no symmetric memory, so results are ordinary tensors. On CPU, ranks meet before they pool, as with other transports, and
-before they exchange, with this call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout and errors apply to the
-exchange.
+It uses no symmetric memory, so results are ordinary tensors. CPU ranks synchronise before they pool, as with other
+transports, and before they exchange, with this call's deadline (`weft.runtime.unfused.turn`). On GPUs, NCCL's timeout
+and errors apply to the exchange.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Executor(ABC):
     ) -> dict[str, Any]:
         """Run the schedule once; every rank does. Return the outputs that were passed as functions, by name.
 
-        tensors: every input and output buffer by name. An output whose number of rows only the run knows is a function from that
-        number to a tensor. deadline_s: how long a wait for another rank may last. timeline: gets a span for every step of this
-        rank. like_before: True if only the addresses of the tensors differ from an earlier run; then they need not be
+        tensors: every input and output buffer by name. An output whose number of rows is known only at run time is a function
+        from that number to a tensor. deadline_s: how long a wait for another rank may last. timeline: gets a span for every step
+        of this rank. like_before: True if only the addresses of the tensors differ from an earlier run; then they need not be
         checked.
 
         Bad tensors are refused before anything is written.

@@ -13,7 +13,8 @@ from weft.schedule import Schedule
 from weft.symm import Communicator
 
 Tensors: TypeAlias = dict[str, Any]
-"""The tensors of a call, by buffer; for an output whose rows only the run knows, a function from their number to a tensor."""
+"""The tensors of a call, by buffer; for an output whose number of rows is known only at run time, a function from their number to a
+tensor."""
 
 
 @torch.inference_mode(False)

@@ -1,4 +1,4 @@
-"""The meeting of a group's ranks on CPU, before each call begins.
+"""The rendezvous of a group's ranks on CPU, before each call begins.
 
 Each rank publishes its next call (a `Topic`), or the reason for a refusal, and reads its peers' messages. This is one small
 all-gather through shared memory, which takes microseconds. No rank computes, sends or counts anything until all ranks are
@@ -8,10 +8,10 @@ known to make the same call:
     topics differ             `DisagreementError` on every rank. Ranks are out of step, by at least one call: the group ends
     a rank does not arrive    `DeadlineError`, `PeerLostError`: the group ends
 
-All calls of a group use one meeting, whichever operator makes them. So ranks' calls are compared by position: the n-th call of
+All calls of a group use one rendezvous, whichever operator makes them. So ranks' calls are compared by position: the n-th call of
 one rank meets the n-th call of every peer.
 
-On GPUs hosts do not meet, because a meeting would cost more than the call: see `weft.operator.together`.
+On GPUs hosts do not synchronise, because a rendezvous would cost more than the call: see `weft.operator.together`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _DIGEST = 16
 _PIECE_BYTES = 32 * 1024  # of details per message; a message carries up to 64 KiB
 _NUMBER = re.compile(r"\b\d+\b")  # a size, not a part of "fp32"
 _MISSED = (
-    "Every rank must make this call, forward or backward, within that time, which deadline_s or WEFT_DEADLINE_S says: see whether "
-    "that rank raised an error before it, or left it out. This group has ended, make a new one"
+    "Every rank must make this call, forward or backward, before the deadline, which deadline_s or "
+    "WEFT_DEADLINE_S sets. Check whether that rank raised an error before the call, or skipped it. This group "
+    "has failed: make a new process group"
 )
 
 T = TypeVar("T")
@@ -66,7 +67,8 @@ class Topic:
 
 
 class Meeting:
-    """The meeting of all calls of `communicator`, which is on CPU. The constructor is collective. One thread at a time may call."""
+    """The rendezvous of all calls of `communicator`, which is on CPU. The constructor is collective. One thread at a time may
+    call."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -79,7 +81,7 @@ class Meeting:
         comm._holders.add(self)
 
     def close(self) -> None:
-        """Drop the meeting of this communicator at its end."""
+        """Drop the rendezvous of this communicator at its end."""
         _meetings.pop(self.comm, None)
 
     def meet(self, topic: Topic, *, deadline_s: float | None, extra: bytes = _NOTHING) -> list[bytes]:
@@ -103,7 +105,7 @@ class Meeting:
         try:
             return _refusals(self._publish(_REFUSAL + message, "the call that it refuses", deadline_s))
         except WeftError as error:
-            raise type(error)(f"{error}. This rank had refused the call: {text}") from error
+            raise type(error)(f"{error}. This rank had refused its call: {text}") from error
 
     def _publish(self, payload: bytes, what: str, deadline_s: float | None) -> list[bytes]:
         with self._publishing:
@@ -123,7 +125,9 @@ class Meeting:
             other = topic.difference() if topic.difference else ""
             calls = other or f"{calls}, with other details"
         sizes_differ = len(set(texts)) > 1 and len({_NUMBER.sub("", text) for text in texts}) == 1
-        self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint * sizes_differ)
+        self.disagree(
+            f"ranks made different calls (call {self.calls} of each rank): {calls}", topic.hint * sizes_differ
+        )
 
     def _end_layers(self, noted: Noted) -> NoReturn:
         """Gather the options and call `disagree`. Every rank does so, because all have read the same fingerprints."""
@@ -133,8 +137,8 @@ class Meeting:
         """End the group and raise `DisagreementError`, for an error that every rank finds."""
         self.comm.end(text)
         raise DisagreementError(
-            f"{text}. Call the same, in the same order, on every rank{hint and '; '}{hint}. The ranks are out of step: this group "
-            "has ended, make a new one"
+            f"{text}. Make the same calls in the same order on every rank{hint and '; '}{hint}. The ranks are out "
+            "of step, so this group has failed: make a new process group"
         )
 
 
@@ -184,7 +188,7 @@ _meetings: dict[Communicator, Meeting] = {}
 
 
 def meeting_of(comm: Communicator) -> Meeting:
-    """Return the meeting of a communicator. Collective at the first call for a communicator."""
+    """Return the rendezvous of a communicator. Collective at the first call for a communicator."""
     return of_communicator(_meetings, comm, Meeting)
 
 

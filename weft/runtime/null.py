@@ -55,7 +55,7 @@ class NullSchedule(Executor):
         of times; the next run continues there.
         """
         if deadline_s is not None and deadline_s <= 0:
-            raise ValueError(f"deadline_s={deadline_s} must be above 0")
+            raise ValueError(f"deadline_s={deadline_s} must be positive")
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if found != self._shapes:
             raise ValueError(f"tensors {found} must be {self._shapes}")

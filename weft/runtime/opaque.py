@@ -33,8 +33,8 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 
     untraced: Callable[P, T] | None = None
     why = (
-        f"weft does not let torch.compile trace {function.__name__}: call it outside of the compiled function, or compile "
-        "without fullgraph=True"
+        f"torch.compile cannot trace {function.__name__} of weft: call it outside the compiled function, or "
+        "compile without fullgraph=True"
     )
 
     @functools.wraps(function)

@@ -46,7 +46,9 @@ class OutputPool:
 
     def __init__(self, comm: Communicator, count: int) -> None:
         if not 1 <= count <= 255:
-            raise ValueError(f"outputs={count} must be between 1 and 255: how many result buffers each rank keeps")
+            raise ValueError(
+                f"outputs={count} is the number of result buffers of each rank: pass a number from 1 to 255"
+            )
         self._comm = comm
         self.count = count
         self.copied = 0
@@ -103,8 +105,8 @@ class OutputPool:
         """Return a free buffer for the next result. Raise `WeftError` if there is none."""
         if not self._free:
             raise WeftError(
-                f"no result buffer is free (outputs={self.count}): drop the last result and every view of it before the "
-                f"next call, or pass outputs={self.count + 1}; and let threads take turns"
+                f"no result buffer is free (outputs={self.count}): delete the last result and every view of it "
+                f"before the next call, or pass outputs={self.count + 1}; threads must not call at the same time"
             )
         return self._free.pop()
 
@@ -137,7 +139,7 @@ class OutputPool:
 
 
 class LendingExecutor(Executor):
-    """An executor whose results lie in `outputs` until their holders drop them. `close` sets `closed`."""
+    """An executor whose results stay in the buffers `outputs` until the user frees them. `close` sets `closed`."""
 
     outputs: OutputPool
     closed = False

@@ -212,7 +212,7 @@ class Total(NamedTuple):
     step: int
 
 
-_PER_RANK = "write what differs between ranks as lookup((0, 1), RANK), or as arithmetic"
+_PER_RANK = "write a value that differs between ranks as lookup((0, 1), RANK), or as arithmetic with RANK"
 
 
 INDEX_TYPES = frozenset({int, Expr})
@@ -463,14 +463,14 @@ def _parsed(text: str) -> ast.expr:
     """Parse an expression that may come from a file; raise `SyntaxError` also beyond the limits on its length, depth and
     numbers."""
     if len(text) > MOST_LETTERS:
-        raise SyntaxError(f"it has {len(text)} letters, and at most {MOST_LETTERS} are allowed")
+        raise SyntaxError(f"it has {len(text)} characters, but at most {MOST_LETTERS} are allowed")
     node = ast.parse(text, mode="eval").body
     left: list[tuple[ast.AST, int]] = [(node, 1)]
     while left:
         part, depth = left.pop()
         if depth > MOST_DEPTH:
             raise SyntaxError(
-                f"it is nested more than {MOST_DEPTH} deep, the most that is allowed (a sum as deep as its terms)"
+                f"it is nested too deep: at most {MOST_DEPTH} levels are allowed (a sum has a level for each term)"
             )
         if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value > MOST_NUMBER:
             raise SyntaxError(

@@ -40,7 +40,7 @@ class TileKernel:
         return self.kind
 
     def continues(self, before: TileKernel | None) -> bool:
-        """True if its tiles need no launch of their own behind those of `before`, with nothing but signals between."""
+        """True if its tiles need no launch of their own after those of `before`, with nothing but signals between."""
         return type(before) is type(self)
 
 
@@ -111,7 +111,7 @@ class TrackedMatmul(TileKernel):
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
     """The K from which a call may take it unpinned: with a shorter one, storing tiles at peers takes longer than
-    multiplying them. (2 x H100, K 512: all-gather behind the GEMM 0.79, reduce-scatter 0.84 of the speed of NCCL and
+    multiplying them. (2 x H100, K 512: all-gather after the GEMM 0.79, reduce-scatter 0.84 of the speed of NCCL and
     cuBLAS.)"""
     rows: int = 128
     cols: int = 256

@@ -6,10 +6,10 @@ A copy by kernel polls and sets flags itself, so it is one launch with the signa
 
     sets_before  sets before its waits, if the rank has one lane: else a set must not wait for waits that other lanes may block
     waits        waits before the copy: all its programs poll
-    body         the copy, and further copies of the same source, each with the sets behind it. All of them write to fixed places
+    body         the copy, and further copies of the same source, each with the sets after it. All of them write to fixed places
                  in the schedule's own memory, at the same row pitch, and all or none accumulate
-    sets         sets behind the copies: the last program sets them
-    waits_after  waits behind the sets: the last program polls. Only if the sets may be issued as late as these waits
+    sets         sets after the copies: the last program sets them
+    waits_after  waits after the sets: the last program polls. Only if the sets may be issued as late as these waits
 
 Other steps are a launch each. Neighbouring waits between ranks are one operation of their stream, and so are neighbouring sets.
 """
@@ -102,9 +102,9 @@ def launches(
     """Return the launches of a lane in order, its loops unrolled.
 
     crossing: for each step, True if it is a signal between ranks. lane: the lane's number. alone: the rank has no other lane.
-    held: buffers whose contents only the run knows; a copy whose size depends on them holds `dynamic_units`.
+    held: buffers whose contents are known only at run time; a copy whose size depends on them holds `dynamic_units`.
     may_answer: True if the sets among the steps [first, end) may be issued as late as the last of these steps.
-    tiles_go_on: a kernel of tiles also sets the signals behind them, and does later tiles if `TileKernel.continues`. The simulator
+    tiles_go_on: a kernel of tiles also sets the signals after them, and does later tiles if `TileKernel.continues`. The simulator
     assumes so. The GPU compiler launches a kernel for each step, and its streams set the signals.
     """
     found: list[Launch] = []
@@ -215,8 +215,8 @@ def launches_of_rank(
     """Return the launches of all lanes of a rank, in the order of issue.
 
     lanes: names, by number. order: (lane, step) in the order of issue (`weft.schedule.verify.issue_order`). awaited: see `setters`.
-    Sets may be issued late, together with waits behind them, unless another lane's wait for a peer is issued in between. In one
-    hardware queue the sets would be queued behind that wait, and the peer would wait for the sets.
+    Sets may be issued late, together with waits after them, unless another lane's wait for a peer is issued in between. In one
+    hardware queue the sets would be queued after that wait, and the peer would wait for the sets.
     """
     steps: dict[str, list[Step]] = {name: [] for name in lanes}
     places: dict[str, list[int]] = {name: [] for name in lanes}  # of each lane's steps, in the order

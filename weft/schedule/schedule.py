@@ -97,11 +97,11 @@ class Schedule:
         return any(step.tile_kernel for step in self.walk())
 
     def walk(self) -> Iterator[Step]:
-        """Yield each step of each lane once, loops before the steps inside of them. Tiles are one step."""
+        """Yield each step of each lane once, loops before the steps inside them. Tiles are one step."""
         return walk(step for lane in self.lanes for step in lane.steps)
 
     def map_steps(self, change: Callable[[Step], Step | None]) -> Schedule:
-        """Return the schedule with `change(step)` for each step, also inside of loops; None removes it.
+        """Return the schedule with `change(step)` for each step, also inside loops; None removes it.
 
         Loops stay, and tiles are one step."""
         return replace(self, lanes=tuple(replace(one, steps=map_steps(one.steps, change)) for one in self.lanes))
@@ -144,7 +144,8 @@ class Schedule:
             signals = ", ".join(f"{s.name}[{s.count}]" for s in self.signals)
             lines += [wrapped("signals  ", f"{signals}   (counters on every rank)"), ""]
         lines.append(
-            "buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []"
+            "notation: buffer@rank[first row:+rows, first column:+columns]; without @rank, this rank's; without [], "
+            "the whole buffer"
         )
         for lane in self.lanes if rank is None else self.of_rank(rank):
             lines += ["", f"lane {lane.name} ({lane.resource})"]
@@ -215,7 +216,7 @@ class Draft:
         size = buffer.rows * buffer.cols
         distinct = {id(of_rank): of_rank for of_rank in expected}  # mostly all ranks have the same contents
         if any(int(n) != n or n < 0 for of_rank in distinct.values() for n in of_rank):
-            raise ValueError(f"buffer {buffer.name} must hold whole numbers of at least 0, and expected is {expected}")
+            raise ValueError(f"buffer {buffer.name} must hold whole numbers of at least 0, but expected={expected}")
         if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
             raise ValueError(
                 f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected has "
@@ -293,15 +294,15 @@ class LaneDraft:
 
     def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:
         _require_known("lane", self.name, "by", by, _READ_BY)
-        self._require(Buffer, buffer, "read takes a whole buffer: pass the result of Draft.buffer")
+        self._require(Buffer, buffer, "read takes a whole buffer: pass a buffer that Draft.buffer returned")
         return self.then(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
-        self._require(Signals, signals, "pass the result of Draft.signals")
+        self._require(Signals, signals, "pass signals that Draft.signals returned")
         return self.then(Set(signals.name, index, at))
 
     def wait(self, signals: Signals, index: Index = 0, count: Index = 1, previous: bool = False) -> LaneDraft:
-        self._require(Signals, signals, "pass the result of Draft.signals")
+        self._require(Signals, signals, "pass signals that Draft.signals returned")
         return self.then(Wait(signals.name, index, count, previous))
 
     def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:
@@ -310,7 +311,7 @@ class LaneDraft:
 
     def _require(self, wanted: type, given: Any, fix: str) -> None:
         if not isinstance(given, wanted):
-            raise TypeError(f"lane {self.name}: {kind(given)} is no {wanted.__name__}: {fix}")
+            raise TypeError(f"lane {self.name}: {kind(given)} is not a {wanted.__name__}: {fix}")
 
     def then(self, step: Step) -> LaneDraft:
         """Append a step of any kind."""
@@ -324,8 +325,8 @@ def _require_step(step: Any, *where: str) -> None:
 
     Large schedules have ten thousands of steps: texts are only built for errors."""
     if not isinstance(step, Step):
-        hint = ": a lane's methods put steps on it; inside of repeat, write Copy(...), Set(...), Wait(...)"
-        raise TypeError(f"{' '.join(where)}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
+        hint = ": add steps with a lane's methods; inside repeat, write Copy(...), Set(...), Wait(...)"
+        raise TypeError(f"{' '.join(where)}: {kind(step)} is not a step{hint if isinstance(step, LaneDraft) else ''}")
     for name, wanted in _operand_fields(type(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
         if wrong := _wrong_operand(getattr(step, name), wanted):
             raise TypeError(f"{' '.join(where)}: {name} of {step.kind!r} {wrong}")
@@ -364,9 +365,9 @@ def _wrong_operand(given: Any, wanted: str) -> str:
         return f"is {kind(given)}: write a tuple of regions, (x.part(),)"
     for one in given:
         if type(one) is Buffer:
-            return f"takes regions, and buffer {one.name} is none: write {one.name}.part()"
+            return f"takes regions, but {one.name} is a buffer: write {one.name}.part()"
         if type(one) is not Region:
-            return f"takes regions, and {kind(one)} is none: write x.part(), of a buffer x"
+            return f"takes regions, but got {kind(one)}: write x.part(), where x is a buffer"
     return ""
 
 

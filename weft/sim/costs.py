@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
     @property
     def holds(self) -> float:
-        """Return the share of its rank's units that it needs to begin."""
+        """Return the fraction of its rank's compute units that must be free before it can begin."""
         return sum(amount for how, place, amount in self.uses if how == "hold" and place == _COMPUTE)
 
 
@@ -278,7 +278,7 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
 def _fetching_us(links: Links, inputs: Iterable[Operand]) -> float:
     """Return the time from a request for the first bytes of peers' operands until they arrive.
 
-    Bytes that a step stores in a peer's memory arrive a latency after they are sent, and so does the signal behind them. The wait
+    Bytes that a step stores in a peer's memory arrive a latency after they are sent, and so does the signal after them. The wait
     for this signal has that latency (`weft.sim.lower`), and the step does not.
     """
     return max((links.latency_us(0, o.at) + links.latency_us(o.at, 0) for o in inputs if o.at), default=0.0)

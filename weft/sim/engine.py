@@ -60,14 +60,14 @@ def simulate(
     `SimulationError` if a collective ends before its links can have carried its bytes.
     """
     if runs < 1:
-        raise ValueError(f"runs={runs}: simulate one run at least")
+        raise ValueError(f"runs={runs} must be at least 1")
     if model.world_size not in (0, schedule.world_size):
         raise ValueError(
-            f"schedule {schedule.name} is for {schedule.world_size} ranks, and the model for {model.world_size}"
+            f"schedule {schedule.name} is for {schedule.world_size} ranks, but the model has {model.world_size}"
         )
     late = tuple(late_us) or (0.0,) * schedule.world_size
     if len(late) != schedule.world_size or min(late) < 0:
-        raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
+        raise ValueError(f"late_us={late} must have {schedule.world_size} times of at least 0, one for each rank")
     if not trusted:
         check_steps(schedule)
         require_memory(schedule, model)
@@ -76,7 +76,7 @@ def simulate(
     result = engine.run()
     works = (task for lane in program.lanes for task in lane.tasks if isinstance(task, Work))
     if model != NULL and not any(task.latency_us + task.work_us > 0 for task in works):
-        raise ScheduleError(f"schedule {schedule.name} takes no time on {model.name}: there is no work in it")
+        raise ScheduleError(f"schedule {schedule.name} has no work that takes time on {model.name}")
     return result
 
 
@@ -85,7 +85,7 @@ _KNOWN_SPEEDS = 1 << 20
 
 
 class _Meeting:
-    """A collective under way. No rank may be the last to leave it before `least_end`."""
+    """A running collective. It ends at `least_end` at the earliest."""
 
     __slots__ = ("least_end", "open")
 
@@ -120,7 +120,8 @@ class _Rank:
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
 """An event: (when, order, lane, works, counter, times). Events at the same time run in the order in which they were planned.
 
-With a lane: it advances, or begins its work if `works`. Without a lane: `counter` is raised `times` times."""
+If it has a lane, the lane goes to its next step, or begins its work if `works`. If it has none, `counter` is raised
+`times` times."""
 
 
 class _Engine:
@@ -248,7 +249,8 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _least_us(self, lanes: list[_Lane]) -> float:
-        """Return the least time of the collective that `lanes` begin: no link carries its bytes in less."""
+        """Return a lower bound on the time of the collective that `lanes` begin: the longest time that a link needs for
+        its bytes."""
         busy_us: dict[int, float] = {}
         least_us = 0.0
         for lane in lanes:
@@ -337,4 +339,4 @@ class _Engine:
             run = lane.rank.run - 1 - task.previous
             have = self.counters[task.counter] - run * task.sets_per_run
             return f"{where}: {name} has {max(0, have)} of {task.sets} sets"
-        return f"{where}: {name}, which not all ranks have come to"
+        return f"{where}: {name}, which not all ranks have reached"

@@ -1,8 +1,8 @@
 """Losses of a schedule: decomposition (operations cut into pieces) and contention (pieces that run concurrently).
 
-    decomposition   GEMMs: the schedule's, each alone, one after another, over the one library GEMM.
-                    Communication: the schedule's alone, nothing computing, over the fastest way to do it whole
-    contention      time of the same steps in the schedule, over their time alone
+    decomposition   GEMMs: the time of the schedule's GEMMs, each alone, / the time of one library GEMM.
+                    Communication: its time without computation / the time of the fastest way to do it whole
+    contention      time of the same steps in the schedule / their time alone
     exposed         time in which a rank has nothing to compute
     ideal           max(library GEMM, communication done whole): nothing cut, nothing disturbed, all hidden
 

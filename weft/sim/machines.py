@@ -50,7 +50,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
     `KeyError` names all keys that the machine file lacks. `ValueError` names a key with a unit of the wrong kind.
     """
     if world_size < 1:
-        raise ValueError(f"world_size={world_size}: a model has one rank at least")
+        raise ValueError(f"world_size={world_size} must be at least 1")
     if not machine.topology:
         raise KeyError(
             f'{machine.name}: add topology = "switch" to its machine file, above the first number: how its GPUs are linked, one '
@@ -155,7 +155,7 @@ def _gaps(machine: Machine) -> list[str]:
 
 
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
-    """Return the rate on whole tiles with which the formula gives `flops_per_us` for the large matmul."""
+    """Return the rate for full tiles. With this rate, the model's formula gives `flops_per_us` for a large matmul."""
     wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
     for _ in range(20):  # converges fast: the time is nearly inversely proportional to the rate
         at_peak = replace(model, matmul_flops_per_us={dtype: peak})

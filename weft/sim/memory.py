@@ -25,7 +25,10 @@ def too_large(schedule: Schedule, model: Model) -> str:
     needed = memory_bytes(schedule)
     if needed <= model.memory_bytes:
         return ""
-    return f"it needs {needed / 1e9:,.1f} GB on a rank, and {model.name} has {model.memory_bytes / 1e9:,.0f} GB"
+    return (
+        f"it needs {needed / 1000000000.0:,.1f} GB on a rank, but {model.name} has "
+        f"{model.memory_bytes / 1000000000.0:,.0f} GB"
+    )
 
 
 def require_memory(schedule: Schedule, model: Model) -> None:

@@ -33,7 +33,8 @@ MatmulShape = tuple[int, int, int, str]
 _SPLITS = (1, 2, 4, 8)
 _SMALLEST_TILE = 32
 _UNIT_LOADS = 2.0
-"""Rate at which all units together load from the cache, over the memory's rate, if `unit_loads_bytes_per_us` is unknown."""
+"""Rate at which all units together load from the cache, divided by the memory's rate, if `unit_loads_bytes_per_us` is
+unknown."""
 _NEAREST = 8
 """Number of measured matmuls that correct the formula for another shape: on a grid, the corners of a cell."""
 
@@ -96,7 +97,7 @@ class Model:
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by its errors at the nearest shapes."""
     sustained: float = 1.0
-    """Time of a long matmul at the clock of sustained work, over its time in a short measurement."""
+    """Time of a long matmul at the clock of sustained work, divided by its time in a short measurement."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Curves of (bytes, us) by rising bytes, alone, with latency or launch. They replace latency + bytes / rate."""
     matmul_memory: float = 1.0
@@ -126,16 +127,16 @@ class Model:
     host_dynamic_us: float = 0.0
     """Host time of a run with dynamic sizes, beside `host_late_us` for each such step."""
     grouped_efficiency: float = 1.0
-    """Rate of the units in a kernel for the segments of many experts, over their rate in one matmul."""
+    """Rate of the compute units in a grouped GEMM, divided by their rate in one large matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     all_reduce: float = 1.0
-    """Time of an all-reduce, over the time of an all-gather of as many bytes as it sends."""
+    """Time of an all-reduce, divided by the time of an all-gather that sends as many bytes."""
     small_collective_bytes_per_us: float | None = None
     """Rate of NCCL's (or RCCL's) algorithm for small collectives; None without such an algorithm. The other algorithm takes
     `large_collective_us` longer to start. The faster one is used."""
     large_collective_us: float = 0.0
     lanes_run_us: float = 0.0
-    """Additional time of a run with several lanes, which begin behind the caller's stream and which it then waits for."""
+    """Additional time of a run with several lanes, which begin after the caller's stream and which it then waits for."""
     graph_run_us: float = 0.0
     """Additional time of a run with several lanes in a captured graph, which ends when all lanes have ended."""
     graph_signal_us: float = 0.0
@@ -356,7 +357,8 @@ class Model:
         return found
 
     def _correction(self, shape: MatmulShape) -> float:
-        """Return measured over predicted time: the geometric mean of the nearest measured shapes, weighted by 1 / distance^4.
+        """Return the factor by which measured times exceed predicted times: the geometric mean over the nearest
+        measured shapes, weighted by 1 / distance^4.
 
         Distances are in octaves. The power exceeds the three dimensions, so that many far shapes do not outweigh a few near ones.
         """

@@ -1,6 +1,6 @@
 """The time of one run of a schedule: what the simulator plays, and what runs cost beside it.
 
-    queued    a run behind another one, with the host ahead
+    queued    a run after another one, with the host ahead
     graph     the same, captured and replayed: collectives and the end of a run take longer
     single    a run on idle devices, with the host's time for each step
 

@@ -211,7 +211,7 @@ class Numbers:
         return self._new(origin, there)
 
     def _new(self, origin: Origin, there: ByRank) -> NumberedStep:
-        self._different += 2  # carried steps have the number behind
+        self._different += 2  # carried steps have the number after their name
         return _numbered(origin.step, self, origin, there)._replace(same=self._different)
 
     def operands(self, step: Step, turn: Iteration, there: ByRank) -> list[ByRank]:

@@ -4,8 +4,9 @@
 machine. Both give the same tables and pictures: figures 13, 12(b), 14, and the quality of choices (VI-D).
 
 Times are those of consecutive calls ("queued"). A speedup is relative to serial: NCCL's all-gather, then the GEMM. The ideal is
-serial's time over the longer of the GEMM alone and the communication alone: no loss, and full overlap. The paper studies four of
-its eight schedules, as the others "are strictly worse" (V-B). Here all eight run, each with as many steps as ranks.
+serial's time divided by the longer of the GEMM alone and the communication alone, which assumes no loss and full
+overlap. The paper studies four of its eight schedules, as the others "are strictly worse" (V-B). Here all eight run,
+each with as many steps as ranks.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", VI.
 """
@@ -73,9 +74,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
-    "The paper's numbers come from its text: the ideal from I and II-B, shard overlap from I and VI-B. Its best "
-    "schedules are from VI-C (2D copies emulated), the heuristic from VI-D. The numbers of its figures 12 to 14 are "
-    "not in the text."
+    "The paper's numbers are from its text: the ideal from sections I and II-B, shard overlap from I and VI-B, the best schedules "
+    "from VI-C (where 2D copies are emulated), and the heuristic from VI-D. The text does not contain the numbers of figures 12 to "
+    "14."
 )
 
 
@@ -209,10 +210,10 @@ def _over_ratio(rows: Sequence[GemmRow]) -> ResultTable:
         "serial ms": lambda row: milliseconds(row.ms[SERIAL]),
         "ideal": lambda row: f"{row.ideal:.2f}",
         **{kind: _speedup(*names) for kind, names in kinds.items()},
-        "of ideal's gain": gained,
+        "share of the ideal's gain": gained,
     }
-    least = {kind: f"least {min(of):.2f}" for kind, of in speedups.items() if kind != "FiCCO"}
-    most = {"GEMM": "most", "ideal": f"{max(row.ideal for row in rows):.2f}"}
+    least = {kind: f"minimum {min(of):.2f}" for kind, of in speedups.items() if kind != "FiCCO"}
+    most = {"GEMM": "maximum", "ideal": f"{max(row.ideal for row in rows):.2f}"}
     most["FiCCO"] = number(max(speedups["FiCCO"], default=None), 2)
     title = "Speedup over serial, by the ratio of GEMM to communication (figure 13)"
     return table(
@@ -231,16 +232,16 @@ def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
         "GEMM": lambda row: row.config,
         **{title: _speedup(name) for title, name in STUDIED.items()},
         "best of eight": _speedup(*EIGHT),
-        "which": lambda row: titles.get(row.best(EIGHT) or "", ""),
-        "heuristic's": lambda row: titles.get(row.pick, row.pick),
-        "loses": lost,
+        "fastest schedule": lambda row: titles.get(row.best(EIGHT) or "", ""),
+        "heuristic's pick": lambda row: titles.get(row.pick, row.pick),
+        "loss of the pick": lost,
     }
     return table("Speedup over serial of each schedule, and the heuristic's pick (figure 12b)", rows, columns)
 
 
 def _choices(rows: Sequence[GemmRow]) -> ResultTable:
     """Return the quality of the heuristic's picks, and of weft's own choices if they were recorded."""
-    who_chooses, near = ("GEMMs", "who chooses", "among", "the best"), f"within {NEAR:.0%}"
+    who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of it"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
     for (what, begin), (who, of, among, names) in product(
         (("table-1", "g"), ("synthetic", "s")),
@@ -257,8 +258,10 @@ def _choices(rows: Sequence[GemmRow]) -> ResultTable:
                 what, who, among, f"{len(lost) - len(wrong)} of {len(lost)}", f"{share([part <= NEAR for part in lost]):.0%}",
                 f"{sum(wrong) / len(wrong):.1%}" if wrong else "", f"{max(lost):.1%}", PAPER_BEST[begin] if names == four else "",
             ))  # fmt: skip
-    title = "How often the choice is the fastest, and how much of the best speedup is lost if it is not"
-    return ResultTable(title, (*who_chooses, near, "wrong ones lose", "at most", "paper's"), cells)
+    title = "How often a choice is the fastest schedule, and what a wrong choice loses of the best speedup"
+    return ResultTable(
+        title, (*who_chooses, near, "mean loss of wrong choices", "largest loss", "paper: right, mean loss"), cells
+    )
 
 
 def _by_kind(rows: Sequence[GemmRow]) -> ResultTable:
@@ -272,8 +275,10 @@ def _by_kind(rows: Sequence[GemmRow]) -> ResultTable:
         (kind, *(number(geomean([of for one in some if (of := one[kind]) is not None]), 2) for some in found.values()))
         for kind in found["all"][0]
     ]
-    title = "Geometric mean of the speedup over serial, with the fastest schedule of a kind for each GEMM (figure 14)"
-    return ResultTable(title, ("", *sets), [line for line in cells if any(line[1:])])
+    title = (
+        "Geometric mean of the speedup over serial, with the fastest schedule of each kind for each GEMM (figure 14)"
+    )
+    return ResultTable(title, ("kind of schedule", *sets), [line for line in cells if any(line[1:])])
 
 
 def _speedup(*names: str) -> Callable[[GemmRow], str]:
@@ -295,8 +300,8 @@ def conclusions(rows: Sequence[GemmRow]) -> list[str]:
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     return [
-        f"Of {len(best)} GEMMs, {others} have their fastest schedule among the four that the paper omits, and "
-        f"{hetero} among those with a hetero start.",
+        f"For {others} of {len(best)} GEMMs the fastest schedule is one of the four that the paper omits. For {hetero} it is one "
+        "with a hetero start: the rank's own shard is computed first, as a whole.",
         PAPER_SAYS,
     ]
 
@@ -346,7 +351,7 @@ def _draw_ratio(axis: Any, rows: Sequence[GemmRow]) -> None:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlabel("time of the GEMM over time of the communication", fontsize=9)
+    axis.set_xlabel("time of the GEMM / time of the communication", fontsize=9)
 
 
 def _draw_schedules(axis: Any, rows: Sequence[GemmRow]) -> None:

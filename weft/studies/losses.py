@@ -66,7 +66,7 @@ _TRANSPORTS_ARE = {
 _LEAST_GEMMS = 5  # a monotonic trend of five GEMMs has a chance of 1 in 120
 _CHANCE, _EXCEPTIONS, _ALIKE, _SHUFFLES = 0.05, 0.1, 1.02, 20_000
 _VARIES = 0.06  # IV-A: the largest difference between times of one operation, on a GPU and between GPUs
-_OBSERVATION = ("observation", "section", "", "numbers")
+_OBSERVATION = ("observation", "section of the paper", "here", "numbers")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LossRow:
     varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
-        """Return a variant's time over its baseline's (1 is no loss); None if either was not recorded."""
+        """Return a variant's time divided by its baseline's (1 is no loss). Return None if either was not recorded."""
         mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
         return None if mine is None or base is None else mine / base
 
@@ -119,7 +119,7 @@ def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
 
     whole = {
         "M x N x K": lambda r: str(r.gemm),
-        "paper's over": lambda r: r.scaled,
+        "paper's size,\nscaled by": lambda r: r.scaled,
         "ops /\nbyte": lambda r: f"{r.gemm.op_to_byte:.0f}",
         "traffic\nMB": lambda r: f"{r.gemm.traffic / 1e6:.0f}",
         "whole\nms": ms(WHOLE),
@@ -133,16 +133,28 @@ def tables(rows: Sequence[LossRow]) -> list[ResultTable]:
     beside |= {"GEMM,\nwhole shards": gemm_beside("dma", 1), "whole shards,\nGEMM": gather_beside("dma", 1)}
     overlaps = {f"overlap,\n{by}": overlap(gemm_beside(by)) for by in TRANSPORTS}
     said = (
-        f"Time when concurrent, over time alone: GEMM in {PIECES} pieces by rows, all-gather in {PIECES} pieces "
-        "(figure 9)"
+        f"Contention loss of a GEMM in {PIECES} pieces by rows and of an all-gather in {PIECES} pieces: time when concurrent / "
+        "time alone (figure 9)"
     )
     if any(
         row.loss(variant) is not None for row in rows for variant in (gemm_beside("dma", 1), gather_beside("dma", 1))
     ):
         said += ", and whole shards by dma"
     made = [
-        _table("GEMM cut into 8 and 64, over the whole (figure 7)", rows, whole, cuts, {}),
-        _table(f"All-gather in {PIECES} pieces, over one piece (figure 8)", rows, moved, gathers, {}),
+        _table(
+            "Decomposition loss of GEMMs in 8 and 64 pieces: time of the pieces / time of the whole (figure 7)",
+            rows,
+            whole,
+            cuts,
+            {},
+        ),
+        _table(
+            f"Decomposition loss of all-gathers in {PIECES} pieces: time of the pieces / time of one piece (figure 8)",
+            rows,
+            moved,
+            gathers,
+            {},
+        ),
         _table(said, rows, {}, beside, overlaps),
     ]
     return [one for one in made if len(one.cells) > len(rows)]
@@ -188,7 +200,11 @@ def claims(rows: Sequence[LossRow]) -> list[Claim]:
     for pieces in (8, 64):
         both = cut_name("rows", pieces), cut_name("columns", pieces)
         pairs = [(r, *(both[::-1] if r.gemm.m < r.gemm.k else both)) for r in rows]
-        found.append(_of_each("IV-C1", f"in {pieces} pieces, rows lose more if M < K, columns otherwise", pairs))
+        found.append(
+            _of_each(
+                "IV-C1", f"in {pieces} pieces, cuts by rows lose more if M < K, and cuts by columns otherwise", pairs
+            )
+        )
     for cut, pieces in CUTS:
         name, of_pieces = cut_name(cut, pieces), [row.gemm.piece(**{cut: pieces}).op_to_byte for row in rows]
         found.append(
@@ -218,8 +234,8 @@ def _within(where: str, rows: Sequence[LossRow], number: int) -> Claim | None:
     if not known:
         return None
     beyond = [name for share, name in known if share > _VARIES]
-    numbers = f"at most {max(known)[0]:.1%}, of {max(known)[1]}"
-    numbers += f"; beyond it {len(beyond)} of {len(known)}" if beyond else ""
+    numbers = f"at most {max(known)[0]:.1%} ({max(known)[1]})"
+    numbers += f"; more than {_VARIES:.0%} for {len(beyond)} of {len(known)}" if beyond else ""
     text = f"times of a whole GEMM differ by at most {_VARIES:.0%} {where}"
     return Claim("IV-A", text, len(beyond) <= _EXCEPTIONS * len(known), numbers)
 
@@ -253,13 +269,13 @@ def _trend(
     if not pairs:
         return None
     if len(pairs) < _LEAST_GEMMS:
-        return Claim(where, text, None, f"of {counted(len(pairs), 'GEMM')}; it takes {_LEAST_GEMMS}")
+        return Claim(where, text, None, f"only {counted(len(pairs), 'GEMM')}; at least {_LEAST_GEMMS} are needed")
     x, y = zip(*pairs, strict=True)
     rho = spearman(x, y)
     if np.isnan(rho):
-        return Claim(where, text, None, "all GEMMs are equal in it")
+        return Claim(where, text, None, "all GEMMs have the same value")
     chance = by_chance(x, y, sign)
-    return Claim(where, text, sign * rho > 0 and chance <= _CHANCE, f"rho {rho:+.2f}, by chance {chance:.1%}")
+    return Claim(where, text, sign * rho > 0 and chance <= _CHANCE, f"rho {rho:+.2f}, p {chance:.1%}")
 
 
 def _of_each(where: str, text: str, pairs: Sequence[tuple[LossRow, str, str]]) -> Claim | None:
@@ -271,7 +287,7 @@ def _of_each(where: str, text: str, pairs: Sequence[tuple[LossRow, str, str]]) -
     holding, exceptions = ([name for name, exception in known if exception is which] for which in (False, True))
     numbers = f"{len(holding)} of {len(known)}"
     if exceptions and holding:
-        numbers += f"; not {', '.join(exceptions)}" if len(exceptions) < len(holding) else f": {', '.join(holding)}"
+        numbers += f"; not for {', '.join(exceptions)}" if len(exceptions) < len(holding) else f": {', '.join(holding)}"
     return Claim(where, text, len(exceptions) <= _EXCEPTIONS * len(known), numbers)
 
 
@@ -280,12 +296,12 @@ _COLOURS = ("#4063a3", "#e1812c", "#2f7d5b")
 
 _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], str]]], ...] = (
     ("figure-7-gemm-decomposition", "gemm.op_to_byte", "GEMM and its op-to-byte ratio; * M < K", ("rows", "columns"),
-     {f"GEMM in {pieces} pieces over the whole": partial(cut_name, pieces=pieces) for pieces in (8, 64)}),
+     {f"GEMM in {pieces} pieces / whole GEMM": partial(cut_name, pieces=pieces) for pieces in (8, 64)}),
     ("figure-8-gather-decomposition", "gathered_bytes", "GEMM and the size of its A, MB", TRANSPORTS,
-     {f"all-gather in {PIECES} pieces over one piece": gather_name}),
+     {f"all-gather in {PIECES} pieces / one piece": gather_name}),
     ("figure-9-contention", "gemm.traffic", "GEMM and its memory traffic, MB", TRANSPORTS,
-     {f"GEMM in {PIECES} pieces next to an all-gather, over alone": gemm_beside,
-      "all-gather next to that GEMM, over alone": gather_beside}),
+     {f"GEMM in {PIECES} pieces, during an all-gather / alone": gemm_beside,
+      "all-gather, during that GEMM / alone": gather_beside}),
 )  # fmt: skip
 """Name; order of GEMMs; label of that order; groups; for each panel, its title and the variant of a group."""
 
@@ -443,8 +459,10 @@ class _Losses(OperatorBenchmark[GatheredGemm]):
         whole = sorted({r["config"] for r in rows if "n_over" not in r}, key=lambda name: int(name[1:]))
         parts, measured = [], rows_of(rows)
         if whole:
-            which = "all" if len(whole) == len(measured) else ", ".join(whole)
-            parts.append(f"Recorded with table I's full N, which is now divided by the ranks: {which}.")
+            which = "all GEMMs" if len(whole) == len(measured) else ", ".join(whole)
+            parts.append(
+                f"In these older records each rank computed all N columns of table I, and not its share of them: {which}."
+            )
         for one in tables(measured):
             parts += [one.title, markdown_table([column.replace("\n", " ") for column in one.columns], one.cells)]
         return "\n\n".join([*parts, markdown_table(_OBSERVATION, [claim.cells for claim in claims(measured)])])

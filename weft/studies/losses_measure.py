@@ -1,7 +1,7 @@
 """Decomposition and contention losses of one GEMM and its all-gather.
 
-    decomposition loss  time of the pieces, one after the other and alone, over the time of the whole
-    contention loss     time of the same pieces while the other side is busy, over their time alone
+    decomposition loss  time of the pieces, one after the other and alone, divided by the time of the whole
+    contention loss     time of the same pieces while the other side is busy, divided by their time alone
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
 
@@ -191,7 +191,7 @@ class CudaSide(Side):
         return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[StudyLane]) -> list[list[float]]:
-        """Play behind a device sleep that is as long as the last enqueueing of the lanes, up to 50 ms."""
+        """Play after a sleep kernel that is as long as the last enqueueing of the lanes, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)

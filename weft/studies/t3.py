@@ -63,16 +63,16 @@ NETWORKS = (
 """The networks of table 2; 12K, 18K and 20K are read as multiples of 1024."""
 
 PAPER = (
-    "The paper's results are from simulated hardware. T3 is 20% faster than serial in the geometric mean and 39% at "
-    "most, T3-MCA 30% and 47%, an ideal overlap 35% and 50% (6.1). On the large networks T3-MCA is 29% and 35% "
-    "faster (6.4). Memory traffic, with the all-gather, falls by 22% in the mean and 36% at most (6.2)."
+    "The paper's results are from simulated hardware. It gives speedups over serial as a geometric mean and a maximum: 20% and "
+    "39% for T3, 30% and 47% for T3-MCA, 35% and 50% for an ideal overlap (6.1). On the large networks the speedups of T3-MCA are "
+    "29% and 35% (6.4). Memory traffic, including the all-gather, falls by 22% on average and by 36% at most (6.2)."
 )
 """The numbers in the paper's text; those of figures 15 to 20 are only in pictures."""
 
 
 _ABOVE = (
-    "weft may pass the ideal, which has NCCL's reduce-scatter: weft sends each part directly to its owner, "
-    "which takes less time."
+    "The ideal assumes NCCL's reduce-scatter. weft sends each part directly to its owner, which is faster, so it can beat "
+    "the ideal."
 )
 
 
@@ -234,9 +234,9 @@ def _speedups(rows: Sequence[SublayerRow]) -> ResultTable:
         "speedup": lambda row: f"{row.speedup:.2f}x",
     }
     last = []
-    for title, large in (("Mega-GPT-2 and T-NLG", False), ("the large ones", True)):
+    for title, large in (("Mega-GPT-2 and T-NLG", False), ("the large networks", True)):
         some = [row for row in rows if row.network.large == large]
-        for what, of in (("geometric mean", geomean), ("most", max)):
+        for what, of in (("geometric mean", geomean), ("maximum", max)):
             if some:
                 ideal, speedup = (times(of([getattr(row, name) for row in some])) for name in ("ideal", "speedup"))
                 last.append({"sub-layer": f"{title}: {what}", "ideal": ideal, "speedup": speedup})
@@ -251,12 +251,12 @@ def _moves(rows: Sequence[SublayerRow]) -> ResultTable:
     for which, title in enumerate(("serial", "weft")):
         moved = [row.moved[which] for row in rows if row.moved]
         kinds = [kind for kind in _KINDS if any(kind in of for of in moved)]
-        columns += [f"{title} MB", *(f"of it {_KINDS[kind]}" for kind in kinds)]
+        columns += [f"{title} MB", *(f"{title}: {_KINDS[kind]}" for kind in kinds)]
         cells.append([f"{sum(of.values()) / 1e6:.0f}" for of in moved])
         cells += [[f"{of.get(kind, 0.0) / 1e6:.0f}" for of in moved] for kind in kinds]
     cells.append([f"{row.less_moved:.0%}" for row in rows])
     title = "Bytes through a GPU's memory for GEMM and reduce-scatter (figure 18: Mega-GPT-2 and T-NLG)"
-    return ResultTable(title, (*columns, "less"), [*zip(*cells, strict=True)])
+    return ResultTable(title, (*columns, "saved by weft"), [*zip(*cells, strict=True)])
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -270,12 +270,12 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def conclusions(rows: Sequence[SublayerRow]) -> list[str]:
-    """Return sentences on which schedules win, and on sub-layers that beat the ideal."""
+    """Return sentences that say which schedules weft chose, and how many sub-layers are faster than the ideal."""
     taken = [row.chosen.split("[")[0] for row in rows]
-    count = ", ".join(f"{taken.count(name)} take {name}" for name in dict.fromkeys(taken))
-    said = [f"Of {counted(len(rows), 'sub-layer')} {count}."]
+    count = ", ".join(f"{name} for {taken.count(name)}" for name in dict.fromkeys(taken))
+    said = [f"weft's choices for {counted(len(rows), 'sub-layer')}: {count}."]
     if above := sum(row.speedup > row.ideal for row in rows):
-        said.append(f"{above} are faster than the ideal. {_ABOVE}")
+        said.append(f"{above} of the sub-layers are faster than the ideal. {_ABOVE}")
     return [*said, PAPER]
 
 

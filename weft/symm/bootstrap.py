@@ -138,8 +138,8 @@ def _connect(setup: _Setup) -> Mesh:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """Publish the last words although no descriptor was left: use one that closed sockets have freed, or else the spare
-    descriptor."""
+    """Publish why this rank gives up, even if it has run out of file descriptors. Use a descriptor that closed sockets
+    have freed, or else the spare descriptor."""
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
         setup.say(words)
@@ -177,9 +177,8 @@ class _Setup:
         return True
 
     def last_words(self, error: BaseException) -> dict[str, Any]:
-        """Return the entry that explains why this rank gave up.
-
-        `cause` makes it an answer to every other rank, now or later. A rank that was late or lost a peer may come back.
+        """Return the store entry that explains why this rank gave up. With `cause`, every other rank raises this error,
+        even one that arrives later. Without it, this rank may try again: it was late, or lost a peer.
         """
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
         _heard.add((self.rank, cause))  # others will repeat it
@@ -228,13 +227,13 @@ class _Setup:
                 )
         for peer in self.peers.values():
             if self._receive(peer) != {"ready": _digest(self.mine.token), "attempt": attempt}:
-                raise PeerLostError(f"rank {peer.rank} is in another attempt at setting up this group: try again")
+                raise PeerLostError(f"rank {peer.rank} is in another attempt to set up this group: try again")
         calls = [self.entries[r].calls for r in range(self.world_size)]
         if len(set(calls)) > 1:
             made = ", ".join(f"rank {rank} at its call {number}" for rank, number in enumerate(calls))
             raise DisagreementError(
-                f"ranks set this group up in different calls, {made}: one has missed another's deadline before, so "
-                "they are out of step: make a new group"
+                f"ranks set up this group in different calls ({made}). A rank has missed a deadline before, so "
+                "the ranks are out of step: make a new process group"
             )
 
     def _read_entries(self) -> None:
@@ -345,8 +344,8 @@ class _Setup:
         self._still_wait_for(missing)
 
     def _ready(self, timeout_s: float) -> list[socket.socket]:
-        """Return the sockets that can be read: the listener for a new connection, and unidentified ones. Raise if a known peer
-        hangs up."""
+        """Return the sockets that can be read: the listener if there is a new connection, and connections that are not
+        identified yet. Raise if a known peer closes its connection."""
         assert self.listener is not None
         listening = [self.listener, *self.unknown, *(self.control.sockets() if self.control is not None else ())]
         poll = select.poll()
@@ -358,18 +357,20 @@ class _Setup:
         ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
             if peer.connection.fileno() in ready:
-                raise self._lost(peer.rank, "it hung up")
+                raise self._lost(peer.rank, "it closed the connection")
         return [sock for sock in listening if sock.fileno() in ready]
 
     def _let_in(self, listener: socket.socket) -> None:
-        """Accept a connection without waiting for its first packet: a stranger may send none."""
+        """Accept a connection, but do not wait for its first packet, because a process outside the group may never send
+        one."""
         with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
             self.unknown.append(ours(listener.accept()[0]))
         if len(self.unknown) > _MOST_UNKNOWN:
             self.unknown.pop(0).close()
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Accept a peer that has identified itself, or close the connection: it may be a stranger, or a rank that has just died."""
+        """Accept a peer that has identified itself. Otherwise close the connection: it is from outside the group, or
+        from a rank that has just died."""
         files: list[int] = []
         with sock:
             try:
@@ -393,7 +394,8 @@ class _Setup:
             os.close(file)
 
     def _welcome_far(self, sock: socket.socket) -> None:
-        """Go on with a connection to the control port. Accept the peer once it has proved itself."""
+        """Continue the handshake of a connection to the control port. Accept the peer once it has proved that it
+        belongs to the group."""
         assert self.control is not None
         if (caller := self.control.go_on(sock)) is None:
             return
@@ -432,8 +434,8 @@ class _Setup:
             raise self._lost(rank, str(error)) from error
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
-        """Return the error for a known rank that has hung up, with its reason or the report of its death. Either may take a
-        moment to arrive."""
+        """Return the error for a known rank that has closed its connection. It contains the rank's reason, or says that
+        the rank died. Either may take a moment to arrive."""
         until = time.monotonic() + _REASON_S
         self.gave_up.pop(rank, None)
         # It may have hung up on a rank whose entry it had not read yet: its words are the reason all the same.

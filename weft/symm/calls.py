@@ -1,5 +1,5 @@
-"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not meet, peers are notified of refusals
-and compare calls.
+"""Numbered calls of a group. One thread at a time makes calls. On GPUs, where hosts do not synchronise, peers are notified of
+refusals and compare calls.
 
 A rank that refuses a call notifies its peers, and each peer answers. A peer that has not reached this call yet refuses it too,
 and the group stays usable. The group also stays usable if the peer has refused the call by itself. If a peer has made the call,

@@ -1,4 +1,5 @@
-"""The shared state of one process group on one type of device: memory that all ranks can address, and waits that cannot hang.
+"""The state that the ranks of one process group share on one type of device: memory that all ranks can address, and
+waits with deadlines.
 
 A `Communicator` is made once per (group, device type) and cached until it is closed, its process group is destroyed, or the process
 exits. It connects the ranks (`weft.symm.bootstrap`), watches for failures (`weft.symm.control`) and allocates symmetric memory
@@ -41,7 +42,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 @contextlib.contextmanager
 def set_up_within(deadline_s: float | None) -> Iterator[None]:
-    """Give set-up waits of this thread this deadline, unless it is None or a wait has its own.
+    """Set the deadline of this thread's set-up waits. It does nothing if the deadline is None, and waits with a
+    deadline of their own keep it.
 
     It is the caller's deadline, or the deadline of calls that compile or measure between set-up steps.
     """
@@ -61,7 +63,8 @@ def _nothing() -> None: ...
 
 
 class Communicator:
-    """The ranks of a process group as seen from this rank. `communicator()` makes it. As a context manager it closes itself."""
+    """The connections, memory and watchdog that a process group's ranks share on one type of device. Create it with
+    `communicator()`. As a context manager it closes itself at the end."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, mesh: bootstrap.Mesh):
         self.rank = group.rank()
@@ -360,7 +363,10 @@ def _known(group: dist.ProcessGroup, device: torch.device) -> Communicator | Non
         if known._group() is group and (known.device == device or known.device.type == device.type):
             known.check()
             if known.device != device:
-                raise ValueError(f"this group has a communicator on {known.device}: close it to use {device}")
+                raise ValueError(
+                    f"this group has a communicator on {known.device}, so it cannot have one on "
+                    f"{device}: close the first, or use another group"
+                )
             return known
         if not is_registered(known._group()):  # destroyed, although references to it remain
             known._close("its process group was destroyed")
@@ -373,7 +379,7 @@ def open_communicator(group: dist.ProcessGroup, device_type: str) -> Communicato
 
 
 def _ended(group: dist.ProcessGroup, rank: int) -> str:
-    """Return the reason why a rank of `group` has ended, if another group of this process knows it; else ''."""
+    """Return why a rank of `group` has ended, if a communicator of another group knows it; otherwise ''."""
     wanted = dist.get_global_rank(group, rank)
     for known in list(_cache):
         other = known._group()

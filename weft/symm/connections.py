@@ -130,7 +130,7 @@ class TcpConnection:
 
     def send(self, packet: bytes, file: int | None = None) -> None:
         if file is not None:
-            raise ValueError("files do not travel between hosts")
+            raise ValueError("file descriptors cannot be sent to another host")
         self.flush()
         if len(self._leaving) + len(packet) > _MOST_PENDING:
             raise BlockingIOError
@@ -161,13 +161,13 @@ class TcpConnection:
             return None
         length, code = _HEADER.unpack_from(self._arrived)
         if not 0 < length <= MAX_PACKET:
-            raise BadFrameError(f"a frame of {length} bytes, where at most {MAX_PACKET} are allowed")
+            raise BadFrameError(f"a message has {length} bytes, but at most {MAX_PACKET} are allowed")
         end = _HEADER.size + length
         if len(self._arrived) < end:
             return None
         packet = bytes(self._arrived[_HEADER.size : end])
         if not hmac.compare_digest(code, _code(self._keys[1], self._received, packet)):
-            raise BadFrameError(f"frame {self._received} does not have the peer's authentication code")
+            raise BadFrameError(f"message {self._received} does not have the peer's authentication code")
         self._received += 1
         del self._arrived[:end]
         return packet

@@ -10,13 +10,13 @@ computes or waits:
 - *lost*: a peer saw another rank die. Every rank sees that by itself too; the message makes all ranks name the same cause;
 - *call*: a peer's call, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: a call
   that the peer does not make; *answer*: the peer will not make a call that this rank refused (`weft.symm.calls`);
-- *meeting*: a peer's payload of a meeting, in groups on several hosts (`weft.symm.exchange`);
+- *meeting*: a peer's payload of a rendezvous, in groups on several hosts (`weft.symm.exchange`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once, from another host too;
 - an error of a connection between hosts: the other host is silent for longer than `WEFT_DEADLINE_S`, or sent what is no frame.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits read), runs the `on_failure` callbacks,
 and every later use raises. Nothing in shared memory signals a failure, so a rank that dies half-way through a write leaves
-nothing behind that its peers would misread.
+nothing that its peers would misread.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Control:
                     taken[rank] = (value, files[0] if files else None)
             if len(set(names)) > 1:
                 calls = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-                raise DisagreementError(f"ranks made different calls in which all must make the same: {calls}")
+                raise DisagreementError(f"ranks made different calls where all must make the same: {calls}")
         except BaseException:
             for descriptor in received:
                 os.close(descriptor)
@@ -415,7 +415,7 @@ class Control:
                 return False
             if not data:
                 if rank not in self.gone:
-                    self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye"
+                    self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye message"
                     self.lose(rank, self.ended[rank])
                 return False
             kind, body = data[:1], data[1:]
@@ -481,6 +481,4 @@ class Control:
 
 
 def unusable(text: str, context: str = "") -> PoisonedGroupError:
-    return PoisonedGroupError(
-        f"this process group is unusable after an earlier failure ({text}): make a new one{context}"
-    )
+    return PoisonedGroupError(f"this process group has failed before ({text}): make a new process group{context}")

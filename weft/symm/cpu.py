@@ -80,9 +80,9 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CpuRegion:
     total = size * ranks
     if total > (1 - _KEEP_FREE) * free:
         raise OutOfSharedMemoryError(
-            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(ranks, 'rank')} x {size / 2**20:.1f}), "
-            f"free {free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} must stay free: use smaller batches or fewer "
-            "ranks"
+            f"{what}: needed {total / 2**20:.1f} MiB ({counted(ranks, 'rank')} x {size / 2**20:.1f} MiB), but "
+            f"{free / 2**20:.1f} MiB are free, of which {_KEEP_FREE:.0%} must stay free: use smaller batches or "
+            "fewer ranks"
         )
     # 2. Each rank makes its own memory and sends it to its peers.
     descriptor, error = _reserve(size)
@@ -141,8 +141,8 @@ def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
     bad = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
     if bad:
         raise OutOfSharedMemoryError(
-            f"{what}: wanted {size / 2**20:.1f} MiB on each rank, free {free / 2**20:.1f} MiB; {'; '.join(bad)}. "
-            "Nothing stays reserved: raise the limit or use smaller batches"
+            f"{what}: needed {size / 2**20:.1f} MiB on each rank, but {free / 2**20:.1f} MiB are free; "
+            f"{'; '.join(bad)}. Nothing stays reserved: raise the limit, or use smaller batches"
         )
 
 

@@ -148,7 +148,7 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
     sizes = [size for size, _ in asked]
     if len(set(sizes)) > 1:
         raise DisagreementError(
-            f"{what}: ranks requested different sizes, {sizes} bytes: request the same on every rank"
+            f"{what}: ranks requested different sizes ({sizes} bytes): request the same size on every rank"
         )
     wanted = _rounded(nbytes)
     # Small regions avoid the free parts of large slabs: otherwise they would keep such a slab alive after its other regions are

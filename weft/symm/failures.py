@@ -25,9 +25,10 @@ _log = logging.getLogger("weft")
 
 
 def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], None]:
-    """Have `callback(error)` called when `group` fails: a rank died, was late, left too early, or met an error in a call.
+    """Register `callback(error)`, which weft calls when `group` fails: a rank died, was late, left too early, or raised
+    an error in a call.
 
-    For launchers that continue with the remaining ranks. `error` is a `PeerLostError`, whose `rank` is the lost rank, or a
+    Use it to continue with the remaining ranks. `error` is a `PeerLostError`, whose `rank` is the lost rank, or a
     `PoisonedGroupError`. Every living rank is notified, whether it computes, waits or sleeps.
 
     The callback runs at most once, on weft's thread that watches the group, right after waits for peers have been released. If

@@ -55,7 +55,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
-                f"torch.compile cannot look a group up by its name, {group!r}: use size_of(group) and rank_of(group)"
+                f"torch.compile cannot look up group {group!r} by its name: use size_of(group) and rank_of(group)"
             )
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]

@@ -174,9 +174,10 @@ class ControlPort:
         return [self._socket, *self._callers]
 
     def go_on(self, sock: socket.socket) -> Caller | None:
-        """Let a connection in, or read what it sends. Return the caller once it has proved itself."""
+        """Accept a connection, or read from it. Return it once the other end has proved that it belongs to the
+        group."""
         if sock is self._socket:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has hung up again
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # the other end has closed its connection again
                 accepted, address = sock.accept()
                 self._callers[accepted] = Caller(accepted, f"{address[0]} port {address[1]}", self._token)
             if len(self._callers) > self._most:
@@ -238,8 +239,8 @@ class Dialing:
         return "; ".join(said) or "it has no address"
 
     def go_on(self, patience_s: float) -> TcpConnection | None:
-        """Return the connection to the first address that has proved that it belongs to the group; None if none has within
-        `patience_s`."""
+        """Return the connection to the first address whose process has proved that it belongs to the group. Return None
+        if no address has within `patience_s`."""
         for descriptor, _ in self._poll.poll(1000 * patience_s):
             dial = self._dials[descriptor]
             try:
@@ -299,7 +300,7 @@ class _Dial:
     def _recv(self, count: int) -> bytes:
         data = self.socket.recv(count)  # also raises the error of a connection that failed
         if not data:
-            raise OSError("it hung up")
+            raise OSError("it closed the connection")
         return data
 
 

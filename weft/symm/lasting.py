@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Call `make` on another thread, so that its tensors on `device` become lasting memory, and return its result. Work is
-    ordered on this thread's stream."""
+    """Call `make` on another thread and return its result, so that its tensors on `device` outlive this call. Their
+    work is ordered on this thread's stream."""
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)

@@ -3,8 +3,8 @@
 A layer applies options around its operators: a rotary table, a mask, an activation, the eps of a norm. Its operators do not see
 them. So a layer notes its options when its forward begins, and the group's next call carries them:
 
-    on CPU    in the meeting of that call (`weft.runtime.meeting`)
-    on GPUs   in the hosts' meeting at the first call of a shape, and in a digest next to the digest of calls (`weft.symm.calls`)
+    on CPU    in the rendezvous of that call (`weft.runtime.meeting`)
+    on GPUs   in the hosts' rendezvous at the first call of a shape, and in a digest next to the digest of calls (`weft.symm.calls`)
 
 There are two records, since a single rank may call a layer whose forward is not collective, such as a norm. Compiled graphs note
 no options. So a record that is empty on a rank is not compared.

@@ -18,7 +18,8 @@ _DEVICES = {"cpu": 1, "cuda": 2}
 
 
 def lent(address: int, shape: list[int], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
-    """Return a tensor over memory that `owner` keeps alive. The tensor and all its views keep `owner` alive."""
+    """Return a tensor in memory that exists as long as `owner` does. The tensor and all its views keep `owner`
+    alive."""
     capsule = _core.lease(address, shape, *_DTYPES[dtype], *_code_of(device), owner)
     tensor: torch.Tensor = from_dlpack(capsule)
     return tensor

@@ -31,7 +31,8 @@ class FusedOptimizer(fused.FusedOptimizer):
         super().__init__(params, of_params, [by_weft.param_groups[0]])  # type: ignore[arg-type]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Do nothing: backward has updated the tables. Return the value of `closure`, which is called if it is given."""
+        """Do nothing, because backward has already updated the tables. Call `closure` if it is given, and return its
+        value."""
         if closure is None:
             return None
         with torch.enable_grad():

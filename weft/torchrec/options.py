@@ -62,7 +62,7 @@ def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) 
             raise ValueError(f"{at}: option {name}={value!r} of FBGEMM is not supported: leave it out")
     precision = _dtype(at, fused_params.get("weights_precision"), dtype)
     if precision != dtype:
-        raise ValueError(f"{at}: weights_precision={precision} and the table is {dtype}: set the table's data_type")
+        raise ValueError(f"{at}: weights_precision={precision}, but the table is {dtype}: set the table's data_type")
     mode = fused_params.get("bounds_check_mode")
     bounds = "WARNING" if mode is None else str(getattr(mode, "name", mode)).upper()
     if bounds not in _BOUNDS:
@@ -89,8 +89,9 @@ def _optimizer(at: str, given: Mapping[str, Any]) -> EmbeddingOptimizer:
         mode = given.get("weight_decay_mode")
         if rule is not RowwiseAdagrad or getattr(mode, "name", mode) != "L2":
             raise ValueError(
-                f"{at}: weight_decay={decay} of {rule.__name__} with weight_decay_mode={getattr(mode, 'name', mode)}: weft has "
-                "FBGEMM's decay for rowwise Adagrad with WeightDecayMode.L2 alone; pass 0"
+                f"{at}: weight_decay={decay} of {rule.__name__} with "
+                f"weight_decay_mode={getattr(mode, 'name', mode)} is not supported: weft supports weight decay "
+                "only for rowwise Adagrad with WeightDecayMode.L2. Pass 0"
             )
         numbers["weight_decay"] = decay
     numbers["lr"] = float(numbers["lr"])

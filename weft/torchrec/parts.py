@@ -12,7 +12,7 @@ from weft.nn.sharded_tensors import layout, sharded_tensor
 
 
 def is_cut(module: Any) -> bool:
-    """True if `module`, one of weft's, may have tables in parts."""
+    """True if `module`, one of weft's, may have sharded tables."""
     return isinstance(getattr(module, "partition", None), Partition)
 
 

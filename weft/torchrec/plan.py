@@ -53,7 +53,7 @@ def read_plan(
     kernels = {plan[name].compute_kernel: name for name in configs}
     if len(kernels) > 1:
         said = ", ".join(f"{kernel!r} of table {name!r}" for kernel, name in kernels.items())
-        raise ValueError(f"compute kernels {said}: plan one kernel for all tables of a collection")
+        raise ValueError(f"compute kernels {said}: plan the same kernel for all tables of a collection")
     if is_pooled:
         infos = embeddingbag.create_sharding_infos_by_sharding_device_group(
             module, dict(plan), "embedding_bags.", fused_params
@@ -98,7 +98,9 @@ def check_env(env: ShardingEnv) -> None:
     if isinstance(env, ShardingEnv2D):
         raise ValueError("two-dimensional sharding (ShardingEnv2D) is not supported: use DistributedModelParallel")
     if env.output_dtensor:
-        raise ValueError("output_dtensor=True is not supported: the state dict has ShardedTensors, leave it out")
+        raise ValueError(
+            "output_dtensor=True is not supported, because the state dict has ShardedTensors: leave it out"
+        )
 
 
 def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, world_size: int) -> TableSharding:
@@ -113,8 +115,8 @@ def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, wor
         )
     if sharding.compute_kernel not in KERNELS:
         raise ValueError(
-            f"{at}: compute_kernel={sharding.compute_kernel!r} is not supported, tables are in device memory: plan "
-            f"{' or '.join(KERNELS)}"
+            f"{at}: compute_kernel={sharding.compute_kernel!r} is not supported, because tables are in device "
+            f"memory: plan {' or '.join(KERNELS)}"
         )
     if sharding.key_value_params is not None:
         raise ValueError(f"{at}: key_value_params is not supported, tables are in device memory: leave it out")
@@ -135,5 +137,5 @@ def _sharding(table: EmbeddingBagConfig, sharding: ParameterSharding | None, wor
         )
         return ColumnWise(tuple(rank for _, rank, _ in placed), tuple(shard.shard_sizes[1] for _, _, shard in placed))
     if len(ranks) != 1:
-        raise ValueError(f"{at}: ranks={sharding.ranks} must be one rank of 0 to {world_size - 1}")
+        raise ValueError(f"{at}: ranks={sharding.ranks} must contain exactly one rank from 0 to {world_size - 1}")
     return TableWise(ranks[0])

@@ -138,8 +138,8 @@ def _as_local_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: 
             found = [s for s in value.local_shards() if (s.metadata.shard_offsets, s.metadata.shard_sizes) == place]
             if not found:
                 raise ValueError(
-                    f"{key} is sharded otherwise than this module's plan: load it by torch.distributed.checkpoint into this "
-                    "module's state_dict()"
+                    f"{key} is sharded in another way than this module's plan: load it with "
+                    "torch.distributed.checkpoint into this module's state_dict()"
                 )
             local[key] = found[0].tensor
         else:

@@ -24,7 +24,7 @@ def trace_events(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
     if not any(timelines.values()):
         names = ", ".join(map(repr, timelines))
         raise ValueError(
-            f"nothing to trace: the timelines {names} have no span: first pass one as timeline= to a call"
+            f"nothing to trace: the timelines {names} have no spans. First pass each of them as timeline= to a call"
             if names
             else "nothing to trace: no timeline was given"
         )

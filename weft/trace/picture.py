@@ -52,10 +52,10 @@ def draw_overlap(path: str | Path, timelines: Mapping[str, Timeline], title: str
     for variant, timeline in timelines.items():
         if not timeline:
             raise ValueError(
-                f"nothing to draw for {variant!r}: its timeline has no span: first pass it as timeline= to a call"
+                f"nothing to draw for {variant!r}: its timeline has no spans. First pass it as timeline= to a call"
             )
     if not timelines:
-        raise ValueError("nothing to draw: no timeline")
+        raise ValueError("nothing to draw: no timeline was given")
     plt = pyplot()
     from matplotlib.patches import Patch
 

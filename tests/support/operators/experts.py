@@ -110,7 +110,7 @@ class ExpertsCall(Call):
             "capacity": ({"capacity": 3}, "capacity=3 must be at least 1, and at least the 8 "),
             "schedule": ({"schedule": "dispach"}, "no schedule 'dispach'"),
             "deadline": ({"deadline_s": -1}, "deadline_s=-1 must be positive"),
-            "timeline": ({"timeline": 3}, "timeline=3 is not a timeline: pass weft.Timeline()"),
+            "timeline": ({"timeline": 3}, "timeline=3 is not a Timeline: pass weft.Timeline()"),
         }
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
@@ -181,7 +181,7 @@ class AllToAllMatmulCall(ExpertsCall):
             "max_rows of 64 bits": ({"max_rows": 1 << 63}, f"max_rows={1 << 63} {size}"),
             "cannot": (
                 {"max_rows": 9, "schedule": "dispatch[by=dma,rest=each]"},
-                "copy engines take sizes from the host",
+                "the host must not wait for sizes",
             ),
         }
 
@@ -212,7 +212,7 @@ class MatmulAllToAllCall(ExpertsCall):
         return combine.inputs(self.splits, case.k, case.n, NAMES[case.dtype], seed)
 
     def drawn(self, rank: int) -> Tensors:
-        """h has spare rows of NaN behind the arrived rows."""
+        """h has spare rows of NaN after the arrived rows."""
         h, w = super().drawn(rank)
         return [torch.cat((h, torch.full((self.spare, self.case.k), torch.nan, dtype=h.dtype, device=h.device))), w]
 
@@ -242,7 +242,10 @@ class MatmulAllToAllCall(ExpertsCall):
                 "received is on meta, but h is on cpu: move received to cpu",
             ),
             "rows": ({"rows": -1}, f"rows=-1 {size}"),
-            "cannot": ({"rows": 8, "schedule": "combine[chunks=1,by=dma]"}, "copy engines take sizes from the host"),
+            "cannot": (
+                {"rows": 8, "schedule": "combine[chunks=1,by=dma]"},
+                "the host must not wait for sizes",
+            ),
         }
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:

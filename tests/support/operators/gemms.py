@@ -399,7 +399,7 @@ class AllGatherMatmulCall(Call):
             "one dimension": ({"A_shard": x[0]}, "at least two dimensions"),
             "last dimension": (
                 {"gather_dim": 1},
-                "gather_dim=1 must name a dimension of A_shard (8, 8) before the last",
+                "gather_dim=1 is not allowed for A_shard (8, 8)",
             ),
             "no matrix": ({"Bs": []}, "Bs is empty"),
             "one tensor": ({"Bs": B}, "pass a list of tensors, [B]"),
@@ -409,10 +409,10 @@ class AllGatherMatmulCall(Call):
             "rows": ({"rows": [5, 5]}, "rows=(5, 5)"),
             "schedule": ({"schedule": "shrad"}, "no schedule 'shrad'"),
             "no name": ({"schedule": ["serial"]}, "schedule=['serial'] is a list: pass the name of a schedule"),
-            "cannot": ({"A_shard": x[: 4 - rank], "rows": [4, 3], "schedule": shard}, "are sent whole"),
+            "cannot": ({"A_shard": x[: 4 - rank], "rows": [4, 3], "schedule": shard}, "differ in size"),
             "deadline": ({"deadline_s": -1}, "deadline_s=-1 must be positive"),
             "no deadline": ({"deadline_s": float("nan")}, "deadline_s=nan must be positive"),
-            "timeline": ({"timeline": 3}, "timeline=3 is not a timeline: pass weft.Timeline()"),
+            "timeline": ({"timeline": 3}, "timeline=3 is not a Timeline: pass weft.Timeline()"),
         }
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:

@@ -155,7 +155,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
             "shape of bias": (
                 {"biases": [zeros[1:].bfloat16()]}, "biases[0] has shape (15,), strides (1,): pass a contiguous [16]"
             ),
-            "bias of fp32": ({"biases": [zeros], "out_dtypes": [F32]}, "fp8 GEMMs add no bias there; use bf16"),
+            "bias of fp32": ({"biases": [zeros], "out_dtypes": [F32]}, "is not supported by fp8 GEMMs: use torch.bfloat16"),
             "result scale": (
                 {"result_scales": [scale]}, "result_scales are not supported: pass None for each, and scale B_scales"
             ),
@@ -174,7 +174,7 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
                 {"schedule": "ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]", "return_A": False}, "no scaled GEMMs"
             ),
             "deadline": ({"deadline_s": 0}, "deadline_s=0 must be positive"),
-            "timeline": ({"timeline": 3}, "timeline=3 is not a timeline: pass weft.Timeline()"),
+            "timeline": ({"timeline": 3}, "timeline=3 is not a Timeline: pass weft.Timeline()"),
         }  # fmt: skip
 
     def different(self) -> dict[str, tuple[dict[str, Any], dict[str, Any], Sequence[str]]]:
@@ -276,7 +276,7 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "bias of fp32": (
                 {"bias": zeros, "out_dtype": F32},
-                "bias with a result in fp32: fp8 GEMMs add no bias there; use bf16, or add it after",
+                "bias with out_dtype=torch.float32 is not supported by fp8 GEMMs: use torch.bfloat16",
             ),
             "result scale": (
                 {"result_scale": scale}, "result_scale is not supported: pass None, and scale B_scale, or the result"
@@ -291,14 +291,14 @@ class ScaledMatmulReduceScatterCall(Reduced):
             ),
             "reduce_op": ({"reduce_op": "max"}, 'reduce_op=\'max\': use "sum" or "avg"'),
             "fast": ({"use_fast_accum": 1}, "use_fast_accum=1 is an int: pass True or False"),
-            "last": ({"orig_scatter_dim": 1}, "orig_scatter_dim=1 must name a dimension of A (24, 32) before the last"),
+            "last": ({"orig_scatter_dim": 1}, "orig_scatter_dim=1 is not allowed for A (24, 32)"),
             "other dimension": (
                 {"A": halves, "scatter_dim_after_maybe_reshape": 1},
                 "scatter_dim_after_maybe_reshape=1: orig_scatter_dim=0 is dimension 0 of A (12, 2, 32)",
             ),
             "no such dimension": (
                 {"scatter_dim_after_maybe_reshape": 2},
-                "scatter_dim_after_maybe_reshape=2 must name a dimension of A (24, 32) before the last",
+                "scatter_dim_after_maybe_reshape=2 is not",
             ),
             "columns of shape": (
                 {"output_shape": [m, n + 1]},

@@ -246,7 +246,7 @@ def one_rank_differs(group: dist.ProcessGroup, operator: str, case: Case) -> Non
         own = own_group(group)
         given = call.arguments(call.mine, own) | (of_others if group.rank() else of_first)
         error = told(lambda given=given: call.public(**given))
-        if not error.startswith("DisagreementError: ranks make different calls") or any(t not in error for t in texts):
+        if not error.startswith("DisagreementError: ranks made different calls") or any(t not in error for t in texts):
             wrong[name] = error
     assert not wrong, wrong
     call.check(group, call(group))
@@ -288,7 +288,7 @@ def opcheck(group: dist.ProcessGroup, operator: str, case: Case) -> None:
 
 
 def captured(group: dist.ProcessGroup, operator: str, case: Any, replays: int) -> str:
-    """Replay a CUDA graph with two calls in it, with fresh data, behind stragglers and between calls; with a pinned schedule its
+    """Replay a CUDA graph with two calls in it, with fresh data, after stragglers and between calls; with a pinned schedule its
     results have the bits of calls. Return the error of a first call inside a capture."""
     kind, stream, refusal = CALLS[operator], torch.cuda.Stream(), ""
     mean = replace(case, op="avg") if kind.reduces else case

@@ -3,14 +3,14 @@
 - `single`: a call, a synchronisation, and the next call, as in a loop that waits for each result. Ranks start together, and then
   their collectives keep them together. (Pauses between calls would let the device idle, after which any launch takes longer.)
 - `queued`: many calls in a row and one synchronisation, divided by the number of calls, as in training. On CUDA the calls are
-  enqueued behind a device sleep that is longer than the enqueueing, so that launch time is hidden unless it exceeds the work. A
+  enqueued after a sleep kernel that is longer than the enqueueing, so that launch time is hidden unless it exceeds the work. A
   barrier of the devices also precedes them, so that no device's first call waits for another device's sleep. Calls that
   synchronise with the device cannot be enqueued ahead, and get no sleep. On CPU a call returns when its result is complete, so
   `queued` only omits the common start.
 - `graph`: a call captured in a CUDA graph and replayed many times in a row, as in decoding.
 
 Variants alternate in each repetition, since clocks, temperature and neighbours drift. The order changes each time, since a
-variant inherits the clock rate that its predecessor leaves behind. Repetitions continue while a difference that will be published
+variant inherits the clock rate that its predecessor leaves. Repetitions continue while a difference that will be published
 is within twice its noise, up to a limit.
 
 Timed results can be inspected: the last repetition passes on the output of each row's last call.
@@ -39,7 +39,7 @@ Call = Callable[[int], object]  # a call on the input set of this number
 _SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any current GPU: sleeps may be longer than asked, hardly shorter
 _LONGEST_SLEEP_S = 0.2
 _MOST_CALLS = 20  # in a row
-_MOST_REPLAYS = 12  # behind more replays of NCCL graphs, a launch waits for the device
+_MOST_REPLAYS = 12  # after more replays of NCCL graphs, a launch waits for the device
 _ATTEMPTS = 4  # to enqueue a row of calls before the sleep ends
 _LONGER = 4  # the largest factor on the repetitions while a difference is within its noise
 _CLEAR = 2.0  # a difference is clear if it exceeds this many times its noise
@@ -152,7 +152,7 @@ def summarise(
 ) -> Timing:
     """Return the slowest rank's percentiles of `repetitions_ms[i][rank]`; raise ValueError without repetitions."""
     if not repetitions_ms:
-        raise ValueError("no repetition was timed: ask for at least 1")
+        raise ValueError("repetitions=0: time at least 1 repetition")
     times = np.asarray(repetitions_ms, dtype=float)
     slowest = times.max(axis=1)
     p20, p50, p80 = (float(np.percentile(slowest, p)) for p in (20, 50, 80))
@@ -287,9 +287,9 @@ class _SingleClock(_HostClock):
 
 @dataclass
 class _QueueClock(_HostClock):
-    """A row of calls behind a sleep of the device.
+    """A row of calls after a sleep kernel.
 
-    If the sleep ended on any rank before all calls were enqueued, the row is measured again behind a longer sleep. The first row
+    If the sleep ended on any rank before all calls were enqueued, the row is measured again after a longer sleep. The first row
     has no sleep and so measures the time to enqueue. Calls that synchronise with the device would outlast any sleep.
     """
 

@@ -27,7 +27,7 @@ _HOMES = {
     "scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED",
     **{name: f"weft.bench.ops.{plain}:OPERATOR" for name, plain in SCALED.items()},
 }  # fmt: skip
-"""The modules of benchmarks without a file of their name."""
+"""The modules of benchmarks that are not in a file of the same name."""
 
 
 def plain(name: str, dtype: str | None) -> tuple[str, str | None]:

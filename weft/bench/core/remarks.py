@@ -38,8 +38,8 @@ def unclear(cells: Sequence[str]) -> list[str]:
     if not in_them:
         return []
     return [
-        "In parentheses: differs from 1 by less than twice its noise, or one schedule compared with itself "
-        f"({in_them} of {len(some)})."
+        f"Factors in parentheses ({in_them} of {len(some)}) differ from 1 by less than twice their noise, or compare a schedule "
+        "with itself."
     ]
 
 
@@ -49,8 +49,8 @@ def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
         return []
     off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]
     return [
-        f"The same schedule under two names, as a measure of noise: {counted(len(off), 'pair')}, which differ by "
-        f"{median(off):.1%} in the median and {max(off):.1%} at most."
+        f"As a measure of noise, {counted(len(off), 'pair')} of variants ran the same schedule. Their times differ by "
+        f"{median(off):.1%} in the median, and by {max(off):.1%} at most."
     ]
 
 
@@ -63,12 +63,12 @@ def of_asynctp(rows: Sequence[Record]) -> list[str]:
         of = "" if len(some) == len(rows) else f" ({', '.join(dict.fromkeys(r['config'] for r in some))})"
         if variables.get(_NO_MULTICAST) == "1":
             said.append(
-                f"asynctp ran without NVLink multicast ({_NO_MULTICAST}=1{how}){of}. torch gathers by it for M <= {MULTICAST_M} "
-                f"where the machine has it, and may then be faster than here."
+                f"asynctp ran without NVLink multicast ({_NO_MULTICAST}=1{how}){of}. If a machine has it, torch uses it to gather "
+                f"for M <= {MULTICAST_M}, and may then be faster than here."
             )
         elif not variables:
             said.append(
-                "The records do not say if asynctp had NVLink multicast, by which it gathers for M <= "
+                "The records do not say if asynctp could use NVLink multicast, which it uses to gather for M <= "
                 f"{MULTICAST_M}{of}."
             )
     return said
@@ -80,7 +80,7 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
         return []
     without = [how for variables, how, _ in _by_variables(rows) if variables.get(_NO_NVLS) == "0"][:1]
     return [
-        f"NCCL also ran without NVLink multicast ({_NO_NVLS}=0{how}), which it may use on more than two GPUs."
+        f"NCCL also ran without NVLink multicast ({_NO_NVLS}=0{how}), which it can use on more than two GPUs."
         for how in without
     ]
 

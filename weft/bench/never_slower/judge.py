@@ -74,7 +74,8 @@ def overlaps(row: Record) -> bool:
 
 
 def ideal_ratio(row: Record) -> float | None:
-    """Return the longer of computation and collective, each alone, over serial's time; None if either was not timed."""
+    """Return the longer of computation and collective, each alone, divided by serial's time. Return None if either was
+    not timed."""
     ideal = row["ideal_ms"]
     return None if ideal is None else float(ideal / median(row["serial_ms"]))
 

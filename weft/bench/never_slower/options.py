@@ -80,7 +80,8 @@ class Options:
             raise ValueError(f"--seed {self.seed}: give up to 16 hexadecimal digits, such as 89614071")
         if self.ranks < 2:
             raise ValueError(
-                f"--ranks {self.ranks}: weft overlaps exchanges between ranks: use at least 2, or --device cpu"
+                f"--ranks {self.ranks}: there is nothing to overlap without a second rank: use at least 2 GPUs, "
+                "or --device cpu"
             )
         for name, count in (("--shapes", self.shapes), ("--sizes", self.sizes)):
             if count < 1:

@@ -116,8 +116,10 @@ def markdown(rows: Sequence[Record]) -> str:
     verdict = Verdict(rows)
     ops = list(dict.fromkeys(row["op"] for row in rows))
     header = [
-        "operator", "shapes", "queued, mean", "worst", "graph, mean", "worst", "below", "serial chosen",
-        "overlapped, where that can gain", "single, us added: serial", "overlapped", "changing, mean", "99th percentile, ms",
+        "operator", "shapes", "queued, mean", "queued, worst", "graph, mean", "graph, worst", "below", "serial chosen",
+        "overlapped, of shapes that can gain", "single, us added by serial", "single, us added if overlapped",
+        "changing sizes, mean",
+        "changing sizes, 99th percentile, ms",
     ]  # fmt: skip
     table = markdown_table(header, [_line(op, [row for row in rows if row["op"] == op]) for op in ops])
     shapes = [part for op in ops if (part := _shapes(op, [row for row in rows if row["op"] == op]))]
@@ -131,9 +133,10 @@ def _head(rows: Sequence[Record]) -> str:
     seeds = dict.fromkeys(row["seed"] for row in rows)
     return (
         f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; {', '.join(codes)}; {last['date'][:10]}. Shapes "
-        f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}. Factors are weft's speed over that of NCCL and "
-        f"cuBLAS by hand (gloo and torch.mm on CPU), in geometric means; below: under {NEVER_BELOW}x in four of five repetitions, "
-        f"in two runs; changing: weft's mean time over serial's, and by how much its 99th percentile is above serial's."
+        f"drawn by {', '.join(f'seed {seed}' for seed in seeds)}. Factors are weft's speed divided by that of NCCL and "
+        f"cuBLAS calls (gloo and torch.mm on CPU), as geometric means. A shape counts as below if it was under "
+        f"{NEVER_BELOW}x in four of five repetitions, in two runs. The columns on changing sizes compare weft's times with "
+        f"serial's: the mean as a factor, the 99th percentile as a difference."
     )
 
 

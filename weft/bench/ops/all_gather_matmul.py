@@ -187,8 +187,10 @@ class _AllGatherBenchmark(TorchOperator):
         some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
         small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
         if small:
-            return [f"{small} {ASYNCTP} for M <= {MULTICAST_M}{f' and {large} above' if large else ''}"]
-        return [f"{large} {ASYNCTP}, all for M > {MULTICAST_M}"] if large else []
+            return [
+                f"Relative to {ASYNCTP} the mean is {small} for M <= {MULTICAST_M}{f', and {large} above' if large else ''}"
+            ]
+        return [f"Relative to {ASYNCTP} the mean is {large}; all shapes have M > {MULTICAST_M}"] if large else []
 
     def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
         return remarks.of_asynctp(rows)

@@ -376,8 +376,11 @@ class GemmOperator(OperatorBenchmark[S]):
             busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
-        what = "A call keeps the host busy or waiting for, and the first one of a shape takes, in the median"
-        return [f"{what}: {', '.join(found)}."] if found else []
+        return (
+            [f"Median host time of a call, and median time of a shape's first call: {', '.join(found)}."]
+            if found
+            else []
+        )
 
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """Return (milliseconds, variant) of the pinned schedules of a shape, the fastest first."""
@@ -391,7 +394,7 @@ class GemmOperator(OperatorBenchmark[S]):
         near = share([ms <= (1 + _NEAR_BEST) * found[0][0] for ms, found in others])
         least, most = (of(len(found) for _, found in others) for of in (min, max))
         of = counted(most, "schedule") if least == most else f"{least} to {counted(most, 'schedule')}"
-        return [f"within {_NEAR_BEST:.0%} of the fastest of {of} that ran under their names on {near:.0%}"]
+        return [f"{near:.0%} of the shapes are within {_NEAR_BEST:.0%} of the fastest of {of} pinned by name"]
 
 
 class AnyOperator(GemmOperator[GemmShape]):
@@ -423,19 +426,22 @@ class AnyOperator(GemmOperator[GemmShape]):
         shape, mean = min(overs, key=lambda config: overs[config]), geomean([*overs.values()])
         not_slower = share([speed >= NEVER_BELOW for speed in overs.values()])
         parts = [
-            f"{WEFT} over {counted(len(mine), 'shape')}: {times(mean)} {BASELINE} in the geometric mean, at worst "
-            f"{times(overs[shape])} ({shape}), at least {NEVER_BELOW}x on {not_slower:.0%} of them",
+            f"Speed of {WEFT} on {counted(len(mine), 'shape')}: the geometric mean is {times(mean)} that of {BASELINE}, the worst "
+            f"{times(overs[shape])} ({shape})",
+            f"{not_slower:.0%} of the shapes reach at least {NEVER_BELOW}x",
             *self.summary_of_peers(mine),
         ]
         over_ideal = geomean([r["ideal_ratio"] for r in mine if r["m"] >= _LARGE_M and r["ideal_ratio"] is not None])
         if over_ideal is not None:
-            parts.append(f"{over_ideal:.3f} of the ideal time for M >= {_LARGE_M}")
+            parts.append(f"For M >= {_LARGE_M}, {WEFT} takes {over_ideal:.3f} times the ideal time")
         if added := [(r["added_us"], r["config"]) for r in mine if r["added_us"] is not None]:
             us, shape = max(added)
             parts.append(
-                f"at most {us:.1f} us more than {BASELINE} ({shape})" if us > 0 else f"never longer than {BASELINE}"
+                f"A call takes at most {us:.1f} us more than {BASELINE} ({shape})"
+                if us > 0
+                else f"No call takes longer than {BASELINE}"
             )
-        return ["; ".join([*parts, *self.summary_of_best(mine, rows), *_summary_of_predictions(mine)]) + "."]
+        return [". ".join([*parts, *self.summary_of_best(mine, rows), *_summary_of_predictions(mine)]) + "."]
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
         """Compare the operator's own choice with baselines beside the first."""
@@ -449,11 +455,12 @@ def _summary_of_predictions(mine: Sequence[Record]) -> list[str]:
     if calibrated is None:
         return []
     on_blind = (
-        f", on {blind:.0%} blind, which are {error - 1:.1%} off in the geometric mean"
+        f". For predictions from the machine file alone (blind) it is {blind:.0%}, and their mean error is "
+        f"{error - 1:.1%} (geometric)"
         if error and blind is not None
         else ""
     )
     return [
-        f"within {_NEAR_PREDICTION:.0%} of the predicted time on {calibrated:.0%} where predictions were calibrated by the shape's "
-        f"own GEMMs{on_blind or '; blind ones were not recorded'}"
+        f"{calibrated:.0%} of the shapes are within {_NEAR_PREDICTION:.0%} of the time that was predicted from their measured GEMMs"
+        f"{on_blind or '. Predictions from the machine file alone were not recorded'}"
     ]

@@ -94,7 +94,7 @@ class TorchOperator(AnyOperator):
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
         over = geomean([r["speedup_over"][ASYNCTP] for r in mine if ASYNCTP in r["speedup_over"]])
-        return [f"{times(over)} {ASYNCTP}"] if over else []
+        return [f"Relative to {ASYNCTP} the mean is {times(over)}"] if over else []
 
     def remarks(self, rows: Sequence[Record]) -> list[str]:
         peers = self.remarks_of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []

@@ -55,7 +55,7 @@ class GatherShape(GemmShape):
         over, by = int(match[2] or 0), int(match[2] or 1)
         if odd := [gemm for gemm in gemms if gemm.m % by]:
             of = f"M={odd[0].m} of {odd[0].name}"
-            raise ValueError(f"preset {name!r}: {of} is not a multiple of {over}: use a power of two")
+            raise ValueError(f"preset {name!r}: {of} cannot be divided by {over}: use a power of two")
         return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:

@@ -2,7 +2,7 @@
 
 Presets are models, with an MLP and an attention each, of one sequence. Variants:
 
-    serial           the baseline: torch's all-gather before GEMMs and reduce-scatter behind them
+    serial           the baseline: torch's all-gather before GEMMs and reduce-scatter after them
     weft             weft.nn.ParallelMLP, weft.nn.ParallelAttention
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only
@@ -181,7 +181,7 @@ class _TensorParallel(OperatorBenchmark[Block]):
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it only on GPUs")
         if options.ranks < 2:
-            raise ValueError(f"ranks={options.ranks}: a block communicates only on 2 or more")
+            raise ValueError(f"ranks={options.ranks}: a block communicates only between ranks: use at least 2")
         for block in self.presets(options):
             if ASYNCTP in options.variants and block.model.whole:
                 raise ValueError(f"variant {ASYNCTP!r} has no all-reduce: use other variants for {block.of}")

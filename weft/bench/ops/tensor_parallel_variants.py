@@ -142,7 +142,7 @@ class Plain:
     whole = False
 
     def exchanges(self) -> tuple[Exchange, Exchange]:
-        """Return (exchange before GEMMs, exchange behind them); each is the other's backward."""
+        """Return (exchange before GEMMs, exchange after them); each is the other's backward."""
         if self.whole:
             return _same, added_up if self.anything is None else _same
         if self.anything is None:

@@ -106,7 +106,9 @@ class OutputMap:
         if self.chunks < 1 or self.rows < 0:
             raise ValueError(f"rows={self.rows}, chunks={self.chunks}: give at least 0 rows and 1 chunk")
         if self.order is not None and len(self.order) != self.chunks:
-            raise ValueError(f"order has {len(self.order)} places and chunks={self.chunks}: give each chunk its place")
+            raise ValueError(
+                f"order has {len(self.order)} entries but chunks={self.chunks}: give each chunk exactly one entry"
+            )
 
     def local(self, chunk: int) -> OutputMap:
         """Keep this rank's product of the chunk: it is, or is part of, this rank's result."""
@@ -122,13 +124,15 @@ class OutputMap:
         The writers are this rank's GEMM, if it computes the chunk, and each rank that sends the chunk here."""
         if not isinstance(after, int) or after < 1:
             raise ValueError(
-                f"chunk {chunk}: after={after!r} must be at least 1: a chunk must be written before it is sent"
+                f"chunk {chunk}: after={after!r} must be at least 1, because a chunk must be written before it is sent"
             )
         return self._with(Entry("dma_map", chunk, to, op, after))
 
     def _with(self, entry: Entry) -> OutputMap:
         if not isinstance(entry.chunk, int) or not 0 <= entry.chunk < self.chunks:
-            raise ValueError(f"chunk {entry.chunk!r} is none of {self.chunks}: use 0 to {self.chunks - 1}")
+            raise ValueError(
+                f"chunk {entry.chunk!r} does not exist in a map of {self.chunks} chunks: use 0 to {self.chunks - 1}"
+            )
         if not isinstance(entry.to, int | Expr):
             raise ValueError(
                 f"chunk {entry.chunk}: to={entry.to!r} is not a rank: use a number, or an expression such as (RANK + 1) % 4"
@@ -168,32 +172,36 @@ def schedule_of(
     add = add or ("reduce" if gemm == "tracked" else "gemm")
     if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(CopyBy):
         raise ValueError(
-            f"gemm={gemm!r}, add={add!r}, by={by!r}: use gemm='chunks' or 'tracked', add='gemm' or 'reduce', by='dma' or 'kernel'"
+            f"gemm={gemm!r}, add={add!r}, by={by!r}: use gemm='chunks' or 'tracked', add='gemm' or 'reduce', and "
+            "by='dma' or 'kernel'"
         )
     if gemm == "tracked" and add == "gemm":
-        raise ValueError("add='gemm': a tracked GEMM computes all chunks at once and adds to none: use add='reduce'")
+        raise ValueError(
+            "add='gemm' with gemm='tracked': a tracked GEMM computes all chunks in one kernel, so "
+            "it cannot add to arriving chunks. Use add='reduce'"
+        )
     if not isinstance(engines, int) or engines < 1:
-        raise ValueError(f"engines={engines!r}: use at least one copy lane")
+        raise ValueError(f"engines={engines!r}: use at least one copy engine")
     if len(maps) != p.world_size:
-        raise ValueError(f"{len(maps)} maps for world_size={p.world_size}: give one map for each rank")
+        raise ValueError(f"{len(maps)} maps were given for world_size={p.world_size}: give one map for each rank")
     first = maps[0]
     for rank, one in enumerate(maps):
         if (one.rows, one.chunks) != (first.rows, first.chunks):
             raise ValueError(
-                f"rank {rank} maps {one.rows} rows in {one.chunks} chunks, and rank 0 {first.rows} in {first.chunks}: use the same "
-                f"numbers on every rank"
+                f"rank {rank} maps {one.rows} rows in {one.chunks} chunks, but rank 0 maps {first.rows} rows in "
+                f"{first.chunks} chunks: use the same numbers on every rank"
             )
     rows = first.rows
     if wanted not in (rows, None):
         raise ValueError(
-            f"the map has {rows} rows, and the problem's output has {wanted}: use OutputMap(rows={wanted}, ...)"
+            f"the map has {rows} rows, but the problem's output has {wanted}: use OutputMap(rows={wanted}, ...)"
         )
     if rows % p.world_size:
         raise ValueError(
             f"rows={rows} must be divisible by world_size={p.world_size}: pad to {-(-rows // p.world_size) * p.world_size}"
         )
     if not rows * p.n * p.k:
-        raise NotApplicableError("there is nothing to multiply")
+        raise NotApplicableError("a size is 0, so there is nothing to multiply")
     if gemm == "tracked":
         _require_tracked(maps, p)
     plain = [(one.order, one.entries) for one in maps]
@@ -208,22 +216,23 @@ def schedule_of(
 
 def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
     if p.world_size == 1:
-        raise NotApplicableError("one rank has nothing to send")
+        raise NotApplicableError("there is only one rank, so there is nothing to send")
     for rank, one in enumerate(maps):
         if p.collective == "all_gather" and (e := next((e for e in one.entries if e.how == "remote_map"), None)):
             raise ValueError(
-                f"chunk {e.chunk} of rank {rank}: a tracked GEMM stores it once, here: use dma_map({e.chunk}, to={e.to}, after=1)"
+                f"chunk {e.chunk} of rank {rank}: remote_map cannot be used here, because a tracked GEMM stores "
+                f"each chunk only once, in this rank's memory. Use dma_map({e.chunk}, to={e.to}, after=1)"
             )
 
 
 def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
     """Return the problem as a MatmulInto, and the rows of the whole output."""
     if isinstance(p, ScaledMatmulReduceScatter):
-        raise NotApplicableError("an output map has no scaled GEMMs")
+        raise NotApplicableError("output maps do not support scaled (fp8) GEMMs")
     if isinstance(p, MatmulReduceScatter):
         return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype), p.m
     if p.columns:
-        raise NotApplicableError("an output map maps rows, and this problem joins columns")
+        raise NotApplicableError("an output map describes rows, but this problem concatenates columns (gather_dim=-1)")
     return MatmulInto("all_gather", p.world_size, p.n, p.k, p.dtype), p.world_size * p.m
 
 

@@ -42,7 +42,7 @@ class SharedMemory:
         self.box = self._memory("box", boxes + scratch * shared, "symmetric")
         self.made = self.box if shared else self._memory("made", scratch, "scratch")
         self.made_first = boxes * shared
-        # The fetching ranks read `y` chunk by chunk, while the own product may be added in one piece.
+        # The fetching ranks read `y` chunk by chunk, while this rank's own product may be added in one piece.
         self.own = o.parts("own", 1, "scratch") if fetched and add == "reduce" and not self.tiles else None
         begin = self.made_first * routes.per_rank
         self.kept = [

@@ -82,8 +82,8 @@ class Routes:
     ) -> None:
         if chunks % world:
             raise ValueError(
-                f"chunks={chunks} must be a multiple of world_size={world}, so that each rank's rows have equally many: "
-                f"use {chunks - chunks % world or world} or {chunks - chunks % world + world}"
+                f"chunks={chunks} must be a multiple of world_size={world}, so that all ranks have the same "
+                f"number of chunks: use {chunks - chunks % world or world} or {chunks - chunks % world + world}"
             )
         self.collective, self.world, self.chunks, self.per_rank = collective, world, chunks, chunks // world
         self.sums = collective == "reduce_scatter"
@@ -225,8 +225,8 @@ class Routes:
         if sorted(places) != list(range(self.chunks)):
             wrong = next(p for p in places if not 0 <= p < self.chunks or places.count(p) > 1)
             raise ValueError(
-                f"chunk {places.index(wrong)} of rank {rank}: order={list(places)} has place {wrong}: it must have each of the "
-                f"{self.chunks} places, 0 to {self.chunks - 1}, once"
+                f"chunk {places.index(wrong)} of rank {rank}: order={list(places)} contains {wrong}, but must "
+                f"contain each of the {self.chunks} places from 0 to {self.chunks - 1} exactly once"
             )
         return places
 
@@ -274,24 +274,30 @@ class Routes:
             if own:
                 return ""
             if gather:
-                return f"local, but rank {owner} computes it: use dma_map({c}, to=..., after=1), or no call if it goes no further"
-            return f"local, but rank {owner} keeps it: use remote_map({c}, to=...) or dma_map({c}, to=..., after=...)"
+                return (
+                    f"local({c}), but rank {owner} computes the chunk: use dma_map({c}, to=..., after=1), or "
+                    "remove the call if the chunk is not sent further"
+                )
+            return (
+                f"local({c}), but the chunk belongs to rank {owner}: use remote_map({c}, to=...) or "
+                f"dma_map({c}, to=..., after=...)"
+            )
         if not 0 <= to < self.world:
             return f"to={to} is not a rank of this group: use 0 to {self.world - 1}"
         if to == rank:
             return f"to={to} is this rank itself: use local({c})"
         if own and not gather:
-            return f"to={to}, but the chunk is this rank's result: use local({c})"
+            return f"to={to}, but the chunk belongs to this rank: use local({c})"
         if gather and to == owner:
-            return f"to={to} would be written twice: that rank computes the chunk; drop this call"
+            return f"to={to} would write the chunk twice, because that rank computes it too: remove this call"
         if not computes and e.how == "remote_map":
             return f"remote_map, but no GEMM of this rank computes the chunk: use dma_map({c}, to={to}, op='store', after=1)"
         if self.collective == "all_to_all" and to != owner:
-            return f"to={to}, but an all-to-all sends the chunk to rank {owner}: use to={owner}"
+            return f"to={to}, but in an all-to-all the chunk belongs to rank {owner}: use to={owner}"
         if self.sums and e.op == "store":
-            return f"op='store' would overwrite the product of rank {to}: use op='update'"
+            return f"op='store' would overwrite the product of rank {to}, which must be summed: use op='update'"
         if not self.sums and e.op == "update":
-            return f"op='update' would add to unwritten memory on rank {to}: use op='store'"
+            return f"op='update' would add to memory of rank {to} that was not written: use op='store'"
         return ""
 
     def _check_together(self, rank: int, place: int, entries: list[Entry]) -> None:
@@ -299,14 +305,15 @@ class Routes:
         said = " and ".join(map(str, entries))
         twice = len(entries) > 1 and (not gather or len({e.to for e in entries}) < len(entries))
         if twice:
-            self._refuse(rank, place, f"it is written twice, by {said}: keep one of them")
+            self._refuse(rank, place, f"it is written twice, by {said}: remove one of them")
         if own and not any(e.how == "local" for e in entries):
-            self._refuse(rank, place, f"its owner does not keep it: add local({c})")
+            self._refuse(rank, place, f"it belongs to this rank but stays nowhere: add local({c})")
         if not entries and self.computes(rank, place):
             self._refuse(
                 rank,
                 place,
-                f"it is unwritten: add remote_map({c}, to=..., op=...) or dma_map({c}, to=..., op=..., after=...)",
+                f"it has no destination: add remote_map({c}, to=..., op=...) or dma_map({c}, to=..., op=..., "
+                "after=...)",
             )
 
     def _check_arrivals(self, rank: int) -> None:
@@ -316,9 +323,11 @@ class Routes:
             computes = self.computes(rank, place)
             if self.collective == "all_gather" and not computes and len(sources) != 1:
                 if sources:
-                    self._refuse(rank, place, f"it is written twice, by {who}: have one of them send it")
+                    self._refuse(rank, place, f"it is written twice, by {who}: send it from one of them only")
                 self._refuse(
-                    rank, place, f"it is unwritten: no rank sends it here: have one remote_map or dma_map it to={rank}"
+                    rank,
+                    place,
+                    f"no rank sends it here: send it from one rank, by remote_map or dma_map with to={rank}",
                 )
             local = 1 if computes else 0
             come = [*["its own GEMM's"] * local, *(f"rank {source}'s" for source in sources)]
@@ -326,15 +335,16 @@ class Routes:
                 if e.how == "remote_map" and self.sums and sources:
                     self._refuse(
                         rank, place,
-                        f"{who} sends updates here, but remote_map keeps no chunk here that they could add to: use "
-                        f"dma_map({c}, to={e.to}, op='update', after={len(come)}), or have them send it elsewhere",
+                        f"{who} sends updates of this chunk here, but remote_map leaves no chunk in this rank's "
+                        f"memory to which they could be added: use dma_map({c}, to={e.to}, op='update', "
+                        f"after={len(come)}), or send them elsewhere",
                     )  # fmt: skip
                 if e.how == "dma_map" and e.after != len(come):
-                    trouble = "never be sent" if e.after > len(come) else "be sent before all have come"
+                    trouble = "never be sent" if e.after > len(come) else "be sent before all updates have arrived"
                     self._refuse(
                         rank, place,
-                        f"after={e.after}, and it gets {len(come)}, {' and '.join(come)}: it would {trouble}: use "
-                        f"after={len(come)}, or change who sends it here",
+                        f"after={e.after}, but the chunk gets {counted(len(come), 'update')}, {' and '.join(come)}. It would "
+                        f"{trouble}: use after={len(come)}, or change which ranks send it here",
                     )  # fmt: skip
 
     def _refuse_circle(self, waiting: dict[Node, list[Node]]) -> NoReturn:
@@ -347,13 +357,14 @@ class Routes:
         names = [f"chunk {self._number(rank, place)} of rank {rank}" for rank, place in circle]
         in_turn = len({place for _, place in circle}) > 1
         fix = (
-            "GEMMs that add to arriving chunks wait for them in order: use add='reduce'"
+            "with add='gemm', GEMMs wait for arriving chunks in order: use add='reduce'"
             if in_turn
             else "send one of them elsewhere"
         )
         self._refuse(
             *circle[0],
-            f"it waits for {', which waits for '.join([*names[1:], names[0]])}: none of them is ever sent: {fix}",
+            "chunks wait for each other, so none of them is ever sent: it waits for "
+            f"{', which waits for '.join([*names[1:], names[0]])}. Fix: {fix}",
         )
 
     def _number(self, rank: int, place: int) -> int:

@@ -2,7 +2,7 @@
 waits.
 
     compute     GEMMs, chunk by chunk in the order of production. Remote-mapped chunks are stored in the peer's slot. A chunk that
-                stays too is stored here, and a kernel behind the GEMM stores it there
+                stays too is stored here, and a kernel after the GEMM stores it there
     to peers    copy engines send dma-mapped chunks on, in the order in which they complete; one lane, or several
     sums        add=reduce: adds arriving updates to chunks that are sent on, beside the GEMMs
     to sums     copies the only update of a chunk that stays into the result, where the GEMM adds its own product
@@ -10,9 +10,9 @@ waits.
 
 T3's memory adds updates in place, and today's memory cannot. So every update is a store into a slot of the receiver, with a
 slot for each arriving chunk, and the receiver adds. add=gemm: the GEMM that computes the same chunk adds (beta = 1, in
-place on the arrived chunk), and waits for it. add=reduce: a kernel behind the GEMM adds, and the GEMM does not wait.
-Updates from several peers are reduced in fp32, in the order of the ring behind the receiver, so that equal calls give equal
-bits.
+place on the arrived chunk), and waits for it. add=reduce: a kernel after the GEMM adds, and the GEMM does not wait.
+Updates from several peers are reduced in fp32, in ring order, starting with the rank before the receiver, so that equal calls
+give equal bits.
 
 gemm=tracked: one kernel computes all chunks in the order of production: T3's tracker in software. It sets a chunk's
 signal when all its tiles are stored, here or in a peer's slot. The kernel does not wait, so it needs add=reduce.
@@ -142,7 +142,7 @@ class _RankLanes:
     def _compute_sent(self, place: int, send: Send) -> None:
         """Compute a chunk that goes to one other rank."""
         plan, compute, sources = self.plan, self.lane("compute"), self._sources(place)
-        if send.to in self._sent_by_gemm:  # engines that send there too run behind this chunk
+        if send.to in self._sent_by_gemm:  # engines that send there too run after this chunk
             self._open(compute, send.to)
         if send.how == "remote_map":
             self._sent(self._multiply(place, self._slot_at(place, send)), place, send)
@@ -218,7 +218,7 @@ class _RankLanes:
             self.plan.fetched.tell(self.lane("compute"), place % self.routes.per_rank)
 
     def _add_up(self) -> None:
-        """Reduce arrived updates behind the GEMMs. Chunks that are sent on use a lane of their own, so that no GEMM waits for
+        """Reduce arrived updates after the GEMMs. Chunks that are sent on use a lane of their own, so that no GEMM waits for
         them."""
         plan, rank, compute = self.plan, self.rank, self.lane("compute")
         for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):
@@ -289,7 +289,7 @@ class _RankLanes:
         """Wait for free slots before a lane first fills slots of a rank in a run.
 
         Only one lane waits for them: the GEMMs' lane if it fills some of them. Otherwise a reader of its chunks might signal free
-        slots again while a second lane still waits for the last signal. Other lanes run behind the GEMMs if these compute their
+        slots again while a second lane still waits for the last signal. Other lanes run after the GEMMs if these compute their
         chunks; lanes that forward chunks wait for `opened`."""
         if (lane.name, to) in self._opened:
             return

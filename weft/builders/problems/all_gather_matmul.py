@@ -12,7 +12,7 @@ from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
 SCALED_MULTIPLE = 16
-"""The multiple of k and n that fp8 GEMMs of cuBLAS and torch need."""
+"""fp8 GEMMs of cuBLAS and torch need k and n to be multiples of this number."""
 
 
 def require_multiple(name: str, size: int) -> None:
@@ -47,16 +47,17 @@ class Scaled:
     def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
         """Raise `ValueError` for sizes, dtypes or entries that fp8 GEMMs do not support."""
         if dtype != "fp8":
-            raise ValueError(f"dtype={dtype!r}: operands with scales are fp8")
+            raise ValueError(f"dtype={dtype!r}: operands with scales must be fp8")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
-            raise ValueError(f"{self} must have one entry for each of n={n} in out, biased and fast")
+            raise ValueError(f"{self}: out, biased and fast must each have one entry per weight, as n={n} does")
         require_multiple("K", k)
         for i, columns in enumerate(n):
             require_multiple(f"N of Bs[{i}]", columns)
         for dtype in self.out:
             if dtype not in ("bf16", "fp16", "fp32") and (dtype, self.by) != ("fp8", "tensor"):
                 raise ValueError(
-                    f"out={self.out}: results of fp8 GEMMs are bf16, fp16, fp32 or, with scales by tensor, fp8"
+                    f"out={self.out} is not supported: results of fp8 GEMMs are bf16, fp16 or fp32, or fp8 if "
+                    "there is one scale per tensor"
                 )
 
 
@@ -84,7 +85,9 @@ class AllGatherMatmul(Problem):
         if len(self.rows) != self.world_size:
             raise ValueError(f"rows={self.rows} must have one entry for each of {self.world_size} ranks")
         if min(self.rows) < 0 or self.k < 0 or min(self.n, default=0) < 0 or not self.n:
-            raise ValueError(f"rows={self.rows}, n={self.n}, k={self.k}: sizes must not be negative, and n not empty")
+            raise ValueError(
+                f"rows={self.rows}, n={self.n}, k={self.k}: sizes must not be negative, and n must not be empty"
+            )
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
         if self.scaled is not None:

@@ -40,8 +40,9 @@ class AllToAllMatmul(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"no graph can capture {self.name} that returns exactly the rows that arrive: the host reads their number; plan it "
-            "with --option bounded=true (in Python bounded=True), and call it with max_rows"
+            f"a CUDA graph cannot capture {self.name} if it returns exactly the rows that arrive, because the "
+            "host must read their number: plan it with --option bounded=true (in Python bounded=True), and call "
+            "it with max_rows"
         )
 
     @property

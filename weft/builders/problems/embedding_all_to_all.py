@@ -40,8 +40,8 @@ class EmbeddingAllToAll(Problem):
     def __post_init__(self) -> None:
         if len(self.batch_sizes) != self.world_size or len(self.slots) != self.world_size or self.world_size < 1:
             raise ValueError(
-                f"batch_sizes={self.batch_sizes} and slots, of {len(self.slots)} ranks, must have one entry for each of "
-                f"{self.world_size} ranks"
+                f"batch_sizes={self.batch_sizes} and the slots of {len(self.slots)} ranks were given: both must "
+                f"have one entry for each of {self.world_size} ranks"
             )
         if min(self.batch_sizes) < 0:
             raise ValueError(f"batch_sizes={self.batch_sizes} must not be negative")
@@ -55,12 +55,13 @@ class EmbeddingAllToAll(Problem):
         for column, dim in sorted(slot for of_rank in self.slots for slot in of_rank):
             if column != end or dim < 1:
                 raise ValueError(
-                    f"slots must cover all columns once: a slot of {dim} columns begins at {column}, not at {end}"
+                    f"slots must cover all columns exactly once, but a slot of {dim} columns begins at {column} "
+                    f"instead of {end}"
                 )
             end = column + dim
         if not end or any(list(of_rank) != sorted(of_rank) for of_rank in self.slots):
             raise ValueError(
-                f"slots={self.slots}: give at least one slot, and each rank's slots in the order of columns"
+                f"slots={self.slots}: give at least one slot, and each rank's slots in ascending order of columns"
             )
 
     @property
@@ -102,7 +103,7 @@ class EmbeddingAllToAll(Problem):
 
     @property
     def uneven(self) -> str:
-        return "ranks have tables of their own"
+        return "each rank has other tables"
 
     @property
     def has_work(self) -> bool:

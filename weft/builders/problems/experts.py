@@ -15,9 +15,10 @@ class ExpertsProblem(Problem):
     """Tokens of each rank and the experts that they are for.
 
     experts: number of experts on each rank. rows: number of tokens of each rank. n, k: columns and rows of an expert's weights.
-    splits: for each rank, the expected number of its tokens for each expert of all ranks; only the run knows the actual numbers.
-    Empty: equally many for each expert. most: the most tokens that a rank may send to the experts of one other rank. exact: the
-    host learns the number of rows of the result; otherwise the caller passed a number, and the host waits for nothing."""
+    splits: for each rank, the expected number of its tokens for each expert of all ranks; the actual numbers are known only at
+    run time. Empty: the same number for each expert. most: the largest number of tokens that a rank may send to the experts of
+    one other rank. exact: the host reads the number of rows of the result. Otherwise the caller has passed a number, and the host
+    does not wait."""
 
     world_size: int
     experts: int
@@ -51,7 +52,7 @@ class ExpertsProblem(Problem):
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
-            raise ValueError(f"a rank sends {sent} tokens to one other rank, more than most={self.most}")
+            raise ValueError(f"one rank sends {sent} tokens to another rank, which is more than most={self.most}")
 
     def __str__(self) -> str:
         """Return repr without `splits` if they are even (a number for each expert of all), and without an unset `return_x`."""
@@ -74,7 +75,8 @@ class ExpertsProblem(Problem):
     @classmethod
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
-        experts: Annotated[int | None, "Required: number of experts of all ranks together, equally many on each."] = None,
+        experts: Annotated[int | None, "Required: the number of experts of all ranks together. All ranks have "
+                                       "the same number."] = None,
         bounded: Annotated[bool, "The host does not wait for the number of rows: all_to_all_matmul with max_rows, "
                            "matmul_all_to_all with rows. Required for CUDA graphs (--mode graph)."] = False,
     ) -> Self:  # fmt: skip
@@ -93,10 +95,7 @@ class ExpertsProblem(Problem):
             )
         if experts < 1 or ranks < 1 or experts % ranks:
             above = max(1, -(-experts // max(1, ranks))) * ranks
-            raise ValueError(
-                f"experts={experts} must be a positive multiple of ranks={ranks}: {cls.name} has so many, on all ranks "
-                f"together; use {above}"
-            )
+            raise ValueError(f"experts={experts} must be a positive multiple of ranks={ranks}: use {above}")
         return replace(cls.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
 
     @property

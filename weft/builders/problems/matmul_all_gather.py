@@ -16,7 +16,7 @@ class MatmulAllGather(GemmProblem):
     """y = all ranks' x @ w, one below the other; with `columns` side by side.
 
     Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering
-    for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather behind its producer).
+    for Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather after its producer).
 
     Builders: `weft.builders.matmul_all_gather`.
     """
@@ -28,7 +28,7 @@ class MatmulAllGather(GemmProblem):
     @classmethod
     def sized(
         cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
-        gather_dim: Annotated[int, "0 joins the products' rows, -1 their columns."] = 0,
+        gather_dim: Annotated[int, "0 concatenates the rows of the products, -1 their columns."] = 0,
     ) -> MatmulAllGather:  # fmt: skip
         """x [M, K] times w [K, N] on each rank, and all ranks' products on each rank.
 
@@ -37,7 +37,9 @@ class MatmulAllGather(GemmProblem):
         weft plan matmul_all_gather --shape 8192,2048,8192 --option gather_dim=-1 --ranks 4 --all
         """
         if gather_dim not in (0, -1):
-            raise ValueError(f"gather_dim={gather_dim}: 0 joins rows, -1 columns")
+            raise ValueError(
+                f"gather_dim={gather_dim} is not supported: use 0 to concatenate rows, or -1 to concatenate columns"
+            )
         return cls(ranks, m, n, k, dtype, columns=gather_dim == -1)
 
     @property

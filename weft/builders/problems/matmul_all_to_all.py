@@ -12,7 +12,8 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllToAll(ExpertsProblem):
-    """The rows that came to a rank's experts times the experts' weights; every row returns to the rank that it came from.
+    """MoE combine: multiply the rows that arrived at a rank's experts with the experts' weights, and return every row
+    to the rank that it came from.
 
     exact: the host reads the number of tokens; otherwise the caller passed a number, and the host waits for nothing.
 
@@ -36,8 +37,8 @@ class MatmulAllToAll(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"no graph can capture {self.name} without rows: the host reads the number of rows; plan it with "
-            "--option bounded=true (in Python bounded=True), and call it with rows"
+            f"a CUDA graph cannot capture {self.name} without rows, because the host must read the number of "
+            "rows: plan it with --option bounded=true (in Python bounded=True), and call it with rows"
         )
 
     @property

@@ -34,7 +34,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     def __post_init__(self) -> None:
         MatmulReduceScatter.__post_init__(self)  # super() fails in a dataclass with slots
         if self.dtype == "fp64":
-            raise ValueError("dtype='fp64': results of scaled GEMMs are bf16, fp16 or fp32")
+            raise ValueError("dtype='fp64' is not supported: results of scaled GEMMs are bf16, fp16 or fp32")
         require_multiple("K", self.k)
         require_multiple("N", self.n)
 

@@ -29,7 +29,8 @@ class Checked:
     def __init__(self, schedule: Schedule, rank: int, world_size: int, known: bool = False) -> None:
         if schedule.world_size != world_size:
             raise ScheduleError(
-                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and here are {world_size}"
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, but the group has "
+                f"{world_size}"
             )
         lanes, meetings = schedule.of_rank(rank, expected=False), _meetings(schedule)
         ranks = [lanes if r == rank else meetings.of_rank(r, expected=False) for r in range(world_size)]
@@ -81,7 +82,9 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
     faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, expected))]
     faults += unread(schedule, rank)
     if sum(any(step.meets for step in lane.steps) for lane in ranks[rank]) > 1:
-        faults.append("collectives are on several lanes, and gloo takes them from one thread: put them on one lane")
+        faults.append(
+            "several lanes call collectives, but gloo must be called from one thread: put all collectives on one lane"
+        )
     sets, where = sets_per_run(ranks), declared(schedule, buffers)[rank]
     open_ = bool(schedule.contents)  # otherwise `of_rank` has evaluated all numbers
     for lane in ranks[rank]:
@@ -89,19 +92,22 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
             fixed = not step.tile_kernel and not (open_ and variables_of(step))
             wrong = list(wrong_step(where, step)) if fixed else []
             if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
-                wrong.append(f"{wait.count} sets are waited for, and a run makes {n}")
+                wrong.append(f"it waits for {wait.count} sets, but a run makes {n}")
             if not (step.tile_kernel or isinstance(step, Read) or is_bound(step)):
                 wrong.append(
                     f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {bind.__module__}.bind"
                 )
             if isinstance(step, Collective) and step.op == "all_to_all":
-                wrong.append("the CPU executor knows no all_to_all: exchange says how many rows go to each rank")
+                wrong.append(
+                    "the CPU executor does not run all_to_all: use exchange, which states how many rows go to each rank"
+                )
             for inner in () if has_own_kernel(step) else step.inner or (step,):
                 if isinstance(inner, Compute):
                     wrong += _wrong_operation(inner, "" if wrong else buffers[rank][inner.out.buffer].dtype)
                 if inner.is_signal and isinstance(step, Tiles) and variables_of(step.extent):
                     wrong.append(
-                        "tiles whose number only a run knows set no signals: what waits would not know for how many"
+                        "tiles whose number is known only at run time cannot set signals, because a wait would "
+                        "not know how many sets to wait for"
                     )
             faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
     if faults:
@@ -111,7 +117,7 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
 def _wrong_operation(step: Compute, dtype: str) -> list[str]:
     """Return the faults of an operation with an output of `dtype`."""
     if step.op == "embedding_bag":
-        return ["the CPU executor pools nothing: weft.embedding_all_to_all does"]
+        return ["the CPU executor does not pool: call weft.embedding_all_to_all"]
     if dtype == "fp8" and not step.op.startswith("scaled_matmul"):
-        return ["there is no fp8 arithmetic on CPU but of scaled GEMMs: use bf16"]
+        return ["CPUs support fp8 only in scaled GEMMs: use bf16"]
     return []

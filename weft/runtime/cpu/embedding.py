@@ -1,7 +1,7 @@
 """embedding_all_to_all on CPU processes: a rank's side of every call.
 
-A call has four phases: meet (`weft.runtime.meeting`), pool with stores into the peers' memory, notify the peers, wait
-for them. The meeting ensures a free output slot, equal plans and batch sizes, and no refusal.
+A call has four phases: synchronise (`weft.runtime.meeting`), pool with stores into the peers' memory, notify the peers,
+wait for them. The rendezvous ensures a free output slot, equal plans and batch sizes, and no refusal.
 
 Order. `direct`: all stores of the native kernel are fenced before it returns; then done[rank] = epoch at every peer,
 with release; the reader acquires it. `put`: every slice has its flag (see csrc/embedding_all_to_all.hpp). A buffer is

@@ -3,8 +3,8 @@
 A group makes one call at a time. So its schedules share one memory, of the size that the largest schedule needs. The number
 of mappings and threads does not grow with the number of shapes. They stay until the communicator closes.
 
-Order of runs. Ranks meet before each run (`weft.runtime.meeting`). A rank meets the others only after all of its lanes have ended
-the last run:
+Order of runs. Ranks synchronise before each run (`weft.runtime.meeting`). A rank does so only after all of its lanes
+have ended the last run:
 
     a lane in run e - 1, any rank    ends its job: releases a lock that the calling thread takes (`Worker.wait`)
     the calling thread, that rank    publishes that it begins run e (release)

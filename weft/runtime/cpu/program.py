@@ -210,7 +210,9 @@ class _CallerTensor:
         if not address and tensor.numel():
             raise ValueError(f"{self.name} has no memory: its storage was freed; pass it while it has values")
         if tensor.is_neg():
-            raise ValueError(f"{self.name} is a view whose memory holds its negative: pass {self.name}.resolve_neg()")
+            raise ValueError(
+                f"{self.name} is a view whose memory holds the negated values: pass {self.name}.resolve_neg()"
+            )
         (rows, cols), (row_stride, col_stride) = wanted, tensor.stride()
         # The stride of a dimension of size one is arbitrary.
         row_major = (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1)
@@ -222,8 +224,8 @@ class _CallerTensor:
         else:
             like = "rows or columns" if self.transposable else "rows"
             raise ValueError(
-                f"{self.name} has strides {tensor.stride()}: its {like} must be in one piece each and not overlap; pass "
-                f"{self.name}.contiguous()"
+                f"{self.name} has strides {tensor.stride()}: its {like} must each be contiguous and must not "
+                f"overlap; pass {self.name}.contiguous()"
             )
         return address, row_stride, col_stride, rows
 

@@ -1,6 +1,7 @@
 """The state that the lanes of a rank share in a run on CPU processes: waits, collectives, and errors.
 
-Ranks meet before a run (`weft.runtime.meeting`): all run the same schedule. If a rank refuses its tensors, no rank begins.
+Ranks synchronise before a run (`weft.runtime.meeting`), and run the same schedule. If a rank refuses its tensors, no
+rank begins.
 """
 
 from __future__ import annotations

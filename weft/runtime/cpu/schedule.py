@@ -7,7 +7,7 @@ Order in a run. A copy ends with a release fence, a set adds with release order,
 So a lane that has waited sees everything that the setter's lane did before. Order of runs, of any schedules:
 `weft.runtime.cpu.memory`.
 
-Before a run ranks meet, and each may refuse it: `weft.runtime.meeting`.
+Before a run ranks synchronise, and each may refuse the run: `weft.runtime.meeting`.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def require_sizes(schedule: Schedule, rank: int, buffer: str, read: Sequence[int
 
 
 def _writes(schedule: Schedule, writer: int, buffer: str, rank: int, row: int, col: int) -> bool:
-    """True if a step of `writer` writes the element [row, col] of `rank`'s buffer. Regions whose place only a run knows count as
-    not."""
+    """True if a step of `writer` writes the element [row, col] of `rank`'s buffer. Regions whose place is known only at run time
+    count as not written."""
     for lane in schedule.of_rank(writer, expected=False):
         for step in lane.steps:
             for access in () if variables_of(step) else step.accesses():

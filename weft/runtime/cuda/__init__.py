@@ -8,7 +8,7 @@
 | `regions` | the addresses of regions and signal words |
 | `groups`, `flags` | signals between ranks, as flags |
 | `calls` | calls of torch, cuBLAS and NCCL |
-| `sizes` | dynamic sizes, which only the run knows |
+| `sizes` | dynamic sizes, which are known only at run time |
 | `tile_kernels` | weft's GEMM kernels |
 | `watch` | deadlines |
 | `embedding`, `embedding_backward` | embedding_all_to_all |

@@ -43,7 +43,7 @@ from weft.schedule.steps import DYNAMIC_COPY_UNITS, of_kind
 
 SignalPart: TypeAlias = tuple[bool, int, int, int]
 """A part of a signal of `_core.StreamProgram`: (waits, number of the base, bytes from there, value)."""
-_MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows only the run knows
+_MANY = 1 << 31  # rows assumed for a caller's tensor whose number of rows is known only at run time
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
@@ -300,7 +300,7 @@ def _whole(region: Region) -> Region:
 
 @singledispatch
 def emit(step: Step, compiler: Compiler, launch: Launch) -> None:
-    """Have `compiler` issue a step of fixed sizes, the first of `launch`.
+    """Make `compiler` issue the first step of `launch`, whose sizes are fixed.
 
     Register a function with `emit.register` to run a kind of step on GPUs. Copies by kernel, and signals beside them, are
     kernels instead (`Compiler._launch`). Before the first run each call runs once, to load its kernel: an operation that

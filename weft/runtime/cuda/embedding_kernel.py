@@ -379,7 +379,7 @@ class EmbeddingKernel:
         }
 
     def _compile(self, key: VariantKey) -> _Variant:
-        """Compile and load a variant before anything waits for it: a load behind a waiting kernel would deadlock."""
+        """Compile and load a variant before anything waits for it: a load while a kernel waits would deadlock."""
         refuse_capture(self.device)
         constants = self.constants(key)
         compiled, resident = None, self._sms

@@ -21,7 +21,7 @@ again. Then
 
     rank b: wait W ... clear W's flag and set A, at once          rank a: wait for A ... set S, which raises W's flag again
 
-and S cannot precede the clear. If there is no such set, the flag is cleared right behind the wait. `flags_of` then verifies
+and S cannot precede the clear. If there is no such set, the flag is cleared right after the wait. `flags_of` then verifies
 that the wait of one run is ordered before the next set (`weft.schedule.verify.happens_before`).
 """
 
@@ -51,7 +51,7 @@ class Flag:
     """The flag of one wait. word: its number among the rank's words. passed: the number of waits of the lane up to and including
     this one.
 
-    carrier: the place in the lane of the set with which a stream clears the flag; None: right behind the wait.
+    carrier: the place in the lane of the set with which a stream clears the flag; None: right after the wait.
     """
 
     word: int

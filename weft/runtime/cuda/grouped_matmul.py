@@ -97,14 +97,14 @@ def compile_variant(variant: GroupedVariant) -> Any:
 
 @lru_cache(maxsize=256)
 def _compiled(device: torch.device, variant: GroupedVariant) -> Any:
-    """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
+    """Compile and load a kernel. Loading it later, while a stream waits for a peer, could hang the device."""
     return loaded(device, lambda: compile_variant(variant))
 
 
 def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False) -> None:
     """Compile and load the kernels for these weights [E, K, N], for any alignment of the rows; takes seconds.
 
-    Without it the first launch compiles, which must not happen behind a stream that waits for a peer.
+    Without it the first launch compiles, which must not happen while a stream waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):

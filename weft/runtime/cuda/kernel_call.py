@@ -31,7 +31,7 @@ _UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_g
 
 
 def loaded(device: torch.device, compile_kernel: Callable[[], Any]) -> Any:
-    """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
+    """Compile and load a kernel. Loading it later, while a stream waits for a peer, could hang the device."""
     with torch.cuda.device(device):
         compiled = compile_kernel()
         compiled._init_handles()

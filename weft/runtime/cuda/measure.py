@@ -1,11 +1,11 @@
 """Measurements on two or more GPUs for `weft.plan.calibrate` and self-calibration: GEMMs, copies, signals and collectives.
 
 All ranks measure at once, as schedules use the machine: links in both directions, the power of all GPUs. Every result is
-the slowest rank's. Work is queued behind a sleep of the device, so that the host is ahead.
+the slowest rank's. Work is queued after a sleep kernel, so that the host is ahead.
 
-Loading a kernel behind a stream that waits for a peer could hang the device. So set-up loads copying kernels and the
-GEMMs that are known then. Each measurement runs once, and the device comes to rest, before it is enqueued behind a
-sleep. Signals to a peer are timed without kernels.
+Loading a kernel while a stream waits for a peer could hang the device. So set-up loads copying kernels and the
+GEMMs that are known then. Each measurement runs once, and the device becomes idle, before it is enqueued after a sleep.
+Signals to a peer are timed without kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Effort:
     """The duration of each measurement, and its memory."""
 
     buffer_bytes: int = 1 << 30
-    enough_us: float = 2000.0  # of measured work behind one sleep
+    enough_us: float = 2000.0  # of measured work after one sleep
     warm_us: float = 20_000.0  # before long work is timed: a GPU that has rested runs at a higher clock
 
 

@@ -37,7 +37,7 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
     if emit.dispatch(type(step)) is emit.dispatch(object):
         yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {_entries(emit.registry)}"
     elif isinstance(step, Collective) and step.op not in COLLECTIVES:
-        yield f"the GPU executor knows no {step.op}: it knows {', '.join(COLLECTIVES)}"
+        yield f"the GPU executor does not run {step.op}: it runs {', '.join(COLLECTIVES)}"
     elif (kernel := step.tile_kernel) and emit_tiles.dispatch(type(kernel)) is emit_tiles.dispatch(object):
         yield f"the GPU executor has no kernel {kernel.name}: it has {_entries(emit_tiles.registry)}"
     for inner in step.inner or (step,):
@@ -48,11 +48,11 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
                     "here, then copy with accumulate=True by kernel"
                 )
         if inner.copies_by == "dma" and any(access.updates for access in inner.accesses()):
-            yield "copy engines do not add: copy by kernel, or copy and then compute with accumulate=True"
+            yield "copy engines cannot add: copy by kernel, or copy and then compute with accumulate=True"
 
 
 def _owner(region: Region) -> int | None:
-    """Return the rank that owns the region; None if only the run knows it."""
+    """Return the rank that owns the region; None if it is known only at run time."""
     return None if variables_of(region.at) else value(region.at)
 
 

@@ -83,8 +83,8 @@ class CudaSchedule(Executor):
         """Enqueue one run on the current stream. Return the outputs that were passed as functions, by name.
 
         tensors: every input and output buffer by name, with the sizes that `buffers` says; weights may also be [count, rows,
-        columns]. An output whose number of rows only the run knows is a function from that number to a tensor, or a tensor with
-        at least as many rows. If the host reads sizes meanwhile, such a function is called with up to an eighth more rows,
+        columns]. An output whose number of rows is known only at run time is a function from that number to a tensor, or a tensor
+        with at least as many rows. If the host reads sizes meanwhile, such a function is called with up to an eighth more rows,
         and the result is cut.
 
         deadline_s: default: `WEFT_DEADLINE_S` when this executor was made. like_before: True if only the addresses of the

@@ -29,7 +29,7 @@ _BLOCK = 128
 
 
 def is_dynamic(step: Any) -> bool:
-    """True if a step of a rank has sizes or places that only the run knows."""
+    """True if a step of a rank has sizes or places that are known only at run time."""
     return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
 
 

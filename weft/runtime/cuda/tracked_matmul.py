@@ -85,7 +85,7 @@ def compile_variant(variant: TrackedVariant) -> Any:
 
 @lru_cache(maxsize=64)
 def _compiled(device: torch.device, variant: TrackedVariant) -> Any:
-    """Compile and load a kernel. Loading it later, behind a stream that waits, could hang the device."""
+    """Compile and load a kernel. Loading it later, while a stream waits for a peer, could hang the device."""
     return loaded(device, lambda: compile_variant(variant))
 
 

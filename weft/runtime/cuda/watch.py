@@ -1,9 +1,9 @@
 """Deadlines for streams. A stream that waits for a value has no deadline, so a thread checks whether runs make progress.
 
 Every run of a schedule sets a mark in a word of pinned host memory when it begins on the device. The thread sees the mark and
-clears it, without any call of CUDA. If no new mark appears for the deadline, the thread reads from the device whether the last
-run stands at a wait. If it does, the thread names the wait and poisons the group, which releases its streams. If not, no
-run is blocked, and the thread reads nothing until the next run begins.
+clears it, without any call of CUDA. If no new mark appears for the deadline, the thread reads from the device if the
+last run is blocked in a wait. If it is, the thread names the wait and poisons the group, which releases its streams.
+Otherwise no run is blocked, and the thread reads nothing until the next run begins.
 """
 
 from __future__ import annotations

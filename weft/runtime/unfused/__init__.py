@@ -4,7 +4,7 @@
     collectives     of one matrix of this rank, for an operator's own `unfused` and `gradients`
     experts         exchanges of tokens, with `grouped_matmul`, `permutation` and `sizes`
     unpack          columns of ranks side by side, and back
-    turn            meetings, deadlines and timelines around these calls
+    turn            rendezvous, deadlines and timelines around these calls
 
 Specs of operators import from here: `all_gather`, `reduce_scatter`, `all_reduce`, `all_reduce_`, `Turn`.
 """

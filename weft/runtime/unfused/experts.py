@@ -43,9 +43,9 @@ def all_to_all_matmul(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
     turn: Turn = STRAIGHT, *, return_x: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Return y [rows that came, N], or [max_rows, N] with as many of these rows as fit, and with return_x the received tokens.
+    """Return y [rows that arrived, N], or [max_rows, N] with as many of these rows as fit, and with return_x the received tokens.
 
-    The received tokens [rows that came, K] are in the order of arrival: by source rank, and from one source by expert.
+    The received tokens [rows that arrived, K] are in the order of arrival: sorted by source rank, then by expert.
     """
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows

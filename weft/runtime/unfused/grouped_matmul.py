@@ -31,7 +31,7 @@ def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, size
 
 
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return [experts, K, N]: each expert's rows of x, transposed, @ its rows of grad_y."""
+    """Return the weight gradients [experts, K, N]: for each expert, x.T @ grad_y over this expert's rows."""
     if _has_grouped_gemm(x, grad_y):
         result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
         # Hopper's kernel writes zeros for an expert without rows, Blackwell's what was in memory.

@@ -2,8 +2,8 @@
 thread.
 
 It keeps and prepares nothing on the device, and needs no symmetric memory: a call costs as much as its torch calls. Steps
-become calls when an `Unfused` is made, and a step allocates the buffer that it writes. On CPU, ranks meet before every collective
-(`weft.runtime.unfused.turn`).
+become calls when an `Unfused` is made, and a step allocates the buffer that it writes. CPU ranks synchronise before
+every collective (`weft.runtime.unfused.turn`).
 """
 
 from __future__ import annotations

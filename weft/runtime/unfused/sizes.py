@@ -28,7 +28,7 @@ class Sizes:
         self.numbers = numbers or _Numbers()
 
     def fetch(self) -> None:
-        """Enqueue the copy of the numbers to the host, behind the work enqueued so far. Further calls do nothing."""
+        """Enqueue the copy of the numbers to the host, after the work enqueued so far. Further calls do nothing."""
         if self.numbers.copy is not None:
             return
         both, copied = torch.cat((self.splits, self.received.flatten())), None

@@ -1,13 +1,13 @@
-"""Additions of an unfused call to NCCL / gloo and cuBLAS: deadlines, a timeline and, on CPU, a meeting before each
+"""Additions of an unfused call to NCCL / gloo and cuBLAS: deadlines, a timeline and, on CPU, a rendezvous before each
 collective.
 
-On CPU, ranks meet before each collective as they do before every call (`weft.runtime.meeting`), which takes microseconds.
-If a rank does not arrive, the meeting raises at the deadline. If a rank makes another call, the error names the rank. Both
-happen before gloo begins a collective: gloo cannot cancel a collective, and would abort or compute on the wrong bytes. The
-wait for the collective has the same deadline, and checks the group.
+CPU ranks synchronise before each collective, as they do before every call (`weft.runtime.meeting`), which takes
+microseconds. If a rank does not arrive, the rendezvous raises at the deadline. If a rank makes another call, the error
+names the rank. Both happen before gloo begins a collective: gloo cannot cancel a collective, and would abort or compute
+on the wrong bytes. The wait for the collective has the same deadline, and checks the group.
 
-On GPUs hosts do not meet, because a meeting would cost more than the call. There a `Turn` only fills a timeline, and NCCL's
-timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, has `STRAIGHT`, which adds nothing.
+On GPUs hosts do not synchronise, because a rendezvous would cost more than the call. There a `Turn` only fills a timeline, and
+NCCL's timeout and watchdog apply. A call without a timeline on GPUs, or on one rank, has `STRAIGHT`, which adds nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Turns:
 
 
 class Turn:
-    """One call, or its backward. turns: None if ranks do not meet. deadline_s: of each wait for other ranks."""
+    """One call, or its backward. turns: None if ranks do not synchronise. deadline_s: of each wait for other ranks."""
 
     deadline_s: float | None
 
@@ -124,11 +124,11 @@ class _Straight(Turn):
 
 
 STRAIGHT: Turn = _Straight()
-"""The turn of calls that need no meeting and fill no timeline."""
+"""The turn of calls that need no rendezvous and fill no timeline."""
 
 
 def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn:
-    """Return a turn for a call without prepared `Turns`; `STRAIGHT` on GPUs and for one rank, which need no meeting."""
+    """Return a turn for a call without prepared `Turns`; `STRAIGHT` on GPUs and for one rank, which need no rendezvous."""
     if device.type != "cpu" or group.size() == 1:
         return STRAIGHT
     with symm.set_up_within(deadline_s):

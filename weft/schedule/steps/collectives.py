@@ -60,7 +60,7 @@ class Collective(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])
         if (self.src.at, self.dst.at) != (where.rank, where.rank):
-            yield "a collective is between buffers of the rank that calls it"
+            yield "a collective may only use buffers of the rank that calls it"
         if self.op in _REDUCING and where.dtype(self.src) not in SUMMED:
             yield f"{where.dtype(self.src)} cannot be reduced: use one of {', '.join(SUMMED)}"
 
@@ -89,14 +89,14 @@ _Shapes: TypeAlias = list[tuple[int, int]]
 
 def _all_gather(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     if any(shape != (sum(rows), step.src.cols) for step, shape in zip(steps, into, strict=True)):
-        return f"the ranks give rows {rows} of {steps[0].src.cols} columns, and gather into {into}"
+        return f"the ranks contribute {rows} rows of {steps[0].src.cols} columns, but gather into {into}"
     return ""
 
 
 def _all_to_all(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     cols = [cast(int, step.src.cols) for step in steps]
     if {sum(n for n, _ in into)} != set(rows) or {n for _, n in into} != {sum(cols)}:
-        return f"the ranks give rows {rows} of {cols} columns, and receive {into}"
+        return f"the ranks contribute {rows} rows of {cols} columns, but receive into {into}"
     return ""
 
 
@@ -105,7 +105,7 @@ def _exchange(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> st
     sent = [tuple(map(int, step.sent)) for step in steps]
     received = [tuple(map(int, step.received)) for step in steps]
     if len(set(cols)) > 1 or [sum(r) for r in received] != [n for n, _ in into] or [sum(s) for s in sent] != rows:
-        return f"the ranks exchange {sent} of rows {rows}, and receive {received} into {into}"
+        return f"the ranks send {sent} of their {rows} rows, and receive {received} rows into {into}"
     if sent != list(zip(*received, strict=True)):
         return f"the ranks send {sent}, and receive {received}"
     return ""
@@ -114,13 +114,18 @@ def _exchange(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> st
 def _reduce_scatter(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     cols = {step.src.cols for step in steps} | {n for _, n in into}
     if {sum(n for n, _ in into)} != set(rows) or len(cols) > 1:
-        return f"the ranks give {[(r, s.src.cols) for r, s in zip(rows, steps, strict=True)]}, and receive {into} of the sum"
+        return (
+            f"the ranks contribute {[(r, s.src.cols) for r, s in zip(rows, steps, strict=True)]}, but receive "
+            f"{into} of the sum"
+        )
     return ""
 
 
 def _all_reduce(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
     shapes = [(r, cast(int, s.src.cols)) for r, s in zip(rows, steps, strict=True)]
-    return "" if len({*shapes, *into}) == 1 else f"the ranks reduce {shapes} into {into}: all shapes must be equal"
+    return (
+        "" if len({*shapes, *into}) == 1 else (f"the ranks reduce {shapes} into {into}, but all shapes must be equal")
+    )
 
 
 _CHECKS: dict[str, Callable[[Sequence[Collective], list[int], _Shapes], str]] = {

@@ -90,9 +90,9 @@ class Compute(Step):
             if k != k2 or out != (m, n):
                 yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
             if added and added != [out]:
-                yield f"the third input of addmm is {list(added[0])}: give {list(out)}, as the product"
+                yield f"the third input of addmm is {list(added[0])}: it must be {list(out)}, like the product"
             if added and self.accumulate:
-                yield "addmm adds its third input and cannot accumulate too: use matmul with accumulate=True"
+                yield ("addmm already adds its third input, so it cannot accumulate: use matmul with accumulate=True")
         elif self.op == "embedding_bag":
             (m, _), (_, n), out = shapes
             if out != (m, n):
@@ -161,7 +161,7 @@ class Reduce(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from differing([where.dtype(access.region) for access in self.accesses()])
         if not self.parts:
-            yield "there is nothing to reduce: name at least one part"
+            yield "there is nothing to reduce: pass at least one region"
         else:
             of_rows = {(part.rows, part.cols) for part in self.parts[1:]} - {(1, self.out.cols)}
             if len(shapes := of_rows | {(one.rows, one.cols) for one in (self.parts[0], self.out)}) > 1:
@@ -175,15 +175,18 @@ class Reduce(Step):
         normed, shape = (norm.out.rows, norm.out.cols), (self.out.rows, self.out.cols)
         weight = (norm.weight.rows, norm.weight.cols)
         if normed != shape:
-            yield f"the norm's out is {list(normed)}: give {list(shape)}, as the sum"
+            yield f"the norm's out is {list(normed)}: it must be {list(shape)}, like the sum"
         if weight != (1, self.out.cols):
-            yield f"the norm's weight is {list(weight)}: give [1, {self.out.cols}]"
+            yield f"the norm's weight is {list(weight)}: it must be [1, {self.out.cols}]"
         if (norm.out.buffer, norm.out.at) == (self.out.buffer, self.out.at) and overlap(
             box_of(norm.out), box_of(self.out)
         ):
-            yield "a sum and its norm are written to the same place: give each its own"
+            yield "the sum and its norm are written to the same place: write them to different places"
         if self.accumulate:
-            yield "an accumulating sum cannot be normed, since other steps may still add to it: norm it after the last one"
+            yield (
+                "an accumulating sum cannot have a norm, because other steps may still add to it: apply the "
+                "norm after the last one"
+            )
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         total = f"{self.out.buffer}{at(self.out.at)}"

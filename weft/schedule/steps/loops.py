@@ -50,7 +50,7 @@ class For(_Repeated):
         return self  # `unrolled` replaces it by its iterations
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        raise ValueError(f"a loop has no name in a timeline: unroll it first, its steps have names: {self}")
+        raise ValueError(f"a loop has no name in a timeline, but its steps do: unroll the loop first: {self}")
 
     def __str__(self) -> str:
         return f"for {self.index} in 0..{self.extent}: {_inside(self.body)}"
@@ -153,7 +153,7 @@ def _inside(body: tuple[Step, ...]) -> str:
 
 
 def walk(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield each step once, loops before the steps inside of them. Tiles are one step."""
+    """Yield each step once, loops before the steps inside them. Tiles are one step."""
     for step in steps:
         yield step
         if isinstance(step, For):
@@ -166,7 +166,7 @@ def of_kind(steps: Iterable[Step], kind: type[Kind]) -> list[Kind]:
 
 
 def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> tuple[Step, ...]:
-    """Return `change(step)` for each step, also inside of loops; None removes a step. Loops stay, and tiles are one step."""
+    """Return `change(step)` for each step, also inside loops; None removes a step. Loops stay, and tiles are one step."""
     changed = (
         replace(step, body=map_steps(step.body, change)) if isinstance(step, For) else change(step) for step in steps
     )

@@ -41,9 +41,9 @@ class Read(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         buffer = where.buffers[where.rank][self.region.buffer]
         if self.region.buffer not in where.held:
-            yield f"nothing says what {self.region.buffer} holds: call Draft.holds"
+            yield f"the contents of {self.region.buffer} are not declared: call Draft.holds"
         elif buffer.dtype != "int64" or box_of(self.region) != (0, buffer.rows, 0, buffer.cols):
-            yield f"a read takes a whole buffer of int64, and {self.region} is {buffer.dtype}"
+            yield f"read needs a whole buffer of int64, but {self.region} is {buffer.dtype}"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"read {self.region.buffer}"

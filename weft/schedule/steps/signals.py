@@ -36,7 +36,7 @@ class Set(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from _wrong_signal(self.signal, self.index, where)
         if not 0 <= cast(int, self.at) < len(where.buffers):
-            yield f"there is no rank {self.at}"
+            yield f"rank {self.at} does not exist"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"set {self.signal}{at(self.at)}[{number(self.index)}]"
@@ -74,7 +74,10 @@ class Wait(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from _wrong_signal(self.signal, self.index, where)
         if cast(int, self.count) < 1:
-            yield f"count={self.count} must be at least 1: to wait on some ranks only, repeat the wait lookup((0, 1), RANK) times"
+            yield (
+                f"count={self.count} must be at least 1. To wait on some ranks only, repeat the wait lookup((0, "
+                "1), RANK) times"
+            )
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"wait {self.signal}[{number(self.index)}]{' of the previous run' * self.previous}"
@@ -91,6 +94,6 @@ def _by_name(step: Set | Wait) -> None:
 
 def _wrong_signal(signal: str, index: Index, where: Declared) -> Iterator[str]:
     if (count := where.signals.get(signal)) is None:
-        yield f"there are no signals {signal!r}"
+        yield f"signal {signal!r} does not exist"
     elif not 0 <= cast(int, index) < count:
-        yield f"index {index} is outside {signal}, of {count} signals"
+        yield f"index {index} is out of range: {signal} has {count} signals"

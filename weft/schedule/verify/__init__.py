@@ -140,7 +140,7 @@ class _Faults:
     def raise_any(self) -> None:
         if not self._texts:
             return
-        again = {key: f" (and {times - 1} times more)" if times > 1 else "" for key, times in self._times.items()}
+        again = {key: f" ({times - 1} more of this kind)" if times > 1 else "" for key, times in self._times.items()}
         lines = [text + again[key] for key, text in self._texts.items()]
         count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
         raise ScheduleError("\n  ".join([f"schedule {self.name} has {count}:", *lines[:SHOWN]]))
@@ -160,7 +160,7 @@ def _check_sets(faults: _Faults, moves: Moves) -> None:
         for i, of_lane in enumerate(of_rank):
             for number, move in enumerate(of_lane):
                 if move.wait and move.counter and cast(int, move.wait.count) > (sets := moves.per_run[move.counter]):
-                    text = f"{move.wait.count} sets are waited for, and a run makes {sets}"
+                    text = f"it waits for {move.wait.count} sets, but a run makes {sets}"
                     faults.add("missing set", text, Event(1, rank, i, number))
 
 
@@ -202,8 +202,13 @@ def _check_polling(faults: _Faults, happened: HappensBefore, buffers: Buffers, c
     for number, lanes in occupancy_deadlock(happened, buffers, compute_units).items():
         event = happened.events[number]
         names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
-        text = f"it may never get a compute unit: lanes that poll ({names}) for steps that need one may hold all {compute_units}"
-        faults.add("polling", f"{text}: use copy engines on these lanes, or let their copies wait for less", event)
+        text = (
+            f"it may never get a compute unit, because lanes that poll ({names}) for steps that need one may "
+            f"occupy all {compute_units}"
+        )
+        faults.add(
+            "polling", f"{text}: use copy engines on these lanes, or let their copies wait for fewer signals", event
+        )
 
 
 def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sampled: set[str]) -> None:
@@ -235,7 +240,8 @@ def _check_memory(faults: _Faults, happened: HappensBefore, buffers: Buffers, sa
                 written = [box for box, (_, writes, _) in zip(found.boxes, found.how, strict=True) if writes]
                 if hole := _hole((0, cast(int, buffer.rows), 0, buffer.cols), written):
                     faults.add(
-                        f"hole in {buffer.name}", f"output {_text(f'{buffer.name}@{rank}', hole)} is never written"
+                        f"hole in {buffer.name}",
+                        f"output {_text(f'{buffer.name}@{rank}', hole)} is never written",
                     )
 
 
@@ -260,7 +266,10 @@ def _check_races(
         a, b = (happened.events[found.events[n]] for n in pair)
         does = ["writes" if writes[n] else "reads" for n in pair]
         early = ", a run early" if a.run != b.run else ""
-        text = f"race on {where}: the first {does[0]} and the second {does[1]} there{early}, and nothing orders them"
+        text = (
+            f"race on {where}: the first step {does[0]} and the second {does[1]} there{early}, and no signal "
+            "orders them"
+        )
         faults.add("race", text, a, b)
 
 
@@ -286,7 +295,7 @@ def _check_reads(
     for read in np.flatnonzero(found.reads & ~covered).tolist():
         written = [_box(found.boxes[n]) for n in j[i == read]]
         if hole := _hole(_box(found.boxes[read]), written):
-            text = f"it reads {_text(where, hole)}, which no step has written in this run"
+            text = f"it reads {_text(where, hole)}, which no step has written before in this run"
             faults.add("nothing", text, happened.events[found.events[read]])
 
 

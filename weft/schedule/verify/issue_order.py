@@ -1,7 +1,7 @@
 """The order in which one host thread may issue a rank's steps, over all its lanes.
 
 Streams of a GPU may share a hardware queue (with CUDA_DEVICE_MAX_CONNECTIONS=1 they all do). A wait then blocks everything issued
-behind it, on any lane. If rank 0 issues a wait for rank 1 before a set for rank 1, and rank 1 does the same, both hang, though
+after it, on any lane. If rank 0 issues a wait for rank 1 before a set for rank 1, and rank 1 does the same, both hang, though
 each lane alone is right.
 
 So all ranks are simulated at once, in rounds, with steps that take no time. A step is issued in the first round in
@@ -11,7 +11,7 @@ is its part of the sequence. So everything that a queue blocks comes after what 
 Steps never hinder one another, so if a lane gets stuck here, no other order helps.
 
 In a round lanes alternate, copy lanes first; a lane issues one copy or GEMM at a time, with its waits and sets. First chunks
-leave for all peers before second chunks, and kernels that need nothing from others are not queued behind all copies.
+leave for all peers before second chunks, and kernels that need nothing from others are not queued after all copies.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
         step = lane.steps[event.step]
         if wait := step.awaits:
             total = per_run[event.rank, wait.signal, wait.index]
-            found = f"{count} of {total} sets come before it" if total else "it is never set"
+            found = f"only {count} of {total} sets come before it" if total else "it is never set"
         else:
-            found = f"{count} of {len(ranks)} ranks come to it"
+            found = f"only {count} of {len(ranks)} ranks reach it"
         lines.append(
             f"rank {event.rank}, lane {lane.name}, step {step_number(lane, event.step)}: {describe(step, event.rank)}: {found}"
         )

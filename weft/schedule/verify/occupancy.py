@@ -2,7 +2,7 @@
 
 On GPUs most waits are stream waits, and hold no unit. But a copy by kernel polls for the waits between ranks around it
 in its own launch (`weft.schedule.launches`). All its programs poll for the waits before it, on up to COPY_UNITS compute
-units. Its last program polls for the waits behind its sets. NCCL's collectives poll until all ranks have reached them.
+units. Its last program polls for the waits after its sets. NCCL's collectives poll until all ranks have reached them.
 Such a launch is open from the end of the step before it on its lane until its waits have ended. A step that computes,
 copies by kernel, or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
 

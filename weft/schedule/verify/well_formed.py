@@ -25,9 +25,12 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
     for buffer in schedule.buffers:
         sizes = [(cast(int, of_rank[buffer.name].rows), buffer.cols) for of_rank in buffers]
         if min(map(min, sizes)) < 0:
-            yield f"buffer {buffer.name}: its sizes on the ranks are {sizes}: sizes must not be negative"
+            yield f"buffer {buffer.name} has the sizes {sizes} on the ranks: sizes must not be negative"
         if buffer.role == "symmetric" and len(set(sizes)) > 1:
-            yield f"buffer {buffer.name}: symmetric memory has one size on all ranks, and rows are {buffer.rows}"
+            yield (
+                f"buffer {buffer.name}: symmetric memory must have the same size on all ranks, but its rows are "
+                f"{buffer.rows}"
+            )
 
 
 def unread(schedule: Schedule, rank: int) -> Iterator[str]:
@@ -44,16 +47,16 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
                 buffer = schedule.buffer(part.buffer) if part.buffer in held else None
                 size = buffer.rows * buffer.cols if buffer and isinstance(buffer.rows, int) else part.end
                 if not 0 <= part.first <= part.end <= size:
-                    text = f"elements {part.first} to {part.end} of {part.buffer}, which has {size}"
+                    text = f"elements {part.first} to {part.end} of {part.buffer} are out of range: it has {size}"
                     yield f"lane {lane.name}: {describe(step, rank)}: {text}"
             for name in sorted(variables_of(step)):
                 where = f"lane {lane.name}: {describe(step, rank)}"
                 if name not in held:
-                    yield f"{where}: there is no value for {name}: say what that buffer holds (Draft.holds)"
+                    yield f"{where}: {name} has no value: declare the buffer's contents with Draft.holds"
                 elif name not in known:
-                    yield f"{where}: the lane has not read {name} before"
+                    yield f"{where}: the lane uses {name} without reading it first"
                 elif step.copies_by == "dma" and known[name] != "host":
-                    yield f"{where}: a copy engine's size comes from the host, which has not read {name}"
+                    yield f"{where}: a copy engine gets its size from the host, but the host has not read {name}"
 
 
 def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
@@ -76,7 +79,9 @@ def wrong_step(where: Declared, step: Step) -> Iterator[str]:
             same_place = region.buffer == out.buffer and region.at == out.at
             in_place = step.in_place and region == out
             if same_place and not in_place and overlap(box_of(region), box_of(out)):
-                yield f"{describe(out, where.rank)} is written while {describe(region, where.rank)} is read"
+                yield (
+                    f"{describe(out, where.rank)} is written while the same step reads {describe(region, where.rank)}"
+                )
 
 
 def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
@@ -92,7 +97,7 @@ def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tu
     for events in meetings.values():
         first = next(iter(events.values()))
         if len(events) < schedule.world_size:
-            yield f"of {schedule.world_size} ranks only {list(events)} call this collective", first
+            yield f"only ranks {list(events)} of {schedule.world_size} call this collective", first
         elif fault := disagreement([cast(Collective, ranks[e.rank][e.lane].steps[e.step]) for e in events.values()]):
             yield fault, first
 
@@ -101,15 +106,18 @@ def _misplaced(where: Declared, access: Access) -> Iterator[str]:
     region, buffers = access.region, where.buffers
     at = cast(int, region.at)
     if not 0 <= at < len(buffers):
-        yield f"{describe(region, where.rank)}: there is no rank {at}"
+        yield f"{describe(region, where.rank)}: rank {at} does not exist"
     elif region.buffer not in buffers[at]:
-        yield f"there is no buffer {region.buffer!r}"
+        yield f"buffer {region.buffer!r} does not exist"
     else:
         buffer = buffers[at][region.buffer]
         row, end_row, col, end_col = box_of(region)
         if not (0 <= row <= end_row <= cast(int, buffer.rows) and 0 <= col <= end_col <= buffer.cols):
             yield f"{describe(region, where.rank)} is outside its buffer of {buffer.rows} x {buffer.cols}"
         if at != where.rank and buffer.role != "symmetric":
-            yield f"{describe(region, where.rank)} is a peer's, and {region.buffer} is not symmetric but {buffer.role}"
+            yield (
+                f"{describe(region, where.rank)} belongs to a peer, so {region.buffer} must be symmetric, but "
+                f"it is {buffer.role}"
+            )
         if access.writes and buffer.role == "input":
-            yield f"{describe(region, where.rank)} is written, and {region.buffer} is an input"
+            yield f"{describe(region, where.rank)} is written, but {region.buffer} is an input"
