@@ -130,7 +130,7 @@ def fused(
             "the ranks' maps differ by more than their place in the ring, and one GPU cannot stand for all: use fused_on_all"
         )
     setup = _with_gemm(gemm, gpu, arbitration, own_writes, bin_us, coarse)
-    return _run(_mapped(setup, routes, world - 1, one_for_all=True))
+    return _run(_mapped(setup, routes, 0, one_for_all=True))
 
 
 def fused_on_all(
@@ -173,14 +173,18 @@ def _mapped(setup: _core.ControllerSetup, routes: Routes, rank: int, *, one_for_
     tiles = len(setup.a)
     setup.chunk = [tile * routes.chunks // tiles for tile in range(tiles)]
     output, copied, expected, lands, peer, link = [], [], [], [], [], []
-    targets = list(dict.fromkeys(send.to for sends in routes.sends[rank].values() for send in sends))
-    for place in routes.order[rank]:
-        (send,) = routes.sends[rank][place] or (None,)
+    places = routes.order[0 if routes.alike else rank]
+    if routes.alike:  # rank 0 represents all
+        places = tuple((place + rank * routes.per_rank) % routes.chunks for place in places)
+    targets = list(dict.fromkeys(send.to for place in places for send in routes.sends(rank, place)))
+    for place in places:
+        (send,) = routes.sends(rank, place) or (None,)
         remote = send is not None and send.how == "remote_map"
         output.append(_REMOTE if remote else _ADDED)
         copied.append(int(send is not None and not remote))
         expected.append(0 if remote else 1 + len(routes.arriving(rank, place)))
-        lands.append(routes.number[send.to][place] if send else 0)
+        at, seen = routes.representative(send.to if send else rank, place)
+        lands.append(routes.number[at][seen] if send else 0)
         peer.append(send.to if send and not one_for_all else 0)
         link.append(targets.index(send.to) if send else 0)
     setup.output, setup.copied, setup.expected = output, copied, expected
