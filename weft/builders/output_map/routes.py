@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from weft.schedule.expr import RANK, Expr, Index, value
+from weft.words import counted
 
 CollectiveName: TypeAlias = Literal["reduce_scatter", "all_gather", "all_to_all"]
 MapKind: TypeAlias = Literal["local", "remote_map", "dma_map"]
