@@ -99,7 +99,8 @@ def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np
 
 
 def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
-    """Move a table off the most loaded rank, or swap one, as long as the larger of the two loads falls (in place)."""
+    """Move a table away from the most loaded rank, or swap two tables, as long as this lowers the larger of the two
+    ranks' loads. Works in place."""
     for _ in range(10 * len(costs)):
         load = np.bincount(ranks, costs, world_size)
         worst = int(load.argmax())

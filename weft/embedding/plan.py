@@ -122,7 +122,8 @@ class EmbeddingPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan of the schedule with that transport, order and slice size, if the transport has kernels of slices."""
+    """Return the plan of the schedule with the given transport, order and slice size. Transport "serial" has no such
+    schedule."""
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
         return plan

@@ -106,7 +106,8 @@ class ExpertParallelMLP(nn.Module):
         return "gate_up_proj" if self.gated else "up_proj"
 
     def reset_parameters(self) -> None:
-        """Draw the experts like `nn.Linear`, one after the other: ranks with equal seeds have parts of one model."""
+        """Initialise all experts as `nn.Linear` does, one after the other, so that ranks with equal seeds have parts of
+        the same model."""
         parameters = self.get_parameter(self.first_name), self.down_proj
         if parameters[0].is_meta:
             return

@@ -95,7 +95,7 @@ class BegunBatch:
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose features are on the way. heads: the header of each rank."""
+    """A batch whose features have been sent but have not arrived yet. heads: the header of each rank."""
 
     local: _LocalBatch
     heads: list[list[int]]

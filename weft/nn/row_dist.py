@@ -82,7 +82,8 @@ class RowDist:
         return route, self._by_part(arrived, route), numbers
 
     def _numbers(self, counts: torch.Tensor, bad: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-        """Return ids to each rank, ids from [source][part of this rank], and `bad`. Raise if a rank would receive too many."""
+        """Return the number of ids sent to each rank, the numbers of ids from each source for each part of this rank,
+        and `bad`. Raise an error if a rank would receive too many ids."""
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])
         send = torch.cat([torch.cat([part, of_rank]) for part in counts.split(sizes)])

@@ -53,7 +53,8 @@ def check_sizes(schedule: Schedule) -> None:
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps with loops unrolled. A loop counts one more, and each iteration at least one: both take time."""
+    """Return the number of steps with loops unrolled. A loop itself counts as one step, and each iteration as at least
+    one, because both take time to unroll."""
     count = 0
     for i, step in enumerate(steps):
         count += 1

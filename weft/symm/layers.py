@@ -80,7 +80,7 @@ def difference(texts: Sequence[Sequence[str]]) -> str:
 
 
 def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """True if ranks with these words (`MadeLayers`) have called layers with different options."""
+    """True if the two ranks' words (`MadeLayers`) show that they have called layers with different options."""
     mask = (1 << _COUNT_BITS) - 1
     return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
 
