@@ -49,7 +49,7 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The parts of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
+    number: the number of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
     optimizer; then gradients are returned, as sparse COO tensors if `sparse`. factor: the number by which every reduced
     gradient is multiplied.
     """

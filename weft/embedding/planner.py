@@ -104,8 +104,8 @@ def plan_tables(
     """Return a sharding for each table. It depends on the arguments alone, so all ranks agree.
 
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype. world_size: the number of ranks.
-    samples: of a rank, in a step. rows_read: mean rows that a sample reads from each table, by name or in table order; default one
-        per feature.
+    samples: the number of samples of a rank in a step. rows_read: mean rows that a sample reads from each table, by name or in
+        table order; default one per feature.
     optimizer: its states are counted. memory_bytes: what a rank may have of tables, states and sums of data-parallel gradients.
         None: no bound. Leave room for activations, batches and buffers.
     memory_gbps, link_gbps: bandwidth of a rank's memory, and of its links to all others together in one direction, in GB/s. The
@@ -172,7 +172,7 @@ class _Costs:
         return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
 
     def part(self, table: EmbeddingBagConfig, rows: int, columns: int, read: float, share: float) -> Load:
-        """Return the load of a part on its owner. share: of the table's ids."""
+        """Return the load of a part on its owner. share: the share of the table's ids."""
         vector, features, all_samples = (
             columns * table.dtype.itemsize,
             len(table.feature_names),

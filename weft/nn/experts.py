@@ -47,7 +47,7 @@ class ExpertParallelMLP(nn.Module):
     hidden, intermediate: of an expert.
     num_experts: of all ranks, divisible by their number.
     group: a process group, or its name.
-    activation: of the gate.
+    activation: the activation function of the gate.
     gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
     max_rows: an upper bound on the rows that a rank's experts may get in a call. With it, the host never waits on GPUs,
     and a CUDA graph can capture the forward, if neither schedule is "serial". Rows above the bound are dropped on GPUs,

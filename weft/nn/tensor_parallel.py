@@ -202,9 +202,9 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
         """Return the result y; with `norm` the pair (norm(y), y): the next layer's input, and its residual.
 
-        residual: added to the result, of its shape. norm: of the hidden dimension. With `sequence_dim=None` both are part of the
-            all-reduce, if residual and parameters have one dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no
-            hooks.
+        residual: a tensor of the result's shape, which is added to it.
+        norm: a norm over the hidden dimension. With `sequence_dim=None`, residual and norm are part of the all-reduce, if
+            residual and parameters have the same dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no hooks.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)
@@ -230,7 +230,7 @@ class RowParallelLinear(_ParallelLinear):
     def _followed(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
     ) -> Any:
-        """Apply bias, residual and norm after the collective. bias: of this rank's positions."""
+        """Apply bias, residual and norm after the collective. bias: the bias of this rank's positions."""
         y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)

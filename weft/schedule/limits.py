@@ -48,7 +48,8 @@ def check_sizes(schedule: Schedule) -> None:
             on_all += steps
         if on_all > MOST_ON_ALL:
             raise ValueError(
-                f"schedule has more than {MOST_ON_ALL} steps and sizes on ranks 0 to {rank}, which differ: give it fewer ranks"
+                f"schedule has more than {MOST_ON_ALL} steps and sizes on ranks 0 to {rank} together, because these "
+                "ranks differ: use fewer ranks"
             )
 
 

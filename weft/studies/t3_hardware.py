@@ -30,7 +30,7 @@ _STEPS = 75  # lines of progress
 
 
 class Rows(NamedTuple):
-    """What a page shows. small, large: by the reading of the links' bandwidth."""
+    """The content of a page. small, large: by the reading of the links' bandwidth."""
 
     small: dict[str, list[sub.HardwareRow]]
     large: dict[str, list[sub.HardwareRow]]
