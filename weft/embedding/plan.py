@@ -31,7 +31,8 @@ from weft.schedule.kernels import PooledSlices, SliceTransport
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """One operator as all ranks of its group must describe it. Ranks compare `said` at every call."""
+    """The options and the division of work of one embedding_all_to_all, equal on all ranks. Ranks compare `said` in
+    every call."""
 
     sharding: EmbeddingSharding
     options: EmbeddingOptions

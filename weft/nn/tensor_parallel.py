@@ -107,7 +107,8 @@ class _ParallelLinear(nn.Module):
         return {**whole, **parts}
 
     def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
-        """Refuse an x that does not fit, at the beginning of a call. of: the called module."""
+        """Raise an error if x does not match the layer's parameters. Call it at the beginning of a forward. of: the
+        layer."""
         _require(of, self._wrong_input(x, isinstance(of, ParallelAttention)) or wrong_device(x, self.weight))
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
