@@ -120,7 +120,8 @@ def check_reduction(name: str, given: Any) -> None:
 def checked_dimension(
     A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim"), last: bool = False
 ) -> int:
-    """Return `dim` as a non-negative dimension of A [..., dim, ..., K], or, with `last`, of [..., K]. names: of A and of dim."""
+    """Return `dim` as a non-negative dimension of A [..., dim, ..., K], or, with `last`, of [..., K]. names: the names of A and
+    of dim."""
     if type(dim) is int and 0 <= dim < A.dim() - 1:
         return dim
     what, name = names
@@ -179,7 +180,7 @@ def checked_deadline(deadline_s: Any) -> float | None:
     if is_number and 0 < deadline_s <= env.MOST_S:
         return float(deadline_s)
     raise ValueError(
-        f"deadline_s={deadline_s!r} must be positive and at most {env.MOST_S}: pass the number of seconds that "
+        f"deadline_s={deadline_s!r} must be positive and at most {env.MOST_S:.0f}: pass the number of seconds that "
         "a wait may take"
     )
 

@@ -1,4 +1,4 @@
-"""Atomic writes of files, also if a process is ended while it writes; and files of JSON lines."""
+"""Atomic writes of files, even if the process is killed while it writes, and reading and appending of JSON lines."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_fatal_bounds_check_refuses(group: dist.ProcessGroup) -> None:
     alone = dist.new_group([0])
     with pytest.raises(RefusedError, match=said):
         exchanged(alone, p, spoiled, bounds_check="fatal")
-    with pytest.raises(PoisonedGroupError, match="make a new one"):
+    with pytest.raises(PoisonedGroupError, match="make a new process group"):
         exchanged(alone, p, bounds_check="fatal")
 
 

@@ -60,7 +60,7 @@ def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple
 def assert_over(again: tuple[str, str]) -> None:
     kind, text = again
     assert kind == "PoisonedGroupError"
-    assert "make a new one" in text
+    assert "make a new process group" in text
 
 
 def absent(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -174,7 +174,7 @@ def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
 def test_more_rows_than_there_is_room_for(pool: Pool, schedule: str) -> None:
     (error, total), *others = pool.run(too_many_rows, schedule, ranks=2, timeout_s=60)
     assert error.startswith(
-        "TooManyRowsError: 8 rows arrived on rank 0, from the ranks [4, 4], but max_rows=7: pass at least 8"
+        "TooManyRowsError: 8 rows arrived on rank 0 (from each rank: [4, 4]), but max_rows=7: pass at least 8"
     )
     assert total == 8 * 8 * 3
     assert others == [("nothing", 0.0)]

@@ -89,7 +89,7 @@ def assert_over(answers: list[tuple[Any, tuple[str, str], torch.Tensor]]) -> Non
     """The next call on the failed group raises on every rank, and a new group works."""
     for _, (kind, text), _ in answers:
         assert kind == "PoisonedGroupError"
-        assert "make a new one" in text
+        assert "make a new process group" in text
     assert_same_bits([output for *_, output in answers], PROBLEM)
 
 

@@ -319,7 +319,7 @@ def sent(name, to):
 
 
 def own_schedules(group):
-    """Of four ranks, two on each host."""
+    """Four ranks, two on each host."""
     rank, found = group.rank(), []
     with on_two_hosts(group) as own:
         for schedule in (sent("near", [1, 0, 3, 2]), sent("far", [1, 2, 3, 0]), sent("near", [1, 0, 3, 2])):

@@ -70,7 +70,7 @@ def again(group: dist.ProcessGroup, operator: str) -> tuple[str, str]:
 def assert_over(answers: list[tuple[str, str]]) -> None:
     for kind, text in answers:
         assert kind == "PoisonedGroupError"
-        assert "make a new one" in text
+        assert "make a new process group" in text
 
 
 # --- calls that differ ---

@@ -238,7 +238,7 @@ def test_styles_and_functions(pool: Pool) -> None:
     expected = {
         "style": {"weight": "ColwiseLinear: its weight is on meta and x on cpu: give the layer memory by to_empty("},
         "gathers": {"bias": "AllGatherLinear: bias has shape (3,) on cpu: pass shape (16,) on cpu, the device of x"},
-        "scatters": {"bias": "LinearReduceScatter: bias has shape (1,) on cpu: pass (16,) on cpu"},
+        "scatters": {"bias": "LinearReduceScatter: bias has shape (1,) on cpu: pass shape (16,) on cpu"},
     }
     ranks = pool.run(styles_and_functions, ranks=WORLD)
     for name, words in expected.items():

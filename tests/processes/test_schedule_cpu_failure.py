@@ -48,7 +48,7 @@ def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensor
 def assert_over(answers: list[Any]) -> None:
     for kind, text in answers:
         assert kind == "PoisonedGroupError"
-        assert "make a new one" in text
+        assert "make a new process group" in text
 
 
 def absent(group, builder):

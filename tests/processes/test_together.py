@@ -161,7 +161,7 @@ def test_no_step_pairs_with_another_one(pool: Pool, operator: str, schedule: str
     good, bad = pool.run(train, operator, schedule, ranks=2)
     assert [kind for kind, _ in good] == ["", "DisagreementError", "PoisonedGroupError", "PoisonedGroupError"]
     assert [kind for kind, _ in bad] == ["", "ArithmeticError", "DisagreementError", "PoisonedGroupError"]
-    assert "make a new one" in good[1][1]
+    assert "make a new process group" in good[1][1]
 
 
 # --- pauses ---

@@ -139,7 +139,7 @@ def _call(table: Table, group: _Group, rows: int) -> bool:  # type: ignore[type-
 
 
 def test_sizes_that_all_recur_are_compiled_at_their_first_call() -> None:
-    """As batch sizes that are warmed up and captured one after the other."""
+    """The sizes recur, like batch sizes that are warmed up and captured one after the other."""
     table, group = Table(), _Group()
     assert all(_call(table, group, rows) for rows in range(10 * PASSING) for _ in range(2))
 

@@ -112,7 +112,7 @@ def _unable(why: str) -> Callable[[_Stand], _Stand]:
     [
         (_unable("WEFT_SELF_CALIBRATION=0"), "rank 1: WEFT_SELF_CALIBRATION=0"),
         (_unable("memory of other ranks cannot be mapped"), "rank 1: memory of other ranks cannot be mapped"),
-        (lambda mine: mine._replace(name="NVIDIA L4"), f"GPUs differ, .*rank 0: {NAME}; rank 1: NVIDIA L4"),
+        (lambda mine: mine._replace(name="NVIDIA L4"), f"the GPUs differ .*rank 0: {NAME}; rank 1: NVIDIA L4"),
         (lambda mine: mine._replace(gpu=str(1 - int(mine.gpu))), "ranks share a GPU"),
     ],
 )

@@ -1,10 +1,10 @@
-"""Chunks in symmetric memory that all ranks fetch into their results: an all-gather behind any producer.
+"""Chunks in symmetric memory that all ranks fetch into their results: an all-gather after any producer.
 
 Results are ordinary memory, into which peers cannot write. If a producer sent its chunks, they would arrive in symmetric
 memory and need a second copy. So the producer only signals that a chunk is ready, and every rank copies it into its result:
 each byte is copied once. A rank's own chunks are ready first and are copied first. Then it copies the chunks of the rank
-behind, so that no two ranks fetch from the same rank. A copy of own rows takes a quarter of the time of the same rows over
-NVLink. With `apart` another copy engine makes these copies beside the others.
+before it, and so on, so that no two ranks fetch from the same rank. A copy of own rows takes a quarter of the time of the same
+rows over NVLink. With `apart`, another copy engine copies them, concurrently with the other copies.
 
 A rank that has fetched everything signals all others that it no longer reads this run's symmetric memory. They wait for
 this signal before they write there in the next run, even if other signals would order these accesses. A run of other
@@ -26,8 +26,10 @@ ChunkRegion: TypeAlias = Callable[[Index, int], Region]
 
 
 class Fetched:
-    """The fetching side of an all-gather. signals: one for each chunk of each source; sources are the ranks behind this one, then
-    this rank."""
+    """The fetching side of an all-gather.
+
+    signals: one for each chunk of each source. Sources are the ranks before this one, the nearest first, then this rank.
+    """
 
     def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
         self.d, self.chunks = d, chunks

@@ -72,7 +72,8 @@ def serial(p: MatmulAllGatherGradients) -> Schedule:
 
 @builder(MatmulAllGatherGradients, chunks=(1, 2, 4, 8), last=("rows", "columns"))
 def direct(p: MatmulAllGatherGradients, *, chunks: int, last: Literal["rows", "columns"] = "rows") -> Schedule:
-    """Reduce and multiply chunk by chunk. chunks: of rows. last=columns: cut the last chunk into `chunks` blocks of columns."""
+    """Reduce and multiply chunk by chunk. chunks: the number of chunks of rows. last=columns: cut the last chunk into `chunks`
+    blocks of columns."""
     if p.world_size == 1:
         raise NotApplicableError("there is only one rank, so there is nothing to send")
     if not p.has_work:

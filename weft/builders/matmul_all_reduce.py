@@ -203,8 +203,8 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
 def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """Reduce chunk by chunk: every rank reduces a part of each chunk.
 
-    So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. A chunk is reduced after
-    the GEMM of the next chunk, during which its parts arrive."""
+    So each GEMM covers a whole chunk, and the first sums can be fetched after the first chunk's GEMM. The parts of a
+    chunk arrive during the GEMM of the next chunk, and are reduced after that GEMM."""
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
     result, peers, pieces = _Result(o, p), len(o.peers), split(p.m, chunks, what="rows of a product")
     d, y = o.d, result.y

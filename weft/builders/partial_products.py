@@ -36,8 +36,8 @@ Chunk: TypeAlias = tuple[int, int]
 class PartialProducts:
     """The caller's x and w in a draft of `p`, with their scales if they are fp8.
 
-    own_rows: True if x has only this rank's rows, as in front of an all-gather. peers: the ranks whose rows are computed, in this
-    order. sources: the ranks that compute this rank's rows, in the order of arrival."""
+    own_rows: True if x has only this rank's rows, as an x that will be all-gathered. peers: the ranks whose rows are
+    computed, in this order. sources: the ranks that compute this rank's rows, in the order of arrival."""
 
     def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce, *, own_rows: bool = False) -> None:
         self.d, self.p, self.m = Draft(name, p.world_size), p, -(-p.m // p.world_size)

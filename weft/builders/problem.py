@@ -23,11 +23,11 @@ class Problem:
     name: ClassVar[str]
     """The name of the operator."""
     title: ClassVar[str]
-    """The name in messages: `name`, unless users never call the operator by that name themselves."""
+    """The name in messages. It is `name`, except for operators that users do not call, such as backward."""
     tried_on_gpus: ClassVar[bool] = True
     """True if its schedules have run and been timed on GPUs. If False, only serial is selected unless a schedule is pinned."""
     rounds_sums: ClassVar[bool] = False
-    """True if the unfused calls, too, round each rank's product to the result's dtype before NCCL reduces it."""
+    """True if the unfused calls also round each rank's product to the result's dtype before NCCL reduces it."""
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -91,7 +91,8 @@ class Problem:
 
     @property
     def between_hosts(self) -> tuple[str, ...]:
-        """The names of schedules to time, beside serial, where ranks are on several hosts. Data travel by collectives alone."""
+        """The names of the schedules that are timed, in addition to serial, if ranks are on several hosts. They move
+        data only by collectives."""
         return ()
 
     def worth_running(self, candidate: Candidate) -> bool:

@@ -16,8 +16,8 @@ class TrackedTiles:
     """Tile t of a tracked GEMM, whose result is one or more parts of m x n, each in `chunks` chunks of whole row tiles.
 
     order: for each chunk in the order of production, its number in its part. Default: the chunks of one part, in order. pieces,
-    counts: (first, count) of the rows, and the number of tiles, of each chunk of a part. extent: of t. rows, cols: (first, count)
-    of tile t, relative to the part."""
+    counts: (first, count) of the rows, and the number of tiles, of each chunk of a part. extent: the extent of t. rows, cols:
+    (first, count) of tile t, relative to the part."""
 
     def __init__(self, m: int, n: int, chunks: int, order: Sequence[int] | None = None) -> None:
         height, width = (

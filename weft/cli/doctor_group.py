@@ -36,7 +36,8 @@ class Seat:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """seats: by rank. paths: of each pair of ranks (low, high). round_trip_us: of a small all-gather over the control links, the
+    """seats: the seats by rank. paths: the path of each pair of ranks (low, high). round_trip_us: the time of a small all-gather
+    over the control links, the
     median."""
 
     seats: tuple[Seat, ...]

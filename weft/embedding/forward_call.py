@@ -49,8 +49,9 @@ class Tables(NamedTuple):
 class ForwardCall:
     """The parts of a forward call that backward needs, besides the tensors that autograd saves.
 
-    number: of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
-    optimizer; then gradients are returned, as sparse COO tensors if `sparse`. factor: times every reduced gradient.
+    number: the number of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
+    optimizer; then gradients are returned, as sparse COO tensors if `sparse`. factor: the number by which every reduced
+    gradient is multiplied.
     """
 
     plan: EmbeddingPlan
@@ -112,7 +113,7 @@ class Collected(NamedTuple):
 
 
 COLLECTED: dict[int, list[Collected]] = {}
-"""By the id of the tensor that counts an optimizer's updates, which a call carries: the gradients kept for one update."""
+"""The gradients that are kept for one update. The key is the id of the tensor that counts the optimizer's updates."""
 
 
 def joined_calls(calls: list[Collected]) -> Collected:

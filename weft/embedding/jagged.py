@@ -126,7 +126,7 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """Make one from lengths, and fetch `offset_per_key` to the host now."""
+        """Return a KeyedJaggedTensor from lengths, and copy `offset_per_key` to the host now."""
         return cls(keys, values, weights, lengths=lengths, stride=stride).sync()
 
     @classmethod
@@ -138,7 +138,7 @@ class KeyedJaggedTensor:
         weights: torch.Tensor | None = None,
         stride: int | None = None,
     ) -> KeyedJaggedTensor:
-        """Make one from offsets, and fetch `offset_per_key` to the host now."""
+        """Return a KeyedJaggedTensor from offsets, and copy `offset_per_key` to the host now."""
         return cls(keys, values, weights, offsets=offsets, stride=stride).sync()
 
     def sync(self) -> KeyedJaggedTensor:
@@ -161,7 +161,7 @@ class KeyedJaggedTensor:
         return self._weights
 
     def lengths(self) -> torch.Tensor:
-        """Return how many ids each bag holds, [T * B]."""
+        """Return the number of ids in each bag, [T * B]."""
         if self._lengths is None:
             assert self._offsets is not None
             self._lengths = self._offsets.diff()
@@ -175,11 +175,12 @@ class KeyedJaggedTensor:
         return self._offsets
 
     def lengths_or_none(self) -> torch.Tensor | None:
-        """Return the lengths given to the constructor; None if it got offsets alone."""
+        """Return the lengths that were passed to the constructor. Return None if it got only offsets."""
         return self._given_lengths
 
     def offsets_or_none(self) -> torch.Tensor | None:
-        """Return the offsets given to the constructor; None if it got lengths alone, whose bags are all of `values`."""
+        """Return the offsets that were passed to the constructor. Return None if it got only lengths; the bags then
+        cover all of `values`."""
         return self._given_offsets
 
     def stride(self) -> int:
@@ -195,7 +196,7 @@ class KeyedJaggedTensor:
         return self._offset_per_key
 
     def length_per_key(self) -> list[int]:
-        """Return T counts: how many ids each key has over all samples."""
+        """Return, for each of the T keys, its number of ids in all samples."""
         return [end - begin for begin, end in pairwise(self.offset_per_key())]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:

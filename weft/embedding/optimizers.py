@@ -47,13 +47,16 @@ _NOT_OF_THE_RULE = ("lr", "clip_value", "clip_norm", "seed", *_CHOICES)
 class EmbeddingOptimizer:
     """The base class. Raises `ValueError` for a number out of its range.
 
-    lr: the learning rate at first; `ebc.fused_optimizer` changes it.
-    weight_decay: times the row, added to its gradient. Only rows that a batch reads decay.
-    nonfinite: "propagate" updates a row although its gradient is infinite or NaN. "skip" leaves the row as it is. "raise" is a
-        `RefusedError` on every rank that names the table, before anything is updated; for it ranks meet and wait for the device.
-    clip_value: the largest absolute value of an element of a row's gradient, as in `torch.nn.utils.clip_grad_value_`.
-    clip_norm: the largest norm of all gradients that an update uses, of all tables and ranks, as in `clip_grad_norm_`. With a
-        larger norm all are scaled. Ranks exchange one number for it before each update. Rows that "skip" leaves alone do not count.
+    lr: the initial learning rate; change it through `ebc.fused_optimizer`.
+    weight_decay: this factor times the row is added to the row's gradient. Only rows that a batch reads decay.
+    nonfinite: "propagate" updates a row although its gradient is infinite or NaN. "skip" leaves the row as it is.
+    "raise" raises `RefusedError` on every rank, with the table's name, before anything is updated. For this check ranks
+    synchronise and wait for the device.
+    clip_value: an upper bound on the absolute value of each element of a row's gradient, as in
+    `torch.nn.utils.clip_grad_value_`.
+    clip_norm: an upper bound on the norm of all gradients of an update, over all tables and ranks, as in
+    `clip_grad_norm_`. If the norm is larger, all gradients are scaled down. Ranks all-reduce one number for it before
+    each update. Rows that "skip" leaves unchanged do not count.
     rounding: "stochastic" rounds rows of fp16 and bf16 tables up or down at random, so that small updates are not lost; the mean of
         many roundings is the exact value. Random bits depend on `seed`, the number of the update, table, row and column alone.
     gradient_dtype: "fp16" or "bf16" rounds the gradients of pooled vectors to that dtype before they travel to the owners of
@@ -142,7 +145,7 @@ class RowwiseAdagrad(EmbeddingOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(EmbeddingOptimizer):
-    """Adagrad. State: 4 bytes an element.
+    """Adagrad that updates only the rows that a batch reads. State: 4 bytes per element.
 
     eps: added to the root. Default 1e-8, as in FBGEMM; torch.optim.Adagrad has 1e-10.
     """
@@ -154,7 +157,7 @@ class Adagrad(EmbeddingOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(EmbeddingOptimizer):
-    """Adam for the rows that a batch reads. State: 8 bytes an element.
+    """Adam that updates only the rows that a batch reads. State: 8 bytes per element.
 
     beta1, beta2: decay of the first and second moment. eps: added to the root; default 1e-8, as in FBGEMM and torch.
     """

@@ -67,7 +67,7 @@ class RowWise:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Every rank has the table."""
+    """A sharding that copies the whole table to every rank."""
 
 
 TableSharding: TypeAlias = TableWise | ColumnWise | RowWise | DataParallel

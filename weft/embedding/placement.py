@@ -33,17 +33,19 @@ def place_tables(
     rows_read: Sequence[float] | Mapping[str, float] | None = None,
     placement: Mapping[str, int] | Sequence[int] | None = None,
 ) -> EmbeddingSharding:
-    """Return which of `world_size` ranks owns which table. The result depends on the arguments alone, so all ranks agree.
+    """Return the sharding that assigns each table to one of `world_size` ranks. It depends only on the arguments, so
+    all ranks get the same.
 
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype; columns of the output follow their order.
     world_size: how many ranks there are.
     rows_read: mean number of rows that a sample reads from each table over all its features (the pooling factor, for a table
         with one feature), in table order or by table name; default one per feature.
-    placement: your own choice of rank per table, in table order or by table name, used unchanged. Without it memory only breaks
-        ties: use `placement` to separate tables that must not share a rank.
+    placement: the rank of each table, in table order or by table name. Without it, ranks are balanced by work, and
+    memory only breaks ties. So use `placement` to separate tables that do not fit on one rank.
 
-    Raises `ValueError` on no table, tables of one name or of several dtypes, `world_size` below 1, a table left out, an unknown
-    name, a negative number of rows, or a rank out of range.
+    Raises `ValueError` if there is no table, if tables have equal names or different dtypes, or if `world_size` is
+    below 1. Also if an argument lacks a table, names an unknown table, or has a negative number of rows or an invalid
+    rank.
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)
@@ -99,7 +101,8 @@ def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np
 
 
 def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
-    """Move a table off the most loaded rank, or swap one, as long as the larger of the two loads falls (in place)."""
+    """Move a table away from the most loaded rank, or swap two tables, as long as this lowers the larger of the two
+    ranks' loads. Works in place."""
     for _ in range(10 * len(costs)):
         load = np.bincount(ranks, costs, world_size)
         worst = int(load.argmax())

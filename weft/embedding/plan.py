@@ -31,7 +31,8 @@ from weft.schedule.kernels import PooledSlices, SliceTransport
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """One operator as all ranks of its group must describe it. Ranks compare `said` at every call."""
+    """The options and the division of work of one embedding_all_to_all, equal on all ranks. Ranks compare `said` in
+    every call."""
 
     sharding: EmbeddingSharding
     options: EmbeddingOptions
@@ -122,7 +123,8 @@ class EmbeddingPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """Return the plan of the schedule with that transport, order and slice size, if the transport has kernels of slices."""
+    """Return the plan of the schedule with the given transport, order and slice size. Transport "serial" has no such
+    schedule."""
     plan = EmbeddingPlan(sharding, options)
     if options.transport in ("auto", "serial"):
         return plan

@@ -104,16 +104,17 @@ def plan_tables(
     """Return a sharding for each table. It depends on the arguments alone, so all ranks agree.
 
     tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype. world_size: the number of ranks.
-    samples: of a rank, in a step. rows_read: mean rows that a sample reads from each table, by name or in table order; default one
-        per feature.
-    optimizer: its states are counted. memory_bytes: what a rank may have of tables, states and sums of data-parallel gradients.
-        None: no bound. Leave room for activations, batches and buffers.
-    memory_gbps, link_gbps: bandwidth of a rank's memory, and of its links to all others together in one direction, in GB/s. The
-        defaults are rough numbers of an H100 with NVLink.
+    samples: the number of samples of a rank in a step. rows_read: mean rows that a sample reads from each table, by name or in
+        table order; default one per feature.
+    optimizer: its states are counted. memory_bytes: the memory of a rank for tables, optimizer states and sums of
+    data-parallel gradients. None: no limit. Subtract the memory for activations, batches and buffers.
+    memory_gbps, link_gbps: the bandwidth in GB/s of a rank's memory, and of all its links together in one direction.
+        The defaults are rough numbers of an H100 with NVLink.
     kinds: shardings to choose from.
     row_shares: for tables with skewed ids, the share of ids in each of `world_size` equal ranges of rows. Default: even.
 
-    Raises `ValueError` for a table that fits on the ranks in none of the kinds, with bytes, ranks, and the kinds that would fit.
+    Raises `ValueError` if no kind of sharding lets a table fit. The error states the bytes, the ranks, and the kinds
+    that would fit.
     """
     alone = place_tables(tables, 1, rows_read=rows_read)
     if unknown := [kind for kind in kinds if kind not in get_args(Kind)]:
@@ -172,7 +173,7 @@ class _Costs:
         return sum(4.0 * (columns if shape == "element" else 1) for shape in shapes)
 
     def part(self, table: EmbeddingBagConfig, rows: int, columns: int, read: float, share: float) -> Load:
-        """Return the load of a part on its owner. share: of the table's ids."""
+        """Return the load of a part on its owner. share: the share of the table's ids."""
         vector, features, all_samples = (
             columns * table.dtype.itemsize,
             len(table.feature_names),

@@ -15,8 +15,9 @@ from weft.words import kind
 class Training(NamedTuple):
     """The part of a call that only backward uses.
 
-    states, learning_rate, step: of a `FusedUpdate`. anchor: an empty tensor that requires a gradient, if gradients of tables are
-    wanted that need not show it. optimizer: `EmbeddingOptimizer.written`, or "". factor: times the reduced gradients.
+    states, learning_rate, step: of a `FusedUpdate`. anchor: an empty tensor that requires a gradient, so that autograd
+    calls backward even if no table requires one. optimizer: `EmbeddingOptimizer.written`, or "". factor: the number by
+    which reduced gradients are multiplied.
     """
 
     states: list[torch.Tensor]

@@ -34,7 +34,7 @@ class FusedUpdate:
         factor: float = 1.0,
         device: torch.device | str | None = None,
     ) -> None:
-        """device: of a rank without tables."""
+        """device: the device of a rank without tables."""
         if not isinstance(optimizer, EmbeddingOptimizer):
             raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
         if isinstance(weights, torch.Tensor):

@@ -72,8 +72,8 @@ def push_kernel(
     """Store `grad`, [samples, stride], at the owners of its columns.
 
     pieces [count_of_pieces, PIECE_FIELDS], each at most BLOCK columns wide. inboxes, signals [WORLD]: addresses of every rank's
-    memory as mapped here; inboxes are of DTYPE. first_sample: of this rank in the global batch. WAIT is off if one process runs
-    all ranks.
+    memory as mapped here; inboxes are of DTYPE. first_sample: the number of the first sample of this rank in the global batch.
+    WAIT is off if one process runs all ranks.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + _EPOCH) + 1

@@ -64,7 +64,7 @@ class ShardedEmbeddingCollection(TrainedTables):
 
     tables: `weft.EmbeddingBagConfig` (its pooling is ignored) or TorchRec's `EmbeddingConfig`, of one dimension and one dtype.
     group: a process group that this rank is in.
-    device: of this rank's tables and features; default the current GPU for an NCCL group, else the CPU.
+    device: the device of this rank's tables and features; default the current GPU for an NCCL group, else the CPU.
     placement: for each table, by name or in table order, its rank, or a `weft.embedding.TableWise` or `RowWise`. Default: whole
         tables, balanced by `rows_read` (`weft.place_tables`).
     optimizer, sparse, gradients: as for `ShardedEmbeddingBagCollection`.
@@ -326,7 +326,7 @@ class ShardedEmbeddingCollection(TrainedTables):
 
 class _Ids:
     """The ids of a batch, slot by slot: for each id, the index of the part that has its row, and the row in that part.
-    spans: of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises
+    spans: the spans of each slot's ids. offsets, weights: of each slot's bags. bad: True for ids out of range. Raises
     `ValueError`.
     """
 

@@ -45,8 +45,9 @@ class Table(nn.EmbeddingBag):
 def fill(weight: torch.Tensor, table: EmbeddingBagConfig, seed: int, row: int = 0, column: int = 0) -> None:
     """Fill `weight` with the initial values of the part of `table` that begins at `row` and `column`.
 
-    Uniform values are drawn block by block of rows, each with a seed of its own. So a part has the values that it has in the whole
-    table, on one type of device, and costs the memory of a block. An `init_fn` fills a whole table, for each part.
+    Uniform values are drawn for one block of rows at a time, and each block has its own seed. So on one type of device
+    a part gets the same values as in the whole table, and needs temporary memory for one block only. An `init_fn` fills
+    a whole table for each part.
     """
     (rows, columns), dim = weight.shape, table.embedding_dim
     is_whole = (rows, columns) == (table.num_embeddings, dim)

@@ -47,7 +47,7 @@ class ExpertParallelMLP(nn.Module):
     hidden, intermediate: of an expert.
     num_experts: of all ranks, divisible by their number.
     group: a process group, or its name.
-    activation: of the gate.
+    activation: the activation function of the gate.
     gated: False: experts are down_proj(activation(up_proj(x))), two GEMMs.
     max_rows: an upper bound on the rows that a rank's experts may get in a call. With it, the host never waits on GPUs,
     and a CUDA graph can capture the forward, if neither schedule is "serial". Rows above the bound are dropped on GPUs,
@@ -106,7 +106,8 @@ class ExpertParallelMLP(nn.Module):
         return "gate_up_proj" if self.gated else "up_proj"
 
     def reset_parameters(self) -> None:
-        """Draw the experts like `nn.Linear`, one after the other: ranks with equal seeds have parts of one model."""
+        """Initialise all experts as `nn.Linear` does, one after the other, so that ranks with equal seeds have parts of
+        the same model."""
         parameters = self.get_parameter(self.first_name), self.down_proj
         if parameters[0].is_meta:
             return

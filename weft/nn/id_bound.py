@@ -22,7 +22,8 @@ def check_max_ids(max_ids: Any) -> None:
 
 
 def require_bound(totals: Sequence[int], max_ids: int, advice: str) -> None:
-    """Raise `RefusedError` if a rank would receive more than `max_ids` ids. totals: of each rank, the same on all ranks."""
+    """Raise `RefusedError` if a rank would receive more than `max_ids` ids. totals: the number of ids of each rank, equal on all
+    ranks."""
     if max(totals) > max_ids:
         worst = totals.index(max(totals))
         raise RefusedError(
@@ -38,7 +39,7 @@ def totals_of_ranks(
 ) -> list[int]:  # fmt: skip
     """Return how many ids each rank would receive from all ranks. Collective; it waits for the device.
 
-    features: of this rank's samples. Invalid features count as 0 ids; a later check refuses them.
+    features: the features of this rank's samples. Invalid features count as 0 ids; a later check refuses them.
     """
     try:
         counts = dict(zip(features.keys(), features.length_per_key(), strict=True))

@@ -95,7 +95,7 @@ class BegunBatch:
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose features are on the way. heads: the header of each rank."""
+    """A batch whose features have been sent but have not arrived yet. heads: the header of each rank."""
 
     local: _LocalBatch
     heads: list[list[int]]
@@ -181,7 +181,7 @@ class InputDist:
     def weights_back(self, grad: torch.Tensor, like: torch.Tensor, route: _Route) -> torch.Tensor:
         """Return the gradient of this rank's per-sample weights. Collective.
 
-        grad: of the weights that have arrived here. like: this rank's weights.
+        grad: the gradient of the weights that have arrived here. like: this rank's weights.
         """
         backwards = sorted(range(len(route.order)), key=route.order.__getitem__)
         by_source = _reordered(grad, [route.ids[i] for i in route.order], backwards)

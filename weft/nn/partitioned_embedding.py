@@ -211,7 +211,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _output(
         self, of_parts: torch.Tensor | None, of_replicated: torch.Tensor | None, lengths: Mapping[tuple[int, str], torch.Tensor]
     ) -> KeyedTensor:  # fmt: skip
-        """Return the vectors of all tables in table order. lengths: of the bags of row-wise means."""
+        """Return the vectors of all tables in table order. lengths: the lengths of the bags of row-wise means."""
         slots, order = self.partition.slots, self._order
         keys, dims = [slot.key for slot in slots], [slot.dim for slot in slots]
         if of_parts is not None and of_replicated is None and not lengths and order == [[n] for n in range(len(order))]:

@@ -28,10 +28,11 @@ from weft.words import counted
 
 @dataclass(frozen=True)
 class Arranged:
-    """parts: the input of the parts on all ranks; None without parts. replicated: that of data-parallel tables; None without any.
+    """The input of a call, sorted by the kind of table. parts: the input for the parts of tables on all ranks, or None.
+    replicated: the input for data-parallel tables, or None.
 
-    spans: for each key of `replicated`, where its ids begin and end. lengths: of the bags of each (row-wise table, feature) that
-    pools by means, [samples] float32, at least 1.
+    spans: for each key of `replicated`, where its ids begin and end. lengths: the lengths of the bags of each (row-wise table,
+    feature) that pools by means, [samples] float32, at least 1.
     """
 
     parts: KeyedJaggedTensor | None

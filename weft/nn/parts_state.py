@@ -21,7 +21,8 @@ from weft.nn.sharded_tensors import layout, sharded_tensor
 
 
 class OfTable(NamedTuple):
-    """A tensor of this rank for a part: the table's weight, or a state of it. name: of the parameter, without the module's path."""
+    """A tensor of this rank for a part: the table's weight, or a state of it. name: the name of the parameter, without the
+    module's path."""
 
     part: TablePart
     name: str

@@ -66,8 +66,8 @@ class ReplicatedTables:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
         """Return `parts`, and the pooled vectors of this rank's samples, [samples, columns of all tables].
 
-        parts: the vectors of sharded tables, whose backward follows that of these tables. step: of their optimizer. Not collective;
-        backward is.
+        parts: the vectors of sharded tables, whose backward follows that of these tables. step: the step counter of their
+        optimizer. Not collective; backward is.
         """
         assert jagged is not None
         weights, sharding = self.weights(), self.plan.sharding

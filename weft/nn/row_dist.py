@@ -31,7 +31,7 @@ from weft.words import counted
 class RowRoute:
     """The way of one batch. to_sent: for each id its place among the sent ones. order: the inverse, without duplicates removed.
 
-    out, into: ids to and from each rank. counts: of [source rank][part of this rank].
+    out, into: ids to and from each rank. counts: the number of ids from [source rank] for [part of this rank].
     """
 
     to_sent: torch.Tensor
@@ -62,7 +62,8 @@ class RowDist:
     ) -> tuple[RowRoute, list[torch.Tensor], list[int]]:
         """Send ids to their owners. Return the way, the rows that arrive for each part of this rank, and `bad` as numbers.
 
-        places: of each id's part. rows: in the part; out of range rows travel as they are. bad: numbers that the host needs.
+        places: the index of each id's part. rows: the row in the part; out of range rows travel as they are. bad: numbers that
+        the host needs.
         """
         if self.dedup:
             # Rows out of range are next to all others, and not equal to one of another part.
@@ -82,7 +83,8 @@ class RowDist:
         return route, self._by_part(arrived, route), numbers
 
     def _numbers(self, counts: torch.Tensor, bad: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-        """Return ids to each rank, ids from [source][part of this rank], and `bad`. Raise if a rank would receive too many."""
+        """Return the number of ids sent to each rank, the numbers of ids from each source for each part of this rank,
+        and `bad`. Raise an error if a rank would receive too many ids."""
         sizes = [len(parts) for parts in self.parts_of_rank]
         of_rank = torch.stack([part.sum() for part in counts.split(sizes)])
         send = torch.cat([torch.cat([part, of_rank]) for part in counts.split(sizes)])
@@ -104,7 +106,7 @@ class RowDist:
         return arrived.index_select(0, route.to_sent)
 
     def to_owners(self, grads: torch.Tensor, route: RowRoute) -> list[torch.Tensor]:
-        """Return the gradients of rows that arrive for each part of this rank. grads: of all ids, [n, columns]."""
+        """Return the gradients of rows that arrive for each part of this rank. grads: the gradients of all ids, [n, columns]."""
         if route.order is None:
             leaving = sums_of_equal(route.to_sent, sum(route.out), grads.contiguous())
         else:

@@ -48,7 +48,7 @@ def sharded_tensor(
 ) -> ShardedTensor:  # fmt: skip
     """Return a tensor whose parts are on the ranks of `group`. own: this rank's parts, in their order. Not collective.
 
-    device: of this rank. Others are taken to use the device of the same type with their rank's number in the group.
+    device: the device of this rank. Others are taken to use the device of the same type with their rank's number in the group.
     """
     rank = group.rank()
     metadata = [

@@ -107,7 +107,8 @@ class _ParallelLinear(nn.Module):
         return {**whole, **parts}
 
     def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
-        """Refuse an x that does not fit, at the beginning of a call. of: the called module."""
+        """Raise an error if x does not match the layer's parameters. Call it at the beginning of a forward. of: the
+        layer."""
         _require(of, self._wrong_input(x, isinstance(of, ParallelAttention)) or wrong_device(x, self.weight))
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
@@ -202,9 +203,9 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
         """Return the result y; with `norm` the pair (norm(y), y): the next layer's input, and its residual.
 
-        residual: added to the result, of its shape. norm: of the hidden dimension. With `sequence_dim=None` both are part of the
-            all-reduce, if residual and parameters have one dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no
-            hooks.
+        residual: a tensor of the result's shape, which is added to it.
+        norm: a norm over the hidden dimension. With `sequence_dim=None`, residual and norm are part of the all-reduce, if
+            residual and parameters have the same dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no hooks.
         """
         self.require_input(x, self)
         self.require_following(x, residual, norm, self)
@@ -230,7 +231,7 @@ class RowParallelLinear(_ParallelLinear):
     def _followed(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
     ) -> Any:
-        """Apply bias, residual and norm after the collective. bias: of this rank's positions."""
+        """Apply bias, residual and norm after the collective. bias: the bias of this rank's positions."""
         y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)

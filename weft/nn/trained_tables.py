@@ -47,11 +47,11 @@ class TrainedTables(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Keep ids and gradients of every backward inside, and update the tables once, at the end. Every rank does the same.
-
-        So two half batches, or several losses of one call, make one step: scale the losses as for torch's optimizers. The end is
-        collective and waits for the device. The learning rate is read there, and compared on CPU. After an error nothing is
-        updated. Without an `optimizer` it does nothing: gradients accumulate in `.grad`.
+        """Keep the ids and gradients of every backward in this context, and update the tables once, when it ends. All
+        ranks must enter it. Use it to make one update from several micro-batches, or from several losses of one call;
+        scale the losses as for torch's optimizers. The end is collective and waits for the device. It reads the
+        learning rate, which CPU ranks compare. After an error nothing is updated. Without an `optimizer` the context
+        does nothing, because gradients accumulate in `.grad`.
 
         Memory: the ids and the gradients of all calls inside, twice at the end.
         """
@@ -64,10 +64,10 @@ class TrainedTables(nn.Module):
             self._update_collected(collected)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Set whether backward trains the tables. Every rank must do the same, ranks without tables too.
-
-        With an `optimizer`, False freezes the tables: backward leaves them alone. True lets backward update them again. Call it on
-        this module: on a module around it, PyTorch sets the parameters only, which an optimizer in backward ignores.
+        """Set if backward trains the tables. All ranks must call it with the same value, even ranks without tables.
+        With an `optimizer`, False freezes the tables, and True lets backward update them again. Call it on this module.
+        If you call it on a module that contains this one, PyTorch only sets flags of parameters, which an optimizer in
+        backward ignores.
         """
         self._is_frozen = not requires_grad
         if self._optimizer is not None:

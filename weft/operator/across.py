@@ -36,8 +36,8 @@ _BACKWARD = 0x5851F42D4C957F2D  # distinguishes the fingerprint of a call's back
 class AcrossRanks:
     """The comparison of the calls of one shape across ranks.
 
-    what: operator and shape, for messages. said: the text that ranks have compared. fingerprint: of the calls; default: the hash
-        of `said`.
+    what: operator and shape, for messages. said: the text that ranks have compared. fingerprint: the fingerprint of the calls;
+        default: the hash of `said`.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Agreement:
     def exchange_sums(
         self, comm: Communicator, topic: Topic, sums: tuple[int, int], deadline_s: float | None
     ) -> list[tuple[int, int]]:
-        """Return both sums of every rank."""
+        """Return the two checksums of every rank."""
         return comm.all_gather(sums, what=topic.text, deadline_s=deadline_s)
 
 

@@ -210,7 +210,8 @@ class CompiledOperator:
     def for_one_call(
         self, p: Any, rows: int, given: str, wanted: tuple[bool, ...], said: str, shown: str
     ) -> CompiledOperator:
-        """Return an operator for one unfused call of another size, `p`. It is not cached. rows: of the first tensor."""
+        """Return an operator for one unfused call of another size, `p`. It is not cached. rows: the number of rows of the first
+        tensor."""
         made = copy.copy(self)
         made.p, made.passes, made.chosen, made._shown = p, True, select.Chosen(None, None), shown
         made._executors, made._ran, made._ready, made._across, made.agreed = [], set(), set(), {}, set()

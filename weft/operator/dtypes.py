@@ -15,7 +15,7 @@ _NAMES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16", "fp64")}
 def name_of_dtype(name: str, x: torch.Tensor, why: str = "") -> str:
     """Return the dtype's name in problems. Raise `ValueError` if GEMMs on x's device do not support the dtype.
 
-    name: of x. why: appended to the known dtypes.
+    name: the name of x. why: appended to the known dtypes.
     """
     if x.dtype == torch.float64 and x.device.type != "cpu":
         raise ValueError(

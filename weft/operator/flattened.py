@@ -39,7 +39,7 @@ def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A
 
 
 def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatter_dim", what: str = "A") -> None:
-    """Raise `ValueError` if ranks would get unequal parts of dimension `dim` of `what`. name: of the argument."""
+    """Raise `ValueError` if ranks would get unequal parts of dimension `dim` of `what`. name: the name of the argument."""
     if shape[dim] % world:
         below = shape[dim] - shape[dim] % world
         raise ValueError(
@@ -92,7 +92,7 @@ def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
 
 
 def outer_text(name: str, outer: Sequence[int] | None) -> str:
-    """Return `outer` as text, such as "A [2, rows, 4, K]". name: of the tensor."""
+    """Return `outer` as text, such as "A [2, rows, 4, K]". name: the name of the tensor."""
     if outer is None:
         return ""
     dim, *others = outer
@@ -112,7 +112,7 @@ def restored(
 ) -> list[torch.Tensor]:
     """Return [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions in the caller's order.
 
-    shape: of a shard. rows: of all ranks, if they differ.
+    shape: the shape of a shard. rows: the numbers of rows of all ranks, if they differ.
     """
     gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:

@@ -58,7 +58,7 @@ def is_counter_there() -> bool:
 
 
 def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> list[int]:
-    """Return the FLOPs of the GEMM with each weight. results: of the call, or their gradients."""
+    """Return the FLOPs of the GEMM with each weight. results: the results of the call, or their gradients."""
     rows, weights = op.gemms(call, results)
     return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
 

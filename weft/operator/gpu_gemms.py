@@ -33,7 +33,8 @@ class GemmTimer:
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
         """Prepare operands and results.
 
-        tensors: of a call of `p`: w and y, or w0, w1, ..., y0, y1, ...; x if it is returned; and the scales, if there are any.
+        tensors: the tensors of a call of `p`: w and y, or w0, w1, ..., y0, y1, ...; x if it is returned; and the scales, if there
+        are any.
         """
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}

@@ -56,8 +56,8 @@ def measure_gemms(p: Problem, comm: Communicator, tensors: Tensors, deadline_s: 
 def measure_ladder(
     p: Problem, comm: Communicator, tensors: Tensors, deadline_s: float | None, timed: dict[Hashable, float]
 ) -> None:
-    """Time the GEMMs of these weights, if the weights or this number of rows are new. Collective. timed: by family, the
-    largest size that was timed."""
+    """Time the GEMMs of these weights, if the weights or this number of rows are new. Collective. timed: for each problem family,
+    the largest size that was timed."""
     family, size = p.family
     if comm.device.type not in TIMERS or not 0 < size > 2 * timed.get(family, 0.0) or not gemms.ladder(p):
         return

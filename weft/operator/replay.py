@@ -98,7 +98,8 @@ def seen(*what: Any) -> None:
 class _Known:
     """The calls of a function that can be replayed.
 
-    calls: by signature; None for calls that take the slow path. families: calls of passing sizes, with any number of rows.
+    calls: the calls by signature; None for calls that take the slow path. families: calls of passing sizes, with any number of
+    rows.
     """
 
     def __init__(self) -> None:
@@ -210,7 +211,8 @@ class _Short:
             return None
 
     def _averaged(self, returned: Place, call: Any) -> Place:
-        """Return the recipe for a function's results, with the division of a sum if they are averages."""
+        """Return the recipe for a function's results. If the results are averages, the recipe divides the sum by the
+        number of ranks."""
         if not self.op.averages(call):
             return returned
         divided, count = _with_division(returned, self.prepared.p.world_size)

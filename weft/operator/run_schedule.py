@@ -54,7 +54,7 @@ def run_schedule(
         y = weft.run_schedule(schedule, {"x": x, "w": w, "y": torch.empty(64, 16)}, group)["y"]
 
     schedule: the schedule of all ranks, made by `weft.schedule.Draft`: equal on every rank, and for the world size of `group`.
-    tensors: by name, this rank's tensor for every input and output buffer: [rows, columns] and dtype of the buffer, all
+    tensors: this rank's tensor for every input and output buffer, by name: [rows, columns] and dtype of the buffer, all
         on one device. Rows must be contiguous; a tensor that only GEMMs use may also be the transpose of such a tensor.
         An output must not overlap any other tensor in memory. It is overwritten, and autograd is notified as for
         torch's out= tensors. For an output with a dynamic number of rows, pass a function from that number to a new

@@ -40,7 +40,7 @@ def check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch
 def check_beside(
     B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: str, by_row: bool, names: tuple[str, str]
 ) -> None:
-    """Raise `ValueError` for a scale or a bias that does not match B and a result of dtype `out`. names: of both."""
+    """Raise `ValueError` for a scale or a bias that does not match B and a result of dtype `out`. names: the names of both."""
     (of_scale, of_bias), n = names, B.shape[1]
     if scale.numel() != 1 and not (by_row and scale.shape == (1, n)):
         wanted = f"[1, {n}]" if by_row else f"one element, or A_scale with a scale per row and this as [1, {n}]"

@@ -58,7 +58,7 @@ class _Making:
     """A function for an output whose number of rows is known only at run time, which checks the tensor that the caller's function
     returns.
 
-    memory: of the other tensors of the run.
+    memory: the memory of the other tensors of the run.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def _check(buffer: Buffer, t: torch.Tensor, device: torch.device) -> None:
 
 
 class _Memory(NamedTuple):
-    """The memory of a matrix: `pieces` of `width` bytes, each `pitch` bytes after the piece before. name: of its buffer;
+    """The memory of a matrix: `pieces` of `width` bytes, each `pitch` bytes after the piece before. name: the name of its buffer;
     written: True if the run writes it."""
 
     begin: int

@@ -112,8 +112,8 @@ def choose(
     remembered: bool = False,
     what: str = "",
 ) -> Chosen:
-    """Choose the executors of `p` on this rank. Collective. tensors: of the first call; measurements and warm-up compute
-    with them.
+    """Choose the executors of `p` on this rank. Collective. tensors: the tensors of the first call; measurements and warm-up
+    compute with them.
 
     pinned: a schedule's name, "autotune" or "heuristic". serial: runs the operator unfused, if no executor does so.
         remembered: True if a rank has cached times of exactly this problem. what: the call, in messages.
@@ -205,7 +205,8 @@ def _names(
 class _Measured:
     """The choices by measurement for a family of problems (`Problem.measured_family`).
 
-    names: by measured size bucket. contenders: the schedules to measure at further sizes; empty before the first measurement.
+    names: the schedules of each measured size bucket. contenders: the schedules to measure at further sizes; empty before the first
+    measurement.
     """
 
     def __init__(self) -> None:
@@ -216,8 +217,9 @@ class _Measured:
 class _Near:
     """The agreement of a group's ranks on neighbouring sizes.
 
-    names: by family, size bucket, True if builders from outside are registered, and True if for one size only. measured: by
-        family, and True if such builders are registered. timed: by family, the largest size whose GEMMs were timed.
+    names: the names by family, size bucket, True if builders from outside are registered, and True if for one size only.
+        measured: by family, and True if such builders are registered. timed: for each problem family, the largest size whose
+        GEMMs were timed.
     """
 
     def __init__(self) -> None:

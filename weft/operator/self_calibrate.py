@@ -52,7 +52,7 @@ cannot measure."""
 
 
 class _Stand(NamedTuple):
-    """What a rank knows before the self-calibration."""
+    """A rank's knowledge before the self-calibration."""
 
     name: str  # of its kind of GPU
     gpu: str  # which of this host's

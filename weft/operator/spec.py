@@ -182,7 +182,7 @@ class Operator(ABC, Generic[C]):
 
     def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
         """Return (rows, weights): this rank multiplies `rows` rows with each of the weights [K, N], or with the weights of
-        experts [E, K, N]. `weft.operator.flops` counts them. results: of the call, or their gradients."""
+        experts [E, K, N]. `weft.operator.flops` counts them. results: the results of the call, or their gradients."""
         return 0, []
 
     # --- gradients ---

@@ -114,7 +114,8 @@ def all_gather_matmul(
 
 
 class _Call(NamedTuple):
-    """The call as matrices. rows: of all ranks' shards, if they differ. outer: A_shard's dimensions (`outer_of`)."""
+    """The call as matrices. rows: the numbers of rows of all ranks' shards, if they differ. outer: A_shard's dimensions
+    (`outer_of`)."""
 
     x: torch.Tensor
     Bs: list[torch.Tensor]

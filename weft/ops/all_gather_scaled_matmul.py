@@ -104,7 +104,8 @@ def all_gather_scaled_matmul(
 class _Call(NamedTuple):
     """The call as matrices.
 
-    scale: of x, [1, 1], or [rows, 1] if `by_row`. out: names of dtypes. rows: the numbers of rows of all ranks, if they differ.
+    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: names of dtypes. rows: the numbers of rows of all ranks, if they
+    differ.
         outer: A_shard's dimensions (`outer_of`).
     """
 

@@ -296,8 +296,9 @@ def through_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the gradient of the sum, the gradient of the norm's weight).
 
-    grads: of the normed sum and of the sum. saved: the weight and the sum, y. With scale = 1 / sqrt(the mean of y's squares +
-        eps), unit = y * scale and g = grads[0] * weight the sum's gradient is
+    grads: the gradients of the normed sum and of the sum. saved: the weight and the sum, y.
+
+    With scale = 1 / sqrt(the mean of y's squares + eps), unit = y * scale and g = grads[0] * weight, the sum's gradient is
 
         grads[1] + scale * (g - unit * the mean of g * unit)
 

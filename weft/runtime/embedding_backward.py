@@ -49,7 +49,8 @@ def gradients(
 ) -> tuple[list[torch.Tensor] | None, torch.Tensor | None]:  # fmt: skip
     """Return the gradients of tables and of per-sample weights, or update the tables and return None for them.
 
-    weights: the tables, for gradients of per-sample weights. wanted: of tables (or an update), of per-sample weights.
+    weights: the tables, for gradients of per-sample weights. wanted: the flags of the wanted gradients of tables (or an update),
+    of per-sample weights.
     """
     of.require_first()
     sharding, sizes = of.plan.sharding, of.checked.batch_sizes
@@ -275,7 +276,7 @@ def compare_ranks(comm: Communicator, topic: Topic, of: ForwardCall, deadline_s:
 
 
 def _meet_on(comm: Communicator, topic: Topic, said: str, number: int, deadline_s: float | None) -> None:
-    """Meet the ranks. Raise on every rank if they say different things. number: of the forward call, or 0."""
+    """Synchronise the ranks. Raise on every rank if their texts differ. number: the number of the forward call, or 0."""
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little", signed=True)
     meeting = meeting_of(comm)
     extras = [

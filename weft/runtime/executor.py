@@ -1,8 +1,8 @@
 """The interface of executors: a schedule is prepared for one rank of a group, run again and again, and closed once.
 
-    weft.runtime.null   does nothing, in an order that signals allow
-    weft.runtime.cpu    threads on memory that processes share
-    weft.runtime.cuda   streams and copy engines
+    weft.runtime.null   goes through the steps in an order that signals allow, but executes none
+    weft.runtime.cpu    runs each lane on a thread, in memory that processes share
+    weft.runtime.cuda   runs each lane on a stream, with copy engines
 
 The constructor is collective: ranks compare schedules, every rank learns if a schedule does not fit a rank, and they allocate
 memory. An executor refuses each kind of step that it does not implement, and names the step. `weft.runtime.unfused` is not

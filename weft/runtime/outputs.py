@@ -146,7 +146,8 @@ class LendingExecutor(Executor):
 
     @property
     def was_captured(self) -> bool:
-        """True: the memory stays until a collective close. Holders of results and replays of graphs read it."""
+        """True, so that the memory is kept until a collective close, because users may hold results and graphs may be
+        replayed."""
         return True
 
     @property

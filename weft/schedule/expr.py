@@ -88,7 +88,8 @@ class Expr:
         return _period_of(self, name)
 
     def parts_over(self, values: Mapping[str, Any], without: str, known: dict[int, Any]) -> None:
-        """Add the values of the largest parts that do not depend on variable `without` to `known`, by identity of the part."""
+        """Evaluate the largest subexpressions that do not depend on the variable `without`. Add their values to
+        `known`, whose keys are the ids of the subexpressions."""
         for part in _parts_without(self, without):
             if id(part) not in known:
                 known[id(part)] = _evaluated_over(part, values)

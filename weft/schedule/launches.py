@@ -32,7 +32,8 @@ class Launch(NamedTuple):
     """Neighbouring steps of a lane that are one kernel, or one operation of a stream. See the top of this file.
 
     lane: the lane's number. first: the place of the first step in the lane. steps: all steps, in order. units: compute units that
-    its programs hold while they poll; 0 if it never polls. continues: its tiles go on in the persistent kernel before it.
+    its programs hold while they poll; 0 if it never polls. continues: True if the persistent kernel of the launch
+    before also computes this launch's tiles.
     """
 
     lane: int

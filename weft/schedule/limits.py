@@ -48,12 +48,14 @@ def check_sizes(schedule: Schedule) -> None:
             on_all += steps
         if on_all > MOST_ON_ALL:
             raise ValueError(
-                f"schedule has more than {MOST_ON_ALL} steps and sizes on ranks 0 to {rank}, which differ: give it fewer ranks"
+                f"schedule has more than {MOST_ON_ALL} steps and sizes on ranks 0 to {rank} together, because these "
+                "ranks differ: use fewer ranks"
             )
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """Return the number of steps with loops unrolled. A loop counts one more, and each iteration at least one: both take time."""
+    """Return the number of steps with loops unrolled. A loop itself counts as one step, and each iteration as at least
+    one, because both take time to unroll."""
     count = 0
     for i, step in enumerate(steps):
         count += 1

@@ -20,7 +20,7 @@ def describe(item: Step | Region, rank: int | None = None) -> str:
 
 
 def buffer_lines(buffers: Sequence[Buffer], values: Sequence[Values]) -> list[str]:
-    """Return the lines of a table of buffers. values: of the variables of expressions, on each rank."""
+    """Return the lines of a table of buffers. values: the values of the variables of expressions, on each rank."""
     rows = [("buffers", "rows", "columns", "dtype", "role", "size")]
     for buffer in buffers:
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]

@@ -134,7 +134,7 @@ def written(region: Region, update: bool = False) -> Access:
 class Declared(NamedTuple):
     """The names that a step of `rank` may refer to.
 
-    buffers: by name, for each rank, with sizes in numbers. held: buffers with declared contents."""
+    buffers: the buffers by name, for each rank, with sizes in numbers. held: buffers with declared contents."""
 
     rank: int
     buffers: Sequence[Mapping[str, Buffer]]

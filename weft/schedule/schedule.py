@@ -352,7 +352,7 @@ _OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
 
 
 def _wrong_operand(given: Any, wanted: str) -> str:
-    """Return the error of an operand with its fix; empty if it is right."""
+    """Return the error text for an operand, including the fix. Return "" if the operand is valid."""
     if wanted == "Norm | None":
         if given is None:
             return ""

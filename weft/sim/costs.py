@@ -155,8 +155,8 @@ _BLEND = 3.0
 
 
 _LATE_TILES = 0.5
-"""The share of a tracked GEMM's stores to peers for which their unit waits: measured on H200s. The same share is assumed,
-unmeasured, for operands that tiles read from peers and add."""
+"""The fraction of a tracked GEMM's stores to peers for which a compute unit waits. It was measured on H200s. The same
+fraction is assumed for operands that tiles read from peers and add, which was not measured."""
 
 
 _FIRST_TILE_US = 3.0

@@ -206,7 +206,7 @@ class _Engine:
             self._plan(rank.start, lane)
 
     def _advance(self, lane: _Lane) -> None:
-        """Do the lane's tasks until one takes time or has to wait."""
+        """Execute the lane's tasks until one of them takes time, or must wait."""
         while lane.next < len(lane.tasks):
             task = lane.tasks[lane.next]
             if lane.issued and lane.rank.start + lane.issued[lane.next] > self.now:

@@ -103,7 +103,7 @@ class Model:
     matmul_memory: float = 1.0
     """Share of the memory's rate that a library GEMM reaches."""
     matmul_keeps: float = 0.0
-    """Share of a library GEMM's busy units that later kernels do not get until it ends."""
+    """The fraction of a library GEMM's compute units that later kernels cannot use until the GEMM ends."""
     tile_signal_us: float = 0.0
     """Time that each signal of a tile adds to its kernel."""
     unit_loads_bytes_per_us: float | None = None

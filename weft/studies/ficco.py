@@ -84,7 +84,8 @@ PAPER_SAYS = (
 class GemmRow:
     """One GEMM, as it was run: N divided by the ranks, M possibly smaller.
 
-    pick: the heuristic's pick, by the machine's file, or by the file of the paper's machine. ms: by variant, with serial.
+    pick: the heuristic's pick, by the machine's file, or by the file of the paper's machine. ms: the milliseconds by variant,
+    with serial.
     """
 
     config: str

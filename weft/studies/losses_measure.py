@@ -171,10 +171,8 @@ class CpuSide(Side):
 
 
 class CudaSide(Side):
-    """The side of a GPU.
-
-    GEMMs run on the current stream, copies on another stream of high priority. Copies by `dma` use the CUDA runtime, and so a
-    copy engine; copies by `kernel` use `weft.kernels.move`.
+    """The implementation for GPUs. GEMMs run on the current stream, copies on another stream of high priority. Copies
+    by `dma` use the CUDA runtime, and so a copy engine; copies by `kernel` use `weft.kernels.move`.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:

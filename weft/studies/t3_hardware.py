@@ -30,7 +30,7 @@ _STEPS = 75  # lines of progress
 
 
 class Rows(NamedTuple):
-    """What a page shows. small, large: by the reading of the links' bandwidth."""
+    """The content of a page. small, large: by the reading of the links' bandwidth."""
 
     small: dict[str, list[sub.HardwareRow]]
     large: dict[str, list[sub.HardwareRow]]
@@ -171,7 +171,7 @@ def notes(records: Sequence[Record]) -> list[str]:
     assumed, known = last["assumed"]
     return [
         f"Simulated: {last['machine']}, rings of 8, 16 and 32, {last['dtype']}; commit {last['commit']}, {last['date'][:10]}. "
-        f"Nothing was measured for this. {assumed} of the {known} numbers of the GPU are assumed."
+        f"Nothing was measured for this. {assumed} of the {known} numbers in the machine's file are assumed."
     ]
 
 

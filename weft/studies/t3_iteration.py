@@ -39,7 +39,7 @@ PAPER: Mapping[tuple[str, bool], Mapping[str, tuple[int | None, int | None]]] = 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The parts of a layer in us, without what is assumed about the rest. saved: by configuration."""
+    """The parts of a layer in us, without what is assumed about the rest. saved: the saved time by configuration."""
 
     name: str
     large: bool
@@ -140,7 +140,7 @@ def iterations_table(rows: Sequence[HardwareRow], title: str) -> ResultTable:
 
 
 def rest_table(rows: Sequence[HardwareRow]) -> ResultTable:
-    """Speedups by T3-MCA for other shares of what is not simulated."""
+    """Return the speedups by T3-MCA if other fractions of the time are not simulated."""
     cells = []
     for rest in RESTS:
         line = [f"{rest:.1%}"]

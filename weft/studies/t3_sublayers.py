@@ -71,7 +71,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class HardwareRow:
-    """A sub-layer's times in us and bytes. moved: by configuration ("sequential" or "t3-mca") and kind."""
+    """A sub-layer's times in us and bytes. moved: the moved bytes by configuration ("sequential" or "t3-mca") and kind."""
 
     network: str
     layer: str
@@ -103,7 +103,7 @@ class HardwareRow:
         return self.us("sequential") / self.us(variant)
 
     def less(self, *kinds: str) -> float:
-        """How many times less T3-MCA moves of these kinds."""
+        """Return the factor by which T3-MCA moves fewer bytes of these kinds."""
         return sum(self.moved["sequential"][k] for k in kinds) / sum(self.moved["t3-mca"][k] for k in kinds)
 
     @property

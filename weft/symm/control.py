@@ -175,7 +175,7 @@ class Control:
             self._send(rank, message, until=time.monotonic() + _CALL_S)
 
     def lose(self, rank: int | None, text: str) -> None:
-        """Fail the group because `rank` was lost; None: all peers."""
+        """Mark the group as failed because `rank` was lost. None means that all peers were lost."""
         self._fail(PeerLostError, text, _LOST + f"{'' if rank is None else rank} {text}".encode(), rank)
 
     def lose_who_left(self, ranks: list[int]) -> None:

@@ -210,7 +210,7 @@ def without(intervals: Sequence[Interval], taken: Interval) -> list[Interval]:
 
 def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) -> tuple[int, int] | None:
     """Return (slab, offset) of the smallest interval that is free on every rank and has `wanted` bytes; None if there is none.
-    free: by rank and slab."""
+    free: the free regions by rank and slab."""
     found = []
     for number, of_ranks in enumerate(zip(*free, strict=True)):
         common = [(a, b) for a, b in of_ranks[0]]

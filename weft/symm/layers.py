@@ -38,7 +38,7 @@ NOTHING = Noted((0, 0), ())
 
 
 class Layers:
-    """The layers of a group whose forward began on this rank since its last call. counts: of the group's calls."""
+    """The layers of a group whose forward began on this rank since its last call. counts: the counts of the group's calls."""
 
     def __init__(self, counts: _core.CallCounts) -> None:
         self._counts = weakref.proxy(counts)
@@ -80,7 +80,7 @@ def difference(texts: Sequence[Sequence[str]]) -> str:
 
 
 def words_differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """True if ranks with these words (`MadeLayers`) have called layers with different options."""
+    """True if the two ranks' words (`MadeLayers`) show that they have called layers with different options."""
     mask = (1 << _COUNT_BITS) - 1
     return any(a != b and a & mask == b & mask for a, b in zip(mine, theirs, strict=True))
 
@@ -99,7 +99,8 @@ class MadeLayers:
         self._of_peers: dict[int, list[str]] = {}
 
     def add(self, words: tuple[int, int], noted: Noted) -> tuple[int, int]:
-        """Add the options that a call carried. Return the words, one per record. words: up to the call before."""
+        """Add the options that a call carried. Return the new words, one per record. words: the words up to the
+        previous call."""
         for text in noted.texts:
             if text not in self._known:
                 self._known.add(text)

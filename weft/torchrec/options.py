@@ -44,7 +44,7 @@ _BOUNDS: dict[str, BoundsCheck] = {"FATAL": "fatal", "WARNING": "warning", "IGNO
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options that a table's `fused_params` ask for. output_dtype: of pooled vectors."""
+    """The options that a table's `fused_params` ask for. output_dtype: the dtype of pooled vectors."""
 
     optimizer: EmbeddingOptimizer
     output_dtype: torch.dtype
@@ -52,7 +52,7 @@ class TableOptions:
 
 
 def options_of(table: str, dtype: torch.dtype, fused_params: Mapping[str, Any]) -> TableOptions:
-    """Return the options of a table. Raise `ValueError` for an option that weft lacks. dtype: of the table."""
+    """Return the options of a table. Raise `ValueError` for an option that weft lacks. dtype: the dtype of the table."""
     at = f"table {table!r}"
     for name, value in fused_params.items():
         if name in _OFF:

@@ -37,7 +37,8 @@ _Lengths: TypeAlias = dict[tuple[int, str], torch.Tensor]
 
 
 class _Batch(Multistreamable):
-    """This rank's features of all samples, and the number of samples of each rank. lengths: of bags of row-wise means."""
+    """This rank's features of all samples, and the number of samples of each rank. lengths: the lengths of bags of row-wise
+    means."""
 
     def __init__(self, jagged: JaggedInput, batch_sizes: tuple[int, ...], lengths: _Lengths) -> None:
         self.jagged, self.batch_sizes, self.lengths = jagged, batch_sizes, lengths
@@ -89,7 +90,7 @@ class ShardedEmbeddingBagCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: of weft's module."""
+        """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: the options of weft's module."""
         super().__init__()
         self.module_sharding_plan, self._env = plan, env
         read = read_plan(module, plan, env, device, fused_params, EmbeddingBagConfig.of)

@@ -42,7 +42,7 @@ class ShardedEmbeddingCollection(
         fused_params: dict[str, Any] | None = None, device: torch.device | None = None, gradient_division: bool = True,
         **options: Any,
     ) -> None:  # fmt: skip
-        """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: of weft's module."""
+        """gradient_division: as `torchrec.distributed.comm_ops.set_gradient_division`. options: the options of weft's module."""
         super().__init__()
         self.module_sharding_plan, self._env, self._configs = plan, env, module.embedding_configs()
         read = read_plan(module, plan, env, device, fused_params, config_of)

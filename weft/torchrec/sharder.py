@@ -1,4 +1,4 @@
-"""The sharder for TorchRec's `DistributedModelParallel`: the one line of a training loop that changes."""
+"""The sharders for TorchRec's `DistributedModelParallel`. A training loop only changes their import."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.torchrec.sharded_collection import ShardedEmbeddingCollection
 class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
     """The sharder of `EmbeddingBagCollection` for `DistributedModelParallel(sharders=[...])`, instead of TorchRec's.
 
-    Plans may be table-wise, row-wise and column-wise, with the kernels "fused" and "dense". Others are a `ValueError` that names
-    the table; with this sharder TorchRec's planner proposes none. With "fused" the optimizer is that of
-    `apply_optimizer_in_backward` or of `fused_params`, by default FBGEMM's: SGD with learning rate 0.01. SGD, rowwise Adagrad,
-    Adagrad, Adam and partial rowwise Adam are supported, one for all tables of a collection. With "dense" the tables have
-    gradients for an optimizer of torch.
+    Plans may be table-wise, row-wise and column-wise, with the kernels "fused" and "dense". Other plans raise a
+    `ValueError` that names the table. With this sharder, TorchRec's planner does not propose them. With "fused" the
+    optimizer is that of `apply_optimizer_in_backward` or of `fused_params`, by default FBGEMM's: SGD with learning rate
+    0.01. SGD, rowwise Adagrad, Adagrad, Adam and partial rowwise Adam are supported, one for all tables of a
+    collection. With "dense" the tables have gradients for an optimizer of torch.
 
     fused_params: FBGEMM's options by name, as in TorchRec. An option that weft lacks is a `ValueError`.
     transport, outputs, deadline_s: as for `weft.nn.ShardedEmbeddingBagCollection`.

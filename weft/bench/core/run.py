@@ -104,7 +104,7 @@ def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
 
 
 def make_ranks(device: str, timeout: timedelta | None = None) -> Ranks:
-    """Return the default group's ranks, and limit each to its share of the cores. timeout: of the control group."""
+    """Return the default group's ranks, and limit each to its share of the cores. timeout: the timeout of the control group."""
     assert dist.group.WORLD is not None
     if device == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))

@@ -27,7 +27,8 @@ OVERLAPPED_SHARE = 0.6
 ADDED_US = {True: 20.0, False: 10.0}
 """Limits in us on the time that weft adds to a single serial call; the key is True if the schedule overlaps."""
 CHANGING_MEAN, CHANGING_P99_MS = 1.03, 0.3
-"""Limits relative to serial's mean, and above serial's 99th percentile."""
+"""Limits for changing sizes: weft's mean time divided by serial's, and by how many milliseconds weft's 99th percentile
+may exceed serial's."""
 
 _OF_REPETITIONS = 0.8
 _JUDGED = ("queued", "graph")

@@ -115,7 +115,8 @@ class EmbeddingWorkload(EmbeddingData, ChoosingVariants):
         return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        """Return the fields that all records of a mode share. traffic_bytes: of the rank that takes longest."""
+        """Return the fields that all records of a mode share. traffic_bytes: the traffic in bytes of the rank that takes
+        longest."""
         worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
         scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
         scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}

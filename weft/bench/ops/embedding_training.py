@@ -86,8 +86,8 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes that one rank must move in a step. rows, distinct_rows: of occurrences, of different rows. rest: of everything else
-    in its own memory. wire: what leaves, in the direction that carries more."""
+    """Bytes that one rank must move in a step. rows, distinct_rows: bytes of all occurrences, and of distinct rows. rest: bytes of
+    everything else in its own memory. wire: what leaves, in the direction that carries more."""
 
     rows: float
     distinct_rows: float

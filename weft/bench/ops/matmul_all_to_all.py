@@ -25,7 +25,7 @@ from weft.runtime.unfused.sizes import remember_total
 
 
 class CombineVariants(ExpertVariants):
-    """Variants with k columns of a row at its expert, n when it returns."""
+    """Variants of the combine. A row has k columns at its expert, and n columns when it is sent back."""
 
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: (BASELINE,)}
     ahead, sent_columns = BASELINE, "n"

@@ -85,8 +85,8 @@ class OutputMap:
         ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
         ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
 
-    rows: of the whole output, with all ranks' parts.
-    chunks: of the whole output; each rank's rows are cut into equally many.
+    rows: the number of rows of the whole output, with all ranks' parts.
+    chunks: the number of chunks of the whole output. Each rank's rows are cut into the same number of chunks.
     order: the place of chunk 0, 1, ... in the whole output, `owner * c + piece`, where each rank's rows are c chunks.
         Default: the staggered order. Other ranks' chunks have numbers too, even if this rank does not compute them, as in an
         all-gather.

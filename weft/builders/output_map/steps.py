@@ -95,10 +95,9 @@ class _RankLanes:
         self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
 
     def _joined(self, own: list[int]) -> dict[int, list[int]]:
-        """Return the chunks that stay, in groups that are handled together, by the first of each group.
-
-        Peers get no signals for single chunks. Adjacent chunks form one group if none of their GEMMs waits for an arriving
-        chunk."""
+        """Return groups of chunks that stay on this rank and are processed together, by the first chunk of each group.
+        Peers get no signals for single chunks of a group. Adjacent chunks form one group if none of their GEMMs waits
+        for an arriving chunk."""
         sources = {tuple(self._sources(place)) for place in own}
         begin = self._computed.index(own[0]) if own else 0
         together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]

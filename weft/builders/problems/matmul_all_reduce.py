@@ -15,7 +15,8 @@ from weft.words import counted
 class MatmulAllReduce(GemmProblem):
     """y = the sum of all ranks' x @ w, on every rank, optionally plus a bias and a residual, and its RMSNorm.
 
-    normed = y / sqrt(the mean of a row's squares + eps) * norm. bias, residual: True if it is added. eps: of the norm; None: no
+    normed = y / sqrt(the mean of a row's squares + eps) * norm. bias, residual: True if it is added.
+    eps: the epsilon of the norm; None: no
     norm.
 
     Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:

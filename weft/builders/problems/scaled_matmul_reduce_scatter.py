@@ -40,7 +40,8 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
-        """matmul_reduce_scatter with one scale for x and one for w. dtype: of the result; fp8, the operands' dtype, means bf16.
+        """matmul_reduce_scatter with one scale for x and one for w. dtype: the dtype of the result; fp8, the operands' dtype,
+        means bf16.
 
         weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
         """

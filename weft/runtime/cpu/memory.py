@@ -50,8 +50,8 @@ the heap."""
 class Mapped:
     """One version of the group's memory, which growth replaces. Programs keep addresses in it; a run keeps it mapped.
 
-    version: from 1. owners: of the mappings. addresses: of each rank's first counter, 0 for ranks on other hosts; buffers begin
-    `buffers_at` bytes after it.
+    version: from 1. owners: the owners of the mappings. addresses: the addresses of each rank's first counter, 0 for ranks on
+    other hosts; buffers begin `buffers_at` bytes after it.
     sets: for each counter of this rank, its number of sets when the current run ends. scratch: this rank's private memory.
     """
 

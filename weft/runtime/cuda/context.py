@@ -24,7 +24,7 @@ from weft.symm.lasting import lasting
 class RankSchedule:
     """A schedule as one rank sees it.
 
-    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. flags: of all ranks.
+    given: buffers that the caller passes. order: steps with their lanes, in the order of issue. flags: the flags of all ranks.
     lanes: the first is the caller's stream.
     """
 

@@ -137,7 +137,7 @@ def _launched(
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernels. Return how many rows were skipped, on the device.
 
-    dtype: of tables, and of gradients that are written. seed: of random bits, or None to round to nearest.
+    dtype: the dtype of tables, and of gradients that are written. seed: the seed of random bits, or None to round to nearest.
     squares: the output of rule 6."""
     shape, device, count = rows.shape, received.device, rows.count
     skipped = torch.zeros(1, dtype=torch.int64, device=device)

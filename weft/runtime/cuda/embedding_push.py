@@ -76,7 +76,8 @@ def launch_push(
     signals: torch.Tensor, state: torch.Tensor, record: torch.Tensor, deadline_s: float, dtype: torch.dtype,
     wait: bool = True,
 ) -> None:  # fmt: skip
-    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]. dtype: of the inboxes."""
+    """Launch the kernel on the current stream. grad: contiguous, [batch_sizes[rank], all columns]. dtype: the dtype of the
+    inboxes."""
     pieces, device = pieces_of(sharding, rank, min(grad.itemsize, dtype.itemsize), grad.device), grad.device
     is_aligned = grad.data_ptr() % 16 == 0
     rows = max(1, _TILE // pieces.block)

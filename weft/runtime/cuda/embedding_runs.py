@@ -2,7 +2,7 @@
 kernels of `weft.kernels.embedding_runs`.
 
 The host never waits for the device. The numbers of runs and of segments stay on the device; arrays have room for the most that
-there can be. Keys have 32 bits where all rows of a rank fit.
+there can be. Keys have 32 bits if that is enough for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Slots(NamedTuple):
 class Shape:
     """Numbers that are the same for all calls of a plan.
 
-    split: the most slots of a table. rows: of all tables of this rank. block_d, lanes: of a tile. align: divides all widths, at
-    most 16 bytes. uniform: all widths are block_d. They follow from the slots of all ranks, so that sums do not depend on the
-    placement.
+    split: the most slots of a table. rows: the numbers of rows of all tables of this rank. block_d, lanes: of a tile. align:
+    divides all widths, at most 16 bytes. uniform: all widths are block_d. They follow from the slots of all ranks, so that sums
+    do not depend on the placement.
     """
 
     split: int
@@ -80,7 +80,7 @@ class Shape:
 class Occurrences(NamedTuple):
     """All ids of a batch, in the order of layers and positions. scales: None if all are 1.
 
-    keys: of the row, `Shape.split` times, plus the number of the slot. places: of the gradient, in elements.
+    keys: the row times `Shape.split`, plus the number of the slot. places: the offset of the gradient, in elements.
     """
 
     keys: torch.Tensor
@@ -93,8 +93,9 @@ class Occurrences(NamedTuple):
 class Rows:
     """The runs of a batch: occurrences of equal rows.
 
-    count: of all occurrences. starts, keys: of each run. runs: their number. places, scales: of occurrences, run by run. For runs
-    of more than SEGMENT occurrences: first_segment of each, run_of_segment, long_runs, counters (the numbers of the last two).
+    count: the number of all occurrences. starts, keys: those of each run. runs: the number of runs. places, scales: those of the
+    occurrences, run by run. For runs of more than SEGMENT occurrences: first_segment of each, run_of_segment, long_runs, counters
+    (the numbers of the last two).
     """
 
     shape: Shape

@@ -168,7 +168,7 @@ def _compiled_small(device: torch.device, name: str) -> Any:
 
 
 def _greatest_power_of_two(*numbers: int) -> int:
-    """Return the largest power of two, up to the widest access, that divides all numbers."""
+    """Return the largest power of two that divides all numbers, but at most the widest access."""
     bits = _ALIGNMENT
     for number in numbers:
         bits |= number

@@ -65,7 +65,8 @@ class Gemms:
         return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
 
     def _of_k(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the part of the second dimension that is multiplied: columns of x and slots, rows of an expert's weights."""
+        """Return the range in K that a step multiplies: columns of x and of the slots, and rows of an expert's
+        weights."""
         return t if self._whole_k else t.narrow(1, *self._k)
 
 

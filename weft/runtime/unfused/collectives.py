@@ -1,6 +1,6 @@
 """Collectives of this rank's matrix, with deadlines and, on CPU, a rendezvous of the ranks before each (`Turn`).
 
-x: [rows, columns], contiguous. rows: of all ranks. name: of the collective, in messages and timelines.
+x: [rows, columns], contiguous. rows: the numbers of rows of all ranks. name: the name of the collective, in messages and timelines.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class Turns:
 
 
 class Turn:
-    """One call, or its backward. turns: None if ranks do not synchronise. deadline_s: of each wait for other ranks."""
+    """One call, or its backward. turns: None if ranks do not synchronise. deadline_s: the deadline in seconds of each wait for
+    other ranks."""
 
     deadline_s: float | None
 

@@ -80,7 +80,8 @@ class Step:
 
     @property
     def occupies(self) -> bool:
-        """True if it keeps a queue or the host busy: other lanes are then served before this lane gets more."""
+        """True if the step keeps a queue or the host busy. The host then issues steps of other lanes before it
+        continues with this lane."""
         return True
 
     @property

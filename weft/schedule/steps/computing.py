@@ -130,8 +130,8 @@ class Compute(Step):
 class Reduce(Step):
     """out = the sum of `parts`, reduced in order in fp32 (fp64 in fp64) and rounded once; or out += with `accumulate`.
 
-    A part of one row, if it is not the first, is added to each row of out. norm: of out as rounded. A step whose only part is its
-    own out writes only its norm."""
+    A part of one row, if it is not the first, is added to each row of out. norm: also write the norm of out, as rounded. A step
+    whose only part is its own out writes only its norm."""
 
     kind: ClassVar[str] = "reduce"
     out: Region

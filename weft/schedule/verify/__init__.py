@@ -85,10 +85,10 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
 
 
 def check_steps(schedule: Schedule, *, most_ranks: int = 8) -> None:
-    """Raise `ScheduleError` with the first ten misfits of `schedule`: its declarations, steps and collectives.
+    """Raise `ScheduleError` with the first ten errors in the declarations, steps and collectives of `schedule`.
 
     This is the part of `verify` that is fast enough to precede every simulation. Steps are checked on `most_ranks` ranks, the
-    first and the last ones, and collectives on all. Hangs, races and unwritten reads are not looked for.
+    first and the last ones, and collectives on all. It does not look for hangs, races, and reads of unwritten memory.
     """
     world = schedule.world_size
     if world < 1:

@@ -48,7 +48,7 @@ def occupancy_deadlock(
     happened: HappensBefore, buffers: Sequence[Mapping[str, Buffer]], compute_units: int
 ) -> dict[int, list[int]]:
     """Return, by number of event, the steps that may never get a compute unit, and the lanes of their rank that then hold all
-    units. buffers: by name, for each rank."""
+    units. buffers: the buffers by name, for each rank."""
     polling = _polling(happened, buffers, compute_units)
     if not polling:
         return {}

@@ -20,7 +20,7 @@ from weft.sim.memory_controller.machine import TrackingGpu
 
 Arbitration: TypeAlias = Literal["round_robin", "compute_first", "mca"]
 OwnWrites: TypeAlias = Literal["after_reads", "alternating", "watermarks", "in_order"]
-"""What the controller does with the GEMM's stores while the GEMM reads. watermarks: the simulator's queue of stores."""
+"""The controller's policy for the GEMM's stores while the GEMM reads. watermarks: the simulator's queue of stores."""
 
 _CACHED, _ADDED, _REMOTE, _STORED = range(4)
 BYTES_PER_ELEMENT = 2
@@ -69,7 +69,7 @@ class HardwareGemm:
 
 @dataclass(frozen=True, slots=True)
 class ControllerRun:
-    """What a run of the memory controller took. Times in us, bytes through the GPU's memory.
+    """The result of a run of the memory controller. Times in us, bytes through the GPU's memory.
 
     us: until the last access. gemm_us: until the last work-group ended; 0 without a GEMM.
     busy: the share of time in which memory works.
