@@ -92,7 +92,7 @@ def test_a_rank_without_tables_learns_the_batch_elsewhere():
         (jagged(offsets=torch.zeros(13, dtype=torch.int64, device="meta")), None, ["offsets", "meta", "cpu", "move"]),
         (jagged(), [1, 2], ["(1, 2)", "sum to 3", "4 samples"]),
         (jagged(), [5, -1], ["(5, -1)", "rank 1", "-1 samples"]),
-        (jagged(), [4], ["(4,)", "one per rank, 2"]),
+        (jagged(), [4], ["(4,)", "one for each of the 2 ranks"]),
     ],
 )
 def test_bad_input_is_refused_with_values_and_the_fix(given_input, batch_sizes, words):
@@ -109,7 +109,7 @@ def test_bad_input_is_refused_with_values_and_the_fix(given_input, batch_sizes, 
         ([WEIGHTS[0], torch.zeros(4, 30).t()], ["'pairs'", "strides (1, 30)", "contiguous()"]),
         ([WEIGHTS[0], _resized(30, 4, 0)], ["'pairs'", "holds 0 of 480 bytes", "freed"]),
         ([_resized(10, 4, 159), WEIGHTS[1]], ["'users'", "holds 159 of 160 bytes"]),
-        ([torch._neg_view(WEIGHTS[0]), WEIGHTS[1]], ["'users'", "negative", "resolve_neg()"]),
+        ([torch._neg_view(WEIGHTS[0]), WEIGHTS[1]], ["'users'", "negated", "resolve_neg()"]),
         ([WEIGHTS[0], WEIGHTS[1].to("meta")], ["'pairs'", "meta", "'users'", "cpu"]),
         ([weight.to("meta") for weight in WEIGHTS], ["'users'", "meta", "no values", "to_empty"]),
     ],
