@@ -68,7 +68,9 @@ SHOWN = sorted(name for name in MEASURED.keys() - DRAWN if name in BLOCKS)
 
 def test_the_document_shows_all_records_of_gpus_by_this_harness() -> None:
     hidden = MEASURED.keys() - DRAWN - set(SHOWN)
-    assert all(record["harness"] < HARNESS and record["device"] == "cuda" for name in hidden for record in RESULTS[name])
+    assert all(
+        record["harness"] < HARNESS and record["device"] == "cuda" for name in hidden for record in RESULTS[name]
+    )
 
 
 @pytest.mark.parametrize("name", SHOWN)
