@@ -410,7 +410,14 @@ class _Tables:
         Every third number is a rank, and is replaced by its distance.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
-        return [_occurring(of_rank, tiles.times) for of_rank in np.moveaxis(table, 1, 0)]
+        found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers
+        counted = []
+        for of_rank in np.moveaxis(table, 1, 0):
+            key = of_rank.tobytes()
+            if key not in found:
+                found[key] = _occurring(of_rank, tiles.times)
+            counted.append(found[key])
+        return counted
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
         """Return the sets of `step` by rank, or once for all ranks.
