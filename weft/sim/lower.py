@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, cast
 
-from weft.schedule import Schedule, Step, Tiles
+from weft.schedule import Compute, Copy, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
 from weft.schedule.steps import COPY_UNITS
 from weft.sim.costs import Cost, How, Links, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
@@ -117,7 +117,22 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
 
     alike: let the first ranks represent the others, if schedule and topology allow it. captured: with the costs of a CUDA graph.
     """
-    return _Lowering(schedule, model, captured).program(alike)
+    key = id(schedule), id(model), alike, captured
+    found = _lowered.get(key)
+    if found is None:
+        program = _Lowering(schedule, model, captured).program(alike)
+        found = _lowered[key] = program, model  # references, so that their ids are not reused
+        while (
+            len(_lowered) > 1
+            and sum(len(lane.tasks) for one, _ in _lowered.values() for lane in one.lanes) > _MOST_TASKS
+        ):
+            _lowered.pop(next(iter(_lowered)))
+    return found[0]
+
+
+_MOST_TASKS = 1 << 18
+_lowered: dict[tuple[int, int, bool, bool], tuple[LoweredSchedule, Model]] = {}
+"""The last lowered schedules, of at most `_MOST_TASKS` tasks: a plan simulates its best candidates again for their losses."""
 
 
 def _pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
@@ -262,7 +277,11 @@ class _Lowering:
         return math.floor(first + 1e-9) / waves, math.ceil(last - 1e-9) / waves
 
     def _tiles(self, item: NumberedStep, step: Tiles, rank: int) -> Work:
-        tiled, seen_from = item.tiled[rank], self._seen_from(rank)
+        tiled = item.tiled[rank]
+        local = all(type(inner) in (Copy, Compute) for inner in step.work) and not any(
+            any(numbers[2::3]) for _, numbers, _ in tiled.parts
+        )
+        seen_from = 0 if local else self._seen_from(rank)
         key = (id(step), tiled.parts, tiled.read_bytes, seen_from)
         if key not in self._tile_costs:
             priced = [
@@ -282,7 +301,10 @@ class _Lowering:
         step, carried = item.origin.step, item.carried
         operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
         few = item.units if 0 < item.units < COPY_UNITS else 0
-        key = (type(step), step.settings, operands, seen_from := self._seen_from(rank), few)
+        # What stays on its rank costs the same on all.
+        local = type(step) in (Copy, Compute) and not any(operand.at for operand in operands)
+        seen_from = 0 if local else self._seen_from(rank)
+        key = (type(step), step.settings, operands, seen_from, few)
         if key not in self._costs:
             units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
             if units not in self._models:
