@@ -289,7 +289,9 @@ def _is_uneven(step: Tiles) -> bool:
         return isinstance(number, Expr) and number.period(name) != 1
 
     regions = [region for inner in step.body for region in inner.regions]
-    numbers = [n for region in regions for n in (region.row, region.rows, region.col, region.cols)]
+    read = [region for inner in step.work if inner.multiplies for region in inner.regions[:-1]]
+    numbers = [n for region in regions for n in (region.rows, region.cols)]
+    numbers += [n for region in read for n in (region.row, region.col)]
     numbers += [one.index for one in step.inner_sets]
     of_ranks = [one.at for one in regions] + [one.at for one in step.inner_sets]
     return any(depends(at, step.index) for at in of_ranks) or any(
