@@ -49,19 +49,16 @@ bool is_finite(const float *g, int64_t dim) {
 
 float mean_of_squares(const float *g, int64_t dim) {
     typedef float F __attribute__((vector_size(4 * sums_of_squares)));
-    F vector = {};
-    float sums[sums_of_squares];
+    F sums = {};
     int64_t d = 0;
     for (; d + sums_of_squares <= dim; d += sums_of_squares) {
         F x;
         memcpy(&x, g + d, sizeof x);
-        vector += x * x;
+        sums += x * x;
     }
-    memcpy(sums, &vector, sizeof sums);
-    for (; d < dim; ++d) sums[d % sums_of_squares] += g[d] * g[d];
-    for (int step = sums_of_squares / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
-    return sums[0] / float(dim);
+    for (int i = 0; d < dim; ++d, ++i) sums[i] += g[d] * g[d];
+    const float even = (sums[0] + sums[4]) + (sums[2] + sums[6]), odd = (sums[1] + sums[5]) + (sums[3] + sums[7]);
+    return (even + odd) / float(dim);
 }
 
 // Rounding at random: up with a probability that is the distance from the lower neighbour, over that of the neighbours. The
@@ -97,21 +94,22 @@ template <class Visit> [[gnu::always_inline]] inline void each_row(const UpdateJ
         if (!(skipped >> k & 1)) visit(k);
 }
 
-// w = w - learning rate * step(width, d). With a learning rate of 0 the row keeps its bits, the sign of a zero too.
+// w = w - rate * step(width, d). With a learning rate of 0 the row keeps its bits, the sign of a zero too.
 template <class T, class Step>
-[[gnu::always_inline]] inline void subtract(const UpdateRule &u, uint64_t number, T *w, int64_t row, int64_t dim, Step step) {
+[[gnu::always_inline]] inline void subtract(const UpdateRule &u, float rate, uint64_t number, T *w, int64_t row, int64_t dim,
+                                            Step step) {
     if (u.learning_rate == 0) {
         each(dim, [&](auto width, int64_t d) { step(width, d); });  // which updates states
     } else if (!u.is_stochastic || sizeof(T) == 4) {
         each(dim, [&](auto width, int64_t d) {
             constexpr int W = decltype(width)::lanes;
-            store<W>(w + d, load<W>(w + d) - u.learning_rate * step(width, d));
+            store<W>(w + d, load<W>(w + d) - rate * step(width, d));
         });
     } else {
         const uint64_t base = hash_id(u.seed + number * golden);
         each(dim, [&](auto width, int64_t d) {
             constexpr int W = decltype(width)::lanes;
-            const Floats<W> value = load<W>(w + d) - u.learning_rate * step(width, d);
+            const Floats<W> value = load<W>(w + d) - rate * step(width, d);
             for (int i = 0; i < W; ++i)
                 narrow_at_random(value[i], hash_id(base + uint64_t(row * dim + d + i) * golden), w + d + i);
         });
@@ -168,7 +166,7 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
         case Rule::sgd:
             each_row(job, skipped, [&](int64_t k) {
                 const float *g = gradient(k);
-                subtract(u, memory.number, weight(k), job.rows[k], dim,
+                subtract(u, u.learning_rate, memory.number, weight(k), job.rows[k], dim,
                          [&](auto width, int64_t d) { return load<decltype(width)::lanes>(g + d); });
             });
             break;
@@ -177,19 +175,19 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
             each_row(job, skipped, [&](int64_t k) {
                 float &sum = first[job.rows[k]];
                 sum += numbers[k];
-                numbers[k] = __builtin_sqrtf(sum) + u.eps;
+                numbers[k] = u.learning_rate / (__builtin_sqrtf(sum) + u.eps);  // one quotient a row
             });
             each_row(job, skipped, [&](int64_t k) {
-                const float *g = gradient(k), divisor = numbers[k];
-                subtract(u, memory.number, weight(k), job.rows[k], dim,
-                         [&](auto width, int64_t d) { return load<decltype(width)::lanes>(g + d) / divisor; });
+                const float *g = gradient(k);
+                subtract(u, numbers[k], memory.number, weight(k), job.rows[k], dim,
+                         [&](auto width, int64_t d) { return load<decltype(width)::lanes>(g + d); });
             });
             break;
         case Rule::adagrad:
             each_row(job, skipped, [&](int64_t k) {
                 const float *g = gradient(k);
                 float *sums = first + job.rows[k] * dim;
-                subtract(u, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
+                subtract(u, u.learning_rate, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
                     constexpr int W = decltype(width)::lanes;
                     const Floats<W> x = load<W>(g + d), sum = load<W>(sums + d) + x * x;
                     store<W>(sums + d, sum);
@@ -201,7 +199,7 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
             each_row(job, skipped, [&](int64_t k) {
                 const float *g = gradient(k);
                 float *m = first + job.rows[k] * dim, *v = second + job.rows[k] * dim;
-                subtract(u, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
+                subtract(u, u.learning_rate, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
                     constexpr int W = decltype(width)::lanes;
                     const Floats<W> x = load<W>(g + d), mean = u.beta1 * load<W>(m + d) + u.rest1 * x;
                     const Floats<W> square = u.beta2 * load<W>(v + d) + u.rest2 * (x * x);
@@ -221,7 +219,7 @@ template <class T> int64_t update_rows(const UpdateJob &job) {
             each_row(job, skipped, [&](int64_t k) {
                 const float *g = gradient(k), divisor = numbers[k];
                 float *m = first + job.rows[k] * dim;
-                subtract(u, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
+                subtract(u, u.learning_rate, memory.number, weight(k), job.rows[k], dim, [&](auto width, int64_t d) {
                     constexpr int W = decltype(width)::lanes;
                     const Floats<W> mean = u.beta1 * load<W>(m + d) + u.rest1 * load<W>(g + d);
                     store<W>(m + d, mean);

@@ -9,8 +9,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <queue>
 #include <unordered_map>
@@ -24,11 +27,15 @@ namespace {
 // Work below this counts as none: sums of floating-point times are no more accurate.
 constexpr double done_us = 1e-7;
 
+// Steps at once from which on their sets rarely repeat, so that caching speeds costs more than following their changes.
+constexpr size_t many = 256;
+
 struct Working {
     int lane, load;
     double work_us, rest, speed;
-    double mark;  // work left at the next pulse
-    int pulses;   // so far
+    double mark;     // work left at the next pulse
+    uint32_t after;  // the pulses that are left: bit i for the end of part i + 1
+    int step = -1;   // its number in the part's `in_flow`
 };
 
 struct Part {
@@ -36,6 +43,8 @@ struct Part {
     double at_us = 0.0;  // the time at which `rest` of the work is valid
     int64_t ends = 0;    // the number of the planned end that is valid
     bool changed = false;
+    bool only_shares = true;                      // so far
+    std::unique_ptr<weft::SharesInFlow> in_flow;  // if many steps run at once
 };
 
 struct End {
@@ -63,13 +72,21 @@ class Fluid {
         for (size_t part : part_of_) parts_.resize(std::max(parts_.size(), part + 1));
     }
 
-    Due begin(double now, int lane, int load, double work_us, bool pulses) {
+    Fluid(const Fluid &) = delete;
+
+    // pulses: bit i for a pulse when i + 1 of the equal parts of the work are done.
+    Due begin(double now, int lane, int load, double work_us, uint32_t pulses) {
         if (work_us <= done_us) return {{lane, true}};
         Due due;
         const size_t number = part_of_.at(lane);
         Part &part = parts_[number];
         if (part.at_us < now) flow(part, now, due);
-        part.working.push_back({lane, load, work_us, work_us, 0.0, pulses ? mark(work_us, 1) : 0.0, 0});
+        part.working.push_back({lane, load, work_us, work_us, 0.0, mark(work_us, pulses), pulses});
+        if (!shares_.only_shares(load)) {
+            part.only_shares = false;
+            part.in_flow.reset();
+        }
+        if (part.in_flow) part.working.back().step = part.in_flow->add(load);
         change(number);
         return due;
     }
@@ -80,7 +97,7 @@ class Fluid {
             part.changed = false;
             ++part.ends;
             if (part.working.empty()) continue;
-            set_speeds(part.working);
+            if (!flowing(part)) set_speeds(part.working);
             double left = std::numeric_limits<double>::infinity();
             for (const Working &one : part.working) left = std::min(left, (one.rest - one.mark) / one.speed);
             ends_.push({part.at_us + std::max(0.0, left), ++planned_, number, part.ends});
@@ -105,7 +122,11 @@ class Fluid {
     size_t known() const { return n_known_; }
 
   private:
-    double mark(double work_us, int pulse) const { return pulse < pulses_ ? work_us * (1 - double(pulse) / pulses_) : 0.0; }
+    // The work left at the first of these pulses. The last part ends with the work, and has no pulse.
+    double mark(double work_us, uint32_t pulses) const {
+        const int parts = std::countr_zero(pulses) + 1;
+        return parts < pulses_ ? work_us * (1 - double(parts) / pulses_) : 0.0;
+    }
 
     void change(size_t part) {
         if (!parts_[part].changed) changed_.push_back(part);
@@ -120,13 +141,31 @@ class Fluid {
         for (Working &one : part.working) {
             one.rest -= passed * one.speed;
             if (one.mark == 0.0 || one.rest - one.mark > nearly) continue;
-            one.mark = mark(one.work_us, ++one.pulses + 1);
+            one.after &= one.after - 1;
+            one.mark = mark(one.work_us, one.after);
             due.emplace_back(one.lane, false);
         }
         std::erase_if(part.working, [&](const Working &one) {
-            if (one.rest <= nearly) due.emplace_back(one.lane, true);
-            return one.rest <= nearly;
+            if (one.rest > nearly) return false;
+            due.emplace_back(one.lane, true);
+            if (part.in_flow) part.in_flow->remove(one.step);
+            return true;
         });
+    }
+
+    // Set the speeds of many steps that only share, from those before the change; false if there are few, or if that fails.
+    bool flowing(Part &part) {
+        if (!part.in_flow) {
+            if (!part.only_shares || part.working.size() < many) return false;
+            part.in_flow = std::make_unique<weft::SharesInFlow>(shares_);
+            for (Working &one : part.working) one.step = part.in_flow->add(one.load);
+        }
+        if (!part.in_flow->settle()) {
+            part.in_flow.reset();
+            return false;
+        }
+        for (Working &one : part.working) one.speed = part.in_flow->speed(one.step);
+        return true;
     }
 
     void set_speeds(std::vector<Working> &working) {

@@ -261,4 +261,115 @@ std::vector<double> MaxMinShares::speeds(const std::vector<int> &keys, const std
     return result;
 }
 
+SharesInFlow::SharesInFlow(const MaxMinShares &shares)
+    : shares_(shares), users_(shares.resources()), limits_(shares.resources(), std::numeric_limits<double>::infinity()),
+      is_touched_(shares.resources(), false) {}
+
+int SharesInFlow::add(int key) {
+    int number = int(steps_.size());
+    if (free_.empty()) {
+        steps_.emplace_back();
+    } else {
+        number = free_.back();
+        free_.pop_back();
+    }
+    Step &step = steps_[number];
+    step = {};
+    for (const Use &use : shares_.share(key)) {
+        if (use.amount <= nothing) continue;
+        auto part = std::find_if(step.uses.begin(), step.uses.end(), [&](const Part &p) { return p.place == use.resource; });
+        if (part == step.uses.end()) part = step.uses.insert(part, {use.resource, 0.0, 0.0});
+        part->most = std::max(part->most, use.amount);
+        part->times += use.amount;
+    }
+    for (Part &part : step.uses) {
+        part.times /= part.most;
+        users_[part.place].push_back({number, part.most, part.times});
+        touch(part.place);
+    }
+    see(number, -1);
+    return number;
+}
+
+void SharesInFlow::remove(int number) {
+    for (const Part &part : steps_[number].uses) {
+        std::erase_if(users_[part.place], [&](const Part &user) { return user.place == number; });
+        touch(part.place);
+    }
+    free_.push_back(number);
+}
+
+bool SharesInFlow::settle() {
+    const size_t most = size_t(most_rounds) * users_.size();
+    size_t done = 0;
+    for (; done < touched_.size() && done < most; ++done) {
+        const int resource = touched_[done];
+        is_touched_[resource] = false;
+        const double limit = limit_of(resource), before = limits_[resource];
+        if (limit == before || std::abs(limit - before) <= 1e-13 * std::min(limit, before)) continue;
+        limits_[resource] = limit;
+        for (const Part &user : users_[resource]) see(user.place, resource);
+    }
+    const bool settled = done == touched_.size();
+    for (; done < touched_.size(); ++done) is_touched_[touched_[done]] = false;
+    touched_.clear();
+    return settled;
+}
+
+void SharesInFlow::touch(int resource) {
+    if (!is_touched_[resource]) touched_.push_back(resource);
+    is_touched_[resource] = true;
+}
+
+// Find the speed of a step after a change of one limit. Its other resources hear of it if what it may take there changes.
+void SharesInFlow::see(int number, int because) {
+    Step &step = steps_[number];
+    const double speed = step.speed, otherwise = step.otherwise;
+    const int resource = step.resource;
+    step.speed = step.otherwise = 1.0;
+    step.resource = -1;
+    for (const Part &use : step.uses) {
+        const double here = limits_[use.place] / use.most;
+        if (here < step.speed) {
+            step.otherwise = step.speed;
+            step.speed = here;
+            step.resource = use.place;
+        } else {
+            step.otherwise = std::min(step.otherwise, here);
+        }
+    }
+    for (const Part &use : step.uses) {
+        const double before = resource == use.place ? otherwise : speed;
+        const double now = step.resource == use.place ? step.otherwise : step.speed;
+        if (use.place != because && before != now) touch(use.place);
+    }
+}
+
+// As `limit_of` above, by Newton's method from the last limit, without sorting: the limit is what the steps below it leave to
+// the others. After the first step it only rises.
+double SharesInFlow::limit_of(int resource) {
+    const double room = 1.0;
+    double wanted = 0.0, times = 0.0;
+    caps_.clear();
+    for (const Part &user : users_[resource]) {
+        const Step &step = steps_[user.place];
+        caps_.emplace_back(user.most * (step.resource == resource ? step.otherwise : step.speed), user.times);
+        wanted += caps_.back().first * user.times;
+        times += user.times;
+    }
+    if (wanted <= room) return std::numeric_limits<double>::infinity();
+    const double lowest = room / times;
+    double limit = std::isinf(limits_[resource]) ? lowest : std::max(lowest, limits_[resource]);
+    for (bool first = true;; first = false) {
+        double left = room, waiting = 0.0;
+        for (const auto &[cap, of_user] : caps_) {
+            left -= cap <= limit ? cap * of_user : 0.0;
+            waiting += cap <= limit ? 0.0 : of_user;
+        }
+        const double next = waiting > 0.0 ? std::max(lowest, left / waiting) : first ? lowest : 0.0;
+        if (next == limit || (next < limit && !first)) return limit;
+        limit = next;
+    }
+}
+
 }  // namespace weft

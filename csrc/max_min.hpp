@@ -27,12 +27,55 @@ class MaxMinShares {
   public:
     explicit MaxMinShares(const std::vector<Load> &loads);
 
+    // True if the load only shares resources: it holds none and disturbs none.
+    bool only_shares(int key) const { return loads_.at(key).hold.empty() && loads_.at(key).disturb.empty(); }
+    const std::vector<Use> &share(int key) const { return loads_.at(key).share; }
+    int resources() const { return resources_; }
+
     // The speed, from 0 to 1, of each of counts[i] steps with the load number keys[i]; of keys that differ.
     std::vector<double> speeds(const std::vector<int> &keys, const std::vector<int> &counts) const;
 
   private:
     int resources_ = 0;
     std::vector<Uses> loads_;
+};
+
+// The speeds of many steps that only share resources, kept while steps begin and end: a change visits only what it concerns.
+// Limits adapt from their last values, and settle at the same shares as from the start.
+class SharesInFlow {
+  public:
+    explicit SharesInFlow(const MaxMinShares &shares);
+
+    // Add a step with this load; return its number, which may have been that of a removed step.
+    int add(int key);
+    void remove(int step);
+    // Adapt the limits; false if they do not settle.
+    bool settle();
+    double speed(int step) const { return steps_[step].speed; }
+
+  private:
+    struct Part {  // a step at one resource: see Part in max_min.cpp
+        int place;
+        double most, times;
+    };
+    struct Step {
+        std::vector<Part> uses;
+        double speed = 1.0, otherwise = 1.0;
+        int resource = -1;
+    };
+
+    void see(int step, int because);
+    double limit_of(int resource);
+    void touch(int resource);
+
+    const MaxMinShares &shares_;
+    std::vector<Step> steps_;
+    std::vector<int> free_;                // numbers of removed steps
+    std::vector<std::vector<Part>> users_; // by resource
+    std::vector<double> limits_;
+    std::vector<int> touched_;             // resources whose limit may change, in order
+    std::vector<bool> is_touched_;
+    std::vector<std::pair<double, double>> caps_;  // (the most that a user may take, how often), of the resource at hand
 };
 
 }  // namespace weft

@@ -47,15 +47,17 @@ template <class T, int W, int N, bool weighted>
     Floats<W> sum[N] = {};
     for (int64_t i = 0; i < length; ++i) {
         const T *row = reinterpret_cast<const T *>(rows[i]);
+        // Into the second-level cache, which has room for more outstanding lines (measured: 17 ns instead of 33 ns for a row of
+        // 256 bytes).
         const char *coming = rows[i + fixed.ahead] + first * size;
 #pragma GCC unroll 32
         for (int j = 0; j < N; ++j) {
-            if (j * W * size % 64 == 0) __builtin_prefetch(coming + j * W * size);  // one per cache line
+            if (j * W * size % 64 == 0) __builtin_prefetch(coming + j * W * size, 0, 2);  // one per cache line
             const Floats<W> x = load<W>(row + (j == N - 1 ? last : first + j * W));
             if constexpr (weighted) sum[j] += x * weights[i];
             else sum[j] += x;
         }
-        if (fixed.ragged) __builtin_prefetch(coming + (last - first + W) * size - 1);
+        if (fixed.ragged) __builtin_prefetch(coming + (last - first + W) * size - 1, 0, 2);
     }
     if (fixed.mean && length > 1) {
         const float divisor = float(length);

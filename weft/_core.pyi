@@ -385,7 +385,7 @@ class Fluid:
     Args:
         loads: `weft.sim.max_min.Load`s; each step has one load.
         parts: [lanes] the part of each lane. Lanes of different parts must not slow each other down.
-        pulses: the number of equal parts of work after which a step reports progress.
+        pulses: the number of equal parts of work after which a step may report progress; at most 32.
         most_known: the approximate number of cached speeds.
     """
 
@@ -396,8 +396,11 @@ class Fluid:
         pulses: int,
         most_known: int,
     ) -> None: ...
-    def begin(self, now: float, lane: int, load: int, work_us: float, pulses: bool) -> list[tuple[int, bool]]:
-        """Begin work of `work_us` at full speed on an idle lane. Return the result of `to(now)` for the lane's part."""
+    def begin(self, now: float, lane: int, load: int, work_us: float, pulses: int) -> list[tuple[int, bool]]:
+        """Begin work of `work_us` at full speed on an idle lane. Return the result of `to(now)` for the lane's part.
+
+        pulses: bit i is set if the step reports progress at the end of part i + 1.
+        """
 
     def next_us(self) -> float:
         """Return the time of the next end or pulse; infinity if no lane works."""

@@ -114,6 +114,15 @@ def test_tables_that_ranks_do_not_divide_are_dealt() -> None:
     assert p.rows_read == ((3.0, 3.0), (3.0,), (3.0,))
 
 
+def test_ranks_differ_only_if_their_tables_or_samples_do() -> None:
+    even = EmbeddingAllToAll.sized(9, 4, 3, 3, "fp16", tables=6)
+    assert even.uneven == ""
+    assert EmbeddingAllToAll.sized(7, 4, 3, 3, "fp16", tables=6).uneven == "M=7 samples are not divisible by 3 ranks"
+    assert EmbeddingAllToAll.sized(9, 4, 3, 3, "fp16", tables=7).uneven == "ranks have different tables"
+    read = ((3.0, 3.0), (3.0, 3.0), (3.0, 1.0))
+    assert replace(even, rows_read=read).uneven == "ranks have different tables"
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft._core import Fluid
+from weft.sim.lower import PULSES
 from weft.sim.max_min import LEAST, Load, speeds
 
 
@@ -194,3 +196,25 @@ def test_every_step_below_full_speed_has_a_full_resource_of_which_nobody_takes_m
             assert any(
                 all(steps[j][0].get(r, 0.0) * found[j] <= share[r] * found[i] + 1e-9 for j in counts) for r in full
             )
+
+
+def test_many_flows_have_the_same_speeds_when_they_are_followed_from_change_to_change() -> None:
+    """300 flows over 24 links, at first 300 at once, as when solved anew whenever one of them ends."""
+    rng = random.Random(5)
+    loads = [
+        Load(tuple((link, rng.choice((1.0, 0.5, 0.2))) for link in rng.sample(range(24), rng.choice((1, 2, 3)))))
+        for _ in range(300)
+    ]
+    left = {flow: rng.uniform(1, 100) for flow in range(300)}
+    fluid, now = Fluid(loads, [0] * 300, PULSES, 1 << 16), 0.0
+    for flow, work_us in left.items():
+        assert not fluid.begin(0.0, flow, flow, work_us, 0)
+    while left:
+        found = speeds(loads, dict.fromkeys(left, 1))
+        ends = {flow: rest / found[flow] for flow, rest in left.items()}
+        now += min(ends.values())
+        assert (then := fluid.next_us()) == pytest.approx(now, rel=1e-9)
+        done = {flow for flow, end in ends.items() if end <= min(ends.values()) + 1e-6}
+        assert {flow for flow, is_done in fluid.to(then) if is_done} == done
+        left = {flow: rest - min(ends.values()) * found[flow] for flow, rest in left.items() if flow not in done}
+    assert fluid.known == 0  # so many steps at once are not looked up

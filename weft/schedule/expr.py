@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
@@ -67,7 +68,7 @@ class Expr:
 
     def variables(self) -> frozenset[str]:
         """Return the names that need a value; for a summed buffer, the buffer's name."""
-        return self._code()[1]
+        return _names_in(self.text)
 
     def evaluate(self, values: Values) -> int:
         code, variables = self._code()
@@ -154,8 +155,16 @@ class Expr:
 
 @lru_cache(maxsize=1 << 13)  # as of `_joined`
 def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
-    code = compile(text, "<expr>", "eval")
-    return code, frozenset(code.co_names) - {"sum"}
+    return compile(text, "<expr>", "eval"), _names_in(text)
+
+
+_NAME = re.compile(r"\b[^\W\d]\w*")
+
+
+@lru_cache(maxsize=1 << 13)  # as of `_joined`
+def _names_in(text: str) -> frozenset[str]:
+    # Not from the compiled code: a sum over hundreds of ranks takes milliseconds to compile, and is mostly evaluated from its node.
+    return frozenset(_NAME.findall(text)) - {"sum"}
 
 
 def _substitute(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:

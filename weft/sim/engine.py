@@ -25,15 +25,12 @@ from weft.errors import ScheduleError, SimulationError
 from weft.schedule import Schedule
 from weft.schedule.verify import check_steps
 from weft.sim.issue import issue_times
-from weft.sim.lower import Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
+from weft.sim.lower import PULSES, Await, LaneProgram, LoweredSchedule, Raise, Task, Work, lower
 from weft.sim.machines import NULL
 from weft.sim.memory import require_memory
 from weft.sim.model import Model
 from weft.sim.result import Simulated, TaskRun
 from weft.sim.scarce import parts_of, scarce_only
-
-_PULSES = 16
-"""Parts into which a kernel's work is divided: after each, the signals that its tiles have set by then are raised."""
 
 
 def simulate(
@@ -101,7 +98,7 @@ class _Lane:
         self.tasks: list[Task] = program.tasks
         self.next = self.joined = 0  # the next task, and the number of collectives begun
         self.since = 0.0  # when the current task began
-        self.pulses = 0  # parts of its work that are done
+        self.pulses = 0  # of its current task, so far
         self.meeting: _Meeting | None = None  # the collective that it does
 
 
@@ -136,7 +133,7 @@ class _Engine:
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in program.lanes]
         loads = scarce_only(program.loads, of_lanes)
-        self.fluid = Fluid(loads, parts_of(loads, of_lanes), _PULSES, _KNOWN_SPEEDS)
+        self.fluid = Fluid(loads, parts_of(loads, of_lanes), PULSES, _KNOWN_SPEEDS)
         self.links = {n for (kind, _), n in program.places.items() if kind not in ("hbm", "compute", "engine")}
         self.lanes: list[_Lane] = []
         for number, lane in enumerate(program.lanes):
@@ -278,22 +275,24 @@ class _Engine:
             rank.without_units.append(lane)
             return
         rank.filled += task.fills
-        self._hear(self.fluid.begin(self.now, lane.number, task.load, task.work_us, bool(task.raises)))
+        self._hear(
+            self.fluid.begin(self.now, lane.number, task.load, task.work_us, sum(1 << part - 1 for part in task.pulses))
+        )
 
     def _pulse(self, lane: _Lane) -> None:
         task = lane.tasks[lane.next]
         assert isinstance(task, Work)
+        share, before = (task.pulses[i] / PULSES if i >= 0 else 0.0 for i in (lane.pulses, lane.pulses - 1))
         lane.pulses += 1
         for one in task.raises:
-            if due := one.due(lane.pulses / _PULSES) - one.due((lane.pulses - 1) / _PULSES):
+            if due := one.due(share) - (one.due(before) if before else 0):
                 self._raise_after(one.delay_us, one.counter, due)
 
     def _finish(self, lane: _Lane) -> None:
         task = lane.tasks[lane.next]
         assert isinstance(task, Work)
-        if task.raises:
-            while lane.pulses < _PULSES:
-                self._pulse(lane)
+        while lane.pulses < len(task.pulses):
+            self._pulse(lane)
         if task.fills:
             self._free(lane.rank, task.fills)
         if lane.meeting:

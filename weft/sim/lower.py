@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, cast
 
-from weft.schedule import Schedule, Step, Tiles
+from weft.schedule import Compute, Copy, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
 from weft.schedule.steps import COPY_UNITS
 from weft.sim.costs import Cost, How, Links, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
@@ -25,20 +25,29 @@ from weft.sim.model import Model
 from weft.sim.symmetry import turns_around
 from weft.sim.vectorised import NumberedStep, Numbers, Origin, SetBy, at_rank
 
+PULSES = 16
+"""Parts into which a kernel's work is divided: after each, the signals that its tiles have set by then are raised."""
+
 
 class Raising(NamedTuple):
-    """The sets of one counter by a kernel: `times` sets, spread evenly between the shares `first` and `last` of its work."""
+    """The sets of one counter by a kernel: `times` sets, spread evenly between the shares `first` and `last` of its work.
+
+    at_once: True if all waits for the counter want all its sets, so that it can be raised when the last of these is due.
+    """
 
     counter: int
     times: int
     delay_us: float
     first: float
     last: float
+    at_once: bool = False
 
     def due(self, share: float) -> int:
         """Return the number of sets that are due at `share` of the work."""
         if share >= self.last:
             return self.times
+        if self.at_once:
+            return 0
         return max(0, int(self.times * (share - self.first) / (self.last - self.first)))
 
 
@@ -50,6 +59,7 @@ class Work(NamedTuple):
     joins: bool
     sent_bytes: int
     raises: tuple[Raising, ...] = ()  # signals that it sets while it runs
+    pulses: tuple[int, ...] = ()  # the parts of its work, of `PULSES`, at whose ends sets are due
     holds: float = 0.0  # share of its rank's units that it needs to begin
     fills: float = 0.0  # share of them that later kernels do not get until it ends
     least_us: float = 0.0  # the time that links need for a collective, whatever its algorithm
@@ -107,7 +117,34 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
 
     alike: let the first ranks represent the others, if schedule and topology allow it. captured: with the costs of a CUDA graph.
     """
-    return _Lowering(schedule, model, captured).program(alike)
+    key = id(schedule), id(model), alike, captured
+    found = _lowered.get(key)
+    if found is None:
+        program = _Lowering(schedule, model, captured).program(alike)
+        found = _lowered[key] = program, model  # references, so that their ids are not reused
+        while (
+            len(_lowered) > 1
+            and sum(len(lane.tasks) for one, _ in _lowered.values() for lane in one.lanes) > _MOST_TASKS
+        ):
+            _lowered.pop(next(iter(_lowered)))
+    return found[0]
+
+
+_MOST_TASKS = 1 << 18
+_lowered: dict[tuple[int, int, bool, bool], tuple[LoweredSchedule, Model]] = {}
+"""The last lowered schedules, of at most `_MOST_TASKS` tasks: a plan simulates its best candidates again for their losses."""
+
+
+def _pulses(raises: Sequence[Raising]) -> tuple[int, ...]:
+    """Return the parts of a kernel's work at whose ends sets are due."""
+    found = set[int]()
+    for one in raises:
+        if one.at_once:
+            found.add(max(1, math.ceil(one.last * PULSES)))
+        else:
+            due = [one.due(part / PULSES) for part in range(PULSES + 1)]
+            found |= {part for part in range(1, PULSES + 1) if due[part] > due[part - 1]}
+    return tuple(sorted(found))
 
 
 Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
@@ -128,6 +165,8 @@ class _Lowering:
         self._load_ids: dict[Load, int] = {}
         self._places: dict[ResourcePlace, int] = {}
         self._counters: dict[tuple, int] = {}
+        self._in_parts: set[int] = set()  # counters that some wait for before all their sets
+        self._tile_costs: dict[tuple, Cost] = {}
         self._models = {model.kernel_copy_units: model}  # by the units of copying kernels
         self._for_engines = {  # signals
             wait.signal
@@ -161,6 +200,12 @@ class _Lowering:
                     for counter, one in of_one:
                         sets[counter] += one.times * times[same]
                 placed.append((LaneProgram(rank, lane.name, number, [], [item.origin for item in here]), here, raised))
+        for program, _, raised in placed:
+            for item in (different[program.number][same] for same in raised):
+                if item.awaited is not None:
+                    counter = self._counter(program.rank, item.signal, at_rank(item.place, program.rank))
+                    if at_rank(item.awaited, program.rank) != sets[counter]:
+                        self._in_parts.add(counter)
         for program, here, raised in placed:
             alike_items = different[program.number]
             tasks = {same: self._task(alike_items[same], program.rank, sets, of_one) for same, of_one in raised.items()}
@@ -201,11 +246,15 @@ class _Lowering:
         if not item.tiled:
             return self._work(item, rank)
         step = cast(Tiles, item.origin.step)
-        raises = (
-            Raising(counter, one.times, self._delay_us(item, rank, one.distance), *self._stored(item, step, rank, one))
+        count = sum(times for _, _, times in item.tiled[rank].parts)
+        raises = tuple(
+            Raising(
+                counter, one.times, self._delay_us(item, rank, one.distance), *self._stored(step, count, one),
+                at_once=counter not in self._in_parts,
+            )
             for counter, one in raised
-        )
-        return self._tiles(item, step, rank)._replace(raises=tuple(raises))
+        )  # fmt: skip
+        return self._tiles(item, step, rank)._replace(raises=raises, pulses=_pulses(raises))
 
     def _delay_us(self, item: NumberedStep, rank: int, distance: int) -> float:
         if not distance:
@@ -217,9 +266,10 @@ class _Lowering:
             us += self.model.graph_remote_us
         return us + Links(self._topology, rank).latency_us(0, distance)
 
-    def _stored(self, item: NumberedStep, step: Tiles, rank: int, tiles: SetBy) -> tuple[float, float]:
-        """Return the shares of the kernel's work between which these tiles end. Whole tiles end in waves of one tile per unit."""
-        count = sum(times for _, _, times in item.tiled[rank].parts)
+    def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
+        """Return the shares of the kernel's work, of `count` tiles, between which these tiles end.
+
+        Whole tiles end in waves of one tile per unit."""
         if not rates(step.kernel, self.model).whole or not count:
             return tiles.first, tiles.last
         waves = -(-count // self.model.compute_units)
@@ -227,14 +277,22 @@ class _Lowering:
         return math.floor(first + 1e-9) / waves, math.ceil(last - 1e-9) / waves
 
     def _tiles(self, item: NumberedStep, step: Tiles, rank: int) -> Work:
-        work = step.work
-        priced = [
-            (work[place], self._operands(work[place], numbers), times)
-            for place, numbers, times in item.tiled[rank].parts
-        ]
-        of_kernel = rates(step.kernel, self.model)
-        seen_from = self._seen_from(rank)
-        all_tiles = cost_of_tiles(self.model, self.world, priced, item.tiled[rank].read_bytes, of_kernel, seen_from)
+        tiled = item.tiled[rank]
+        local = all(type(inner) in (Copy, Compute) for inner in step.work) and not any(
+            any(numbers[2::3]) for _, numbers, _ in tiled.parts
+        )
+        seen_from = 0 if local else self._seen_from(rank)
+        key = (id(step), tiled.parts, tiled.read_bytes, seen_from)
+        if key not in self._tile_costs:
+            priced = [
+                (step.work[place], self._operands(step.work[place], numbers), times)
+                for place, numbers, times in tiled.parts
+            ]
+            of_kernel = rates(step.kernel, self.model)
+            self._tile_costs[key] = cost_of_tiles(
+                self.model, self.world, priced, tiled.read_bytes, of_kernel, seen_from
+            )
+        all_tiles = self._tile_costs[key]
         load = self._load(all_tiles, rank)
         latency_us = 0.0 if item.carried else all_tiles.latency_us
         return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
@@ -243,7 +301,10 @@ class _Lowering:
         step, carried = item.origin.step, item.carried
         operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
         few = item.units if 0 < item.units < COPY_UNITS else 0
-        key = (type(step), step.settings, operands, seen_from := self._seen_from(rank), few)
+        # What stays on its rank costs the same on all.
+        local = type(step) in (Copy, Compute) and not any(operand.at for operand in operands)
+        seen_from = 0 if local else self._seen_from(rank)
+        key = (type(step), step.settings, operands, seen_from, few)
         if key not in self._costs:
             units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
             if units not in self._models:
@@ -263,7 +324,7 @@ class _Lowering:
             latency_us += self.model.graph_collective_us if first else self.model.graph_run_us
         holds = 0.0 if carried else found.holds  # the kernel that carries it has its units already
         return Work(
-            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), holds, found.fills,
+            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), (), holds, found.fills,
             found.least_us,
         )  # fmt: skip
 

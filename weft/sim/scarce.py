@@ -9,8 +9,11 @@ one part per rank. Without parts, the work (events times lanes) would grow with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from weft.sim.max_min import Load
+
+Uses: TypeAlias = tuple[tuple[int, float], ...]
 
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
@@ -24,10 +27,19 @@ def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
         for resource, amount in takes.items():
             most[resource] = most.get(resource, 0.0) + amount
     scarce = {resource for resource, amount in most.items() if amount > 1}
+    shared = {resource for load in loads for resource, _ in load.share}
     return [
-        Load(*(tuple((resource, amount) for resource, amount in uses if resource in scarce) for uses in load))
+        Load(
+            _kept(load.share, scarce),
+            _kept(load.hold, scarce),
+            _kept(load.disturb, scarce & shared),  # disturbing slows only the steps that share
+        )
         for load in loads
     ]
+
+
+def _kept(uses: Uses, resources: set[int]) -> Uses:
+    return tuple((resource, amount) for resource, amount in uses if resource in resources)
 
 
 def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:

@@ -289,7 +289,9 @@ def _is_uneven(step: Tiles) -> bool:
         return isinstance(number, Expr) and number.period(name) != 1
 
     regions = [region for inner in step.body for region in inner.regions]
-    numbers = [n for region in regions for n in (region.row, region.rows, region.col, region.cols)]
+    read = [region for inner in step.work if inner.multiplies for region in inner.regions[:-1]]
+    numbers = [n for region in regions for n in (region.rows, region.cols)]
+    numbers += [n for region in read for n in (region.row, region.col)]
     numbers += [one.index for one in step.inner_sets]
     of_ranks = [one.at for one in regions] + [one.at for one in step.inner_sets]
     return any(depends(at, step.index) for at in of_ranks) or any(
@@ -410,7 +412,14 @@ class _Tables:
         Every third number is a rank, and is replaced by its distance.
         """
         table, tiles = self._table(numbers, ranks=slice(2, None, 3))
-        return [_occurring(of_rank, tiles.times) for of_rank in np.moveaxis(table, 1, 0)]
+        found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers
+        counted = []
+        for of_rank in np.moveaxis(table, 1, 0):
+            key = of_rank.tobytes()
+            if key not in found:
+                found[key] = _occurring(of_rank, tiles.times)
+            counted.append(found[key])
+        return counted
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
         """Return the sets of `step` by rank, or once for all ranks.

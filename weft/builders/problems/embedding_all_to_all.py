@@ -103,7 +103,11 @@ class EmbeddingAllToAll(Problem):
 
     @property
     def uneven(self) -> str:
-        return "each rank has other tables"
+        if len(set(self.batch_sizes)) > 1:
+            return f"M={sum(self.batch_sizes)} samples are not divisible by {self.world_size} ranks"
+        rows = self.rows_read or ((),) * self.world_size
+        of_ranks = {(tuple(dim for _, dim in slots), read) for slots, read in zip(self.slots, rows, strict=True)}
+        return "ranks have different tables" if len(of_ranks) > 1 else ""
 
     @property
     def has_work(self) -> bool:
