@@ -340,7 +340,7 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         "table_row_wise": lambda: shard(plan_with(sharding_type="table_row_wise")),
         "fused_uvm_caching": lambda: shard(plan_with(compute_kernel="fused_uvm_caching")),
         "ssd_virtual_table": lambda: shard(plan_with(compute_kernel="ssd_virtual_table")),
-        "one kernel": lambda: shard(plan_with(compute_kernel="dense")),
+        "plan the same kernel": lambda: shard(plan_with(compute_kernel="dense")),
         "pairs' is not in the plan": lambda: shard(lacking),
         "names rank 5": lambda: shard(plan_with(ranks=[5])),
         "exactly one rank from 0 to": lambda: shard(plan_with(ranks=[0, 1])),
