@@ -115,13 +115,18 @@ def _full(value: Any) -> str:
     text = f"```python\n{_signature(value)}\n```\n\n{_markdown(inspect.getdoc(value) or '', set(parameters))}\n"
     if inspect.isclass(value):
         fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+        # Members of base classes that the reference does not show belong to the class.
+        hidden = [base for base in value.__mro__[1:] if base.__module__.startswith("weft.nn.") and not _is_shown(base)]
+        members = {n: m for of in (*reversed(hidden), value) for n, m in vars(of).items()}
         methods = {
-            n: m
-            for n, m in vars(value).items()
-            if not n.startswith("_") and n not in fields and _is_method(m) and _doc(m)
+            n: m for n, m in members.items() if not n.startswith("_") and n not in fields and _is_method(m) and _doc(m)
         }
         text += f"\n{_table(methods)}" if methods else ""
     return text
+
+
+def _is_shown(base: type) -> bool:
+    return getattr(weft.nn, base.__name__, None) is base
 
 
 def _is_method(value: Any) -> bool:
