@@ -49,7 +49,7 @@ def test_a_repetition_is_as_slow_as_its_slowest_rank() -> None:
     assert timing.p80_ms == pytest.approx(4.6)
     assert timing.skew_ms == 2.0
     assert (timing.repetitions, timing.calls) == (3, 7)
-    with pytest.raises(ValueError, match="no repetition"):
+    with pytest.raises(ValueError, match="time at least 1 repetition"):
         summarise([])
 
 

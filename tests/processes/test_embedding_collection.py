@@ -153,7 +153,7 @@ def test_a_module_is_handled_as_others_are(pool: Pool) -> None:
         assert found["step"] == 1
         assert not any(found["frozen"])
         assert len(found["names"]) == found["ignored"] == 3
-        assert "a second time" in found["twice"]
+        assert "second backward of the same call" in found["twice"]
     assert found["names"] == [f"embeddings.{name}.weight" for name in ("users[15:30]", "items[11:21]", "pairs[25:50]")]
 
 
@@ -170,7 +170,7 @@ def skewed(group: dist.ProcessGroup, max_ids: int, dedup: bool) -> str:
 def test_a_rank_that_would_receive_too_many_ids_is_named(pool: Pool) -> None:
     for error in pool.run(skewed, 40, False, ranks=2):
         assert error.startswith(
-            "RefusedError: rank 1 would receive 60 ids, and max_ids=40: ranks would receive [0, 60]"
+            "RefusedError: rank 1 would receive 60 ids, more than max_ids=40. (All ranks would receive [0, 60].)"
         )
     assert pool.run(skewed, 40, True, ranks=2) == ["nothing"] * 2
     assert pool.run(skewed, 60, False, ranks=2) == ["nothing"] * 2
@@ -185,12 +185,12 @@ def refused(group: dist.ProcessGroup, options: dict[str, Any]) -> tuple[str, str
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"placement": [0, 0, ColumnWise((0, 1))]}, "has no unpooled form"),
-        ({"placement": [0, 0, DataParallel()]}, "has no unpooled form"),
+        ({"placement": [0, 0, ColumnWise((0, 1))]}, "is not supported without pooling"),
+        ({"placement": [0, 0, DataParallel()]}, "is not supported without pooling"),
         ({"tables": [EmbeddingBagConfig(3, 4, "a", ("f",)), EmbeddingBagConfig(3, 5, "b", ("f",))]}, "table 'b' has 5 columns"),
         ({"max_ids": 0}, "max_ids=0 must be at least 1"),
         ({"dedup": 1}, "dedup=1 must be True or False"),
-        ({"optimizer": weft.SGD(lr=0.1), "sparse": True}, "sparse=True goes with optimizer=None"),
+        ({"optimizer": weft.SGD(lr=0.1), "sparse": True}, "pass sparse=False, or optimizer=None"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(pool: Pool, options: dict[str, Any], text: str) -> None:

@@ -458,7 +458,7 @@ def refused(group: dist.ProcessGroup, mine: dict[str, Any], others: dict[str, An
         ({"gradients": "sum"}, {}, "DisagreementError", "gradients='sum'"),
         ({"optimizer": 0.1}, {}, "RefusedError", "optimizer is a float: pass weft.SGD(lr=...)"),
         ({"gradients": "all"}, {}, "RefusedError", "gradients='all' must be 'mean' or 'sum'"),
-        ({"optimizer": weft.SGD(lr=0.1), "sparse": True}, {}, "RefusedError", "sparse=True goes with optimizer=None"),
+        ({"optimizer": weft.SGD(lr=0.1), "sparse": True}, {}, "RefusedError", "pass sparse=False, or optimizer=None"),
     ],
 )
 def test_options_that_are_wrong_or_differ(

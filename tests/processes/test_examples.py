@@ -256,7 +256,7 @@ def test_the_whole_page_is_one_program(tmp_path: Path) -> None:
     assert printed.startswith(TABLE)
     assert printed.removeprefix(TABLE).count("a rank has nothing to compute\n") == 1
     assert {"from_the_left.json", "from_the_left.png"} < {path.name for path in tmp_path.iterdir()}
-    assert re.sub(r"\s+", " ", PAGE[: PAGE.index("## Words")]).count("are one program") == 1
+    assert re.sub(r"\s+", " ", PAGE[: PAGE.index("## Words")]).count("form one program") == 1
 
 
 def test_every_block_of_the_page_is_guarded() -> None:

@@ -285,7 +285,7 @@ def run_out(group):
 def test_too_little_memory_is_an_error_on_every_rank(pool: Pool) -> None:
     for absurd, limited, descriptors in pool.run(run_out, ranks=3):
         assert absurd[0] == limited[0] == descriptors[0] == "OutOfSharedMemoryError"
-        assert "wanted 3221225472.0 MiB" in absurd[1]
+        assert "needed 3221225472.0 MiB" in absurd[1]
         assert "free" in absurd[1]
         assert "rank 1: reserving failed" in limited[1]
         assert "ulimit -f" in limited[1]

@@ -174,7 +174,7 @@ class AllToAllMatmulCall(ExpertsCall):
         return AllToAllMatmul(self.world, case.experts, rows, case.n, case.k, NAMES[case.dtype], MOST, exact=case.exact)
 
     def impossible(self) -> dict[str, tuple[dict[str, Any], str]]:
-        size = "must be a whole number from 0 to 2**40"
+        size = "must be a number of rows: pass a whole number from 0 to 2**40"
         return {
             **super().impossible(),
             "max_rows": ({"max_rows": -1}, f"max_rows=-1 {size}"),

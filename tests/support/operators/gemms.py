@@ -85,7 +85,7 @@ class Product(Call):
         return {
             "integers": (
                 {x: X.to(whole), w: W.to(whole)},
-                f"{x} is torch.int64: {usable}" + (", in which the ranks' products" if self.reduces else ""),
+                f"{x} is torch.int64: {usable}" + (", because the ranks' products" if self.reduces else ""),
             ),
             "fp8": ({x: X.to(of_8), w: W.to(of_8)}, f"{x} is torch.float8_e4m3fn: use one of"),
             "complex": ({x: X * 1j, w: W * 1j}, f"{x} is torch.complex64: use one of"),
