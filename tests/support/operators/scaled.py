@@ -171,7 +171,8 @@ class AllGatherScaledMatmulCall(AllGatherMatmulCall):
                 {"A_scale": scale.clone().requires_grad_()}, "an input requires gradients, but fp8 GEMMs have none"
             ),
             "2D": (
-                {"schedule": "ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]", "return_A": False}, "does not support scaled (fp8) GEMMs"
+                {"schedule": "ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]", "return_A": False},
+                "does not support scaled (fp8) GEMMs",
             ),
             "deadline": ({"deadline_s": 0}, "deadline_s=0 must be positive"),
             "timeline": ({"timeline": 3}, "timeline=3 is not a Timeline: pass weft.Timeline()"),
