@@ -413,7 +413,7 @@ def test_every_schedule_simulates_and_moves_the_bytes_it_says(machine: str, worl
             assert sent == bytes_leaving(schedule, rank), name
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_do_the_same_may_be_represented_by_one(world: int) -> None:
     problem = AllGatherMatmul.even(12 * 64, 256, 512, world)
     model = gpu("mi300x", world)

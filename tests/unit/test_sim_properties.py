@@ -61,7 +61,7 @@ PROBLEMS = {world: AllGatherMatmul.even(world * 12 * 16, 320, 192, world) for wo
 SCHEDULES: dict[int, dict[str, Schedule]] = {world: all_schedules(PROBLEMS[world]) for world in WORLDS}
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
 CASES = st.sampled_from([(world, name) for world in WORLDS for name in SCHEDULES[world]])
-RUNS = settings(max_examples=60)
+RUNS = settings(max_examples=30)
 
 
 @RUNS

@@ -60,8 +60,10 @@ def _numbers(result: Simulated) -> list[float]:
 @pytest.mark.parametrize("mode", ["queued", "graph", "single"])
 @pytest.mark.parametrize(("machine", "world"), [("h200", 2), slow("mi300x", 3), slow("h200", 5)])
 def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode) -> None:
+    """All schedules in queued mode. Modes differ at the begin and end of a run, so a third of them in each other mode."""
     model, alike = gpu(machine, world), 0
-    for name, schedule in _schedules(world).items():
+    every = 1 if mode == "queued" else 3
+    for name, schedule in list(_schedules(world).items())[mode == "single" :: every]:
         one = simulate(schedule, model, runs=2, mode=mode)
         alike += one.program.symmetric
         # Ranks that send in the order of their numbers, or compute rows before and after their own, do not do the same.
@@ -69,7 +71,7 @@ def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode)
         assert one.program.symmetric != differ, name
         if one.program.symmetric:
             assert _numbers(one) == pytest.approx(_numbers(_every_rank(schedule, model, mode)), rel=SAME), name
-    assert alike > 20
+    assert alike > 20 / every
 
 
 SLOW_LINK = replace(mesh(4, 100.0).links[0], bytes_per_us=50.0)
