@@ -67,8 +67,8 @@ PYTEST := $(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multig
 test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two cores
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
-test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "slow and not gpu and not multigpu"
+test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find. PART=1/2: half of them
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "slow and not gpu and not multigpu" $(if $(PART),--part $(PART))
 
 test-models: setup  ## Other people's models, which it installs (transformers, torchtitan): with weft's styles they learn the same
 	$(INSTALL) -q -c constraints.txt transformers torchtitan
