@@ -27,14 +27,10 @@ class PatientStore:
         self._store, self._rank, self._until = store, rank, until
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], queue.SimpleQueue] | None] = queue.SimpleQueue()
         self._is_stuck = False  # a query was abandoned, at the deadline or by Ctrl-C
-        # If no thread can be started, queries run on the caller's thread, so that this rank can still report the error.
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._answer, name=f"weft-store-{rank}", daemon=True
-        )
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None
+        # Started by the first query, inside the caller's `finally`: Ctrl-C in this constructor would leave a thread that nothing
+        # ends.
+        self._thread: threading.Thread | None = None
+        self._is_started = False
 
     def check(self, keys: list[str]) -> bool:
         return self._ask("check", keys)
@@ -49,7 +45,19 @@ class PatientStore:
         """End the thread, once the store has answered the last query."""
         self._asked.put(None)
 
+    def _start(self) -> None:
+        """Start the thread. If none can be started, queries run on the caller's thread, so that this rank can still report the
+        error."""
+        self._is_started = True
+        self._thread = threading.Thread(target=self._answer, name=f"weft-store-{self._rank}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+
     def _ask(self, method: str, *given: Any) -> Any:
+        if not self._is_started:
+            self._start()
         if self._thread is None:
             return getattr(self._store, method)(*given)
         answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
