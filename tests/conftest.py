@@ -32,6 +32,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--part"):
         return
     number, parts = map(int, config.getoption("--part").split("/"))
-    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != number - 1]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == number - 1]
+    config.hook.pytest_deselected(items=list(set(items).difference(kept)))
+    items[:] = kept

@@ -78,7 +78,7 @@ def choose_config(
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
     segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles occupy more
-    of them: a multiprocessor loads at most about 110 GB/s (H100), and such GEMMs only read weights. With a short K, stores take
+    of them (39 x 1216 x 26880 with 8 experts: 185 to 172 us on H100s). With a short K, stores take
     a large part of the time: a tile is then stored in two pieces, whose memory holds one more stage of operands.
 
     segments: (source, expert) pairs of a launch; 0 if unknown.

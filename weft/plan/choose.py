@@ -29,8 +29,8 @@ schedule that was predicted to save 6% lost 7% (1152x49024x38784 with 8 experts)
 
 CLEARLY_CHUNKED = 0.35
 """The fraction for `chunked` of matmul_all_reduce, whose copies to and from peers run at the same time. On H100s it took 1.2 to
-1.55 times its predicted time on five shapes (benchmarks/results/h100-never-slower.jsonl): the model lets both share a link without
-loss."""
+1.55 times its predicted time on two shapes (benchmarks/results/h100-never-slower.jsonl). The model is wrong there, not this rule:
+until it is mended, the planner takes the schedule only for a large gain."""
 
 SPARED = 0.05
 """The largest fraction of serial's time that a wrong prediction may lose when device times are equal and host time decides."""

@@ -98,7 +98,7 @@ class Row:
         """Return the approximate host time to issue a run.
 
         A collective costs 1.5 GEMMs. Any step of a schedule with several lanes, such as a signal or a copy, costs another 0.1
-        GEMM. Each run of a schedule other than serial costs 0.6 GEMMs more. Measured on 50 shapes on two H100s
+        GEMM. Each run of a schedule other than serial costs 0.6 GEMMs more. Fitted to some 45 shapes on two H100s
         (benchmarks/results/h100-never-slower.jsonl). Steps with dynamic sizes are launched from Python.
         """
         if self.model is None:

@@ -189,7 +189,7 @@ class EmbeddingKernel:
             starts = list(accumulate(batch_sizes, initial=0))
             n_starts, batch = len(starts), starts[-1]
             words = n_starts + -(-batch // 2)
-            # Pinned memory comes in powers of two, and the first block of a size takes milliseconds.
+            # Pinned memory comes in powers of two, each of which is allocated once: so small tables take the same.
             on_host = torch.empty(max(words, _PINNED), dtype=torch.int64, pin_memory=self.device.type == "cuda")
             numbers = on_host.numpy()  # whose slices take a fraction of a tensor's time
             numbers[:n_starts] = starts
