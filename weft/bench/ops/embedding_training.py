@@ -32,7 +32,7 @@ from weft.bench.core.measure import STEPS, Results, Step, first_calls
 from weft.bench.core.operator import Columns, Measured, OperatorBenchmark, VariantCalls, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.bench.core.tables import Record, by_config, cell, geomean, times
+from weft.bench.core.tables import Record, cell, with_means
 from weft.bench.ops.embedding_presets import (
     PRESETS,
     EmbeddingPreset,
@@ -399,15 +399,7 @@ class _EmbeddingTraining(OperatorBenchmark[EmbeddingPreset]):
 
     def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """Return the lines, with the geometric means of the gains."""
-        header, lines = self.lines(rows)
-        if len(lines) > 1:
-            cases, means = by_config(rows).values(), {}
-            for v, overs in self.compared(rows).items():
-                for over in overs:
-                    gains = [of[over]["p50_ms"] / of[v]["p50_ms"] for of in cases if {v, over} <= of.keys()]
-                    means[f"{v} vs {over}"] = times(geomean(gains))
-            lines.append(["geometric mean", *(means.get(column, "") for column in header[1:])])
-        return header, lines
+        return with_means(*self.lines(rows), rows, self.compared(rows))
 
 
 def _find(names: str | None) -> tuple[EmbeddingPreset, ...]:
