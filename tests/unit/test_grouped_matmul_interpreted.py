@@ -36,6 +36,14 @@ class Case:
     parts: int = 1  # of a tile, when it is stored
     block_n: int = 32
     tokens: str = "contiguous"  # or "strided", "misaligned"
+    splits: int = 1  # the most programs that share a tile of the last round, of 2 * per_sm programs
+    per_sm: int = 1
+
+    @property
+    def config(self) -> Any:
+        from weft.runtime.cuda import grouped_matmul
+
+        return grouped_matmul.Config(16, self.block_n, 16, 2, 4, 2, self.parts, self.per_sm, self.splits)
 
 
 class Rank:
@@ -106,13 +114,19 @@ class Rank:
         y_rows = int(self.counts.sum()) + 5 if y_rows is None else y_rows
         around = torch.full((y_rows + 40, case.n), NAN, dtype=case.dtype)
         y = around[16 : 16 + y_rows]
-        config = grouped_matmul.Config(16, case.block_n, 16, 2, 4, 2, parts=case.parts)
         for part in parts:
             operands, how = (self.tokens, self.inbox, self.w), {**part}
             if columns := how.pop("k", None):
                 operands = tuple(t.narrow(1, *columns) for t in operands)
             grouped_matmul.launch(
-                *operands, y, self.counts, self.splits, rank=self.rank, slot_rows=self.slot_rows, config=config, **how
+                *operands,
+                y,
+                self.counts,
+                self.splits,
+                rank=self.rank,
+                slot_rows=self.slot_rows,
+                config=case.config,
+                **how,
             )
         assert around[:16].isnan().all(), "written before y"
         assert around[16 + y_rows :].isnan().all(), "written beyond y"
@@ -152,11 +166,10 @@ class Rank:
         rows = int(self.splits.sum()) if y_rows is None else y_rows, outbox_rows or max(1, self.inbox.shape[0])
         around = [torch.full((count + 40, case.n), NAN, dtype=case.dtype) for count in rows]
         y, outbox = (memory[16 : 16 + count] for memory, count in zip(around, rows, strict=True))
-        config = grouped_matmul.Config(16, case.block_n, 16, 2, 4, 2, parts=case.parts)
         for part in parts:
             grouped_matmul.launch(
                 h, outbox, self.w, y, self.counts, self.splits,
-                rank=self.rank, slot_rows=self.slot_rows, config=config, back=True, **part,
+                rank=self.rank, slot_rows=self.slot_rows, config=case.config, back=True, **part,
             )  # fmt: skip
         for memory, count in zip(around, rows, strict=True):
             assert memory[:16].isnan().all(), "written before y or the outbox"
@@ -366,6 +379,35 @@ def play_random() -> None:
         held.check_back(*held.launch_back())
 
 
+def play_shared_tiles() -> None:
+    """Tiles of the last round whose K steps are shared by 2 to 8 programs; the same launcher again, with other rows."""
+    from weft.runtime.cuda import grouped_matmul
+
+    shared = 0
+    for seed in range(10):
+        case = Case(
+            1 + seed % 3, 1 + seed % 4, 16 * (2 + seed) + 8 * (seed % 2), 8 * (1 + seed), transposed=seed % 2 == 0,
+            parts=1 + seed % 2, splits=2 + seed % 7, per_sm=4 + seed % 3, rows="none" if seed == 9 else "uneven",
+        )  # fmt: skip
+        held = Rank(case, seed % case.world_size, seed)
+        held.check(held.launch({}))
+        held.check_back(*held.launch_back())
+        launcher = grouped_matmul.GroupedMatmulLauncher(
+            held.inbox, held.counts, held.splits, rank=held.rank, slot_rows=held.slot_rows, config=case.config
+        )
+        launcher._partials.fill_(NAN)
+        results = []
+        for _ in range(2):
+            y = torch.full((int(held.counts.sum()) + 5, case.n), NAN, dtype=case.dtype)
+            launcher.launch(held.tokens, held.w, y)
+            held.check(y)
+            results.append(y)
+        assert same(*results)
+        assert not launcher._arrived.any(), "the next launch begins with programs that have arrived"
+        shared += not launcher._partials.isnan().all()
+    assert shared >= 5, shared
+
+
 def play_too_many_rows() -> None:
     """A y with fewer rows than the table promises: the rows that fit are right, none is written beyond."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
@@ -405,6 +447,7 @@ def play_refusals() -> None:
 
 OTHERS = {
     "random shapes": play_random,
+    "tiles that programs share": play_shared_tiles,
     "more rows than y has": play_too_many_rows,
     "absurd counts": play_absurd_counts,
     "refusals": play_refusals,

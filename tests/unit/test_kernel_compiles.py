@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,19 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     assert stores >= len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) / config.parts >= 1
     assert "wgmma.mma_async" in ptx
     assert ("ld.global.v4" in ptx) == ("adds" in key)  # the present contents, 16 bytes at a time
+    registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+    assert stack == 0
+    assert config.per_sm * config.warps * 32 * registers <= 65536
+    assert config.per_sm * (built.metadata.shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("key", [{}, slow({"transposed": True}), slow({"back": True})], ids=str)
+@pytest.mark.parametrize("config", [grouped_code.LARGE, *map(slow, grouped_code.CONFIGS[1:])], ids=str)
+def test_grouped_matmul_of_shared_tiles(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
+    """Both loops over K are pipelined, and neither spills registers."""
+    built = grouped("sm_90", torch.bfloat16, replace(config, splits=8), tma=True, **key)
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", built.asm["ptx"])
+    assert loads.count("2") == loads.count("3") == 2 * config.stages
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
     assert config.per_sm * config.warps * 32 * registers <= 65536

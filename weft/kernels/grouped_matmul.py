@@ -27,6 +27,10 @@ memory once per group. Every expert has the same number of columns, so tile // c
 comparison with one vector of running sums in registers finds the expert. Other values of a tile are computed again only when the
 expert changes.
 
+Last round (SPLITS). If the last round of tiles leaves at least half of the programs idle, several programs share each of its
+tiles: each multiplies a range of K and stores its partial sum in fp32, and the last to finish adds up the parts. It adds them in
+the order of K, so the result does not depend on timing. On an H100, 376 tokens x 6528 x 12288 with 2 experts: 244 to 172 us.
+
 With TMA, operands come through tensor maps that the host makes; they return zeros beyond K and N. Rows of x beyond their segment
 are read (they are other rows, or zeros beyond the tensor) and not stored. The map of y is ragged: the hardware masks rows outside
 the segment. Without TMA, masked loads and stores do the same.
@@ -34,7 +38,7 @@ the segment. Without TMA, masked loads and stores do the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -54,8 +58,15 @@ class Config:
     stages: int
     parts: int = 1
     per_sm: int = 1  # resident programs per multiprocessor
+    splits: int = 1  # the most programs that share a tile of the last round
 
 
+MAX_SPLITS = 8
+"""The most programs that share a tile: the last of them reads all partial sums."""
+LEAST_STEPS = 16
+"""The least K steps of such a program: adding up the parts takes as long as some ten steps."""
+FEW_ROUNDS = 4
+"""The most rounds of tiles whose last round is worth sharing, and the memory for partial sums."""
 LARGE = Config(128, 256, 64, 8, 8, 3)
 # Configurations that a benchmark tries for 16-bit types, from many rows per segment to few.
 CONFIGS = (
@@ -78,20 +89,30 @@ def choose_config(
 
     Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles per
     segment, tiles of 64 rows waste less. If few rows leave half of the multiprocessors without a tile, narrow tiles occupy more
-    of them (39 x 1216 x 26880 with 8 experts: 185 to 172 us on H100s). With a short K, stores take
-    a large part of the time: a tile is then stored in two pieces, whose memory holds one more stage of operands.
+    of them. If an expert's rows fill no tile, the weights of many tiles arrive faster with narrow ones: on an H100, 164 rows x
+    45824 x 4608 with 16 experts took 2.31 ms in place of 2.86. With a short K, stores take a large part of the time: a tile is then
+    stored in two pieces, whose memory holds one more stage of operands.
 
     segments: (source, expert) pairs of a launch; 0 if unknown.
     """
     if itemsize == 4 or (n | k) * itemsize % 16:
         return PLAIN
     if n <= 128:
-        return _MEDIUM if rows_per_segment > 192 else _NARROW
-    if rows_per_segment <= 192:
-        row_tiles = segments * -(-rows_per_segment // _SMALL.block_m)
-        few = 2 * row_tiles * -(-n // _SMALL.block_n) <= multiprocessors
-        return _NARROW if few and segments else _SMALL
-    return LARGE if k >= 768 else _SHORT_K
+        best = _MEDIUM if rows_per_segment > 192 else _NARROW
+    elif rows_per_segment <= 192:
+        tiles = _tiles(_SMALL, rows_per_segment, n, segments)
+        few, many = 2 * tiles <= multiprocessors, tiles > FEW_ROUNDS * multiprocessors
+        best = _NARROW if segments and (few or (many and rows_per_segment <= _SMALL.block_m)) else _SMALL
+    else:
+        best = LARGE if k >= 768 else _SHORT_K
+    rounds = _tiles(best, rows_per_segment, n, segments) / max(1, best.per_sm * multiprocessors)
+    splits = min(MAX_SPLITS, -(-k // best.block_k) // LEAST_STEPS)
+    return replace(best, splits=splits) if 0 < rounds <= FEW_ROUNDS and splits > 1 else best
+
+
+def _tiles(config: Config, rows_per_segment: float, n: int, segments: int) -> int:
+    """Return the expected number of tiles of a launch."""
+    return int(segments * -(-rows_per_segment // config.block_m) * -(-n // config.block_n))
 
 
 @triton.jit
@@ -124,6 +145,60 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
 def _pick(here, of_segment):
     """Return the entry of a vector at the one place where `here` is set."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
+
+
+@triton.jit
+def _of_expert(
+    row_tile, table, ends, all_row_tiles, is_source, block_first, experts, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Return the expert of a row tile, and numbers that hold for all of its tiles.
+
+    first, end: row tiles of the launch before this expert, and including it. Then, per source: the first row tile and the end;
+    and three numbers, to each of which a tile's first row is added: its row among the rows of its source, its row in `whole`, and
+    minus the rows left.
+    """
+    before = ends <= row_tile
+    expert = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, ends, 0), 0)
+    end = tl.min(tl.where(before, all_row_tiles, ends), 0)
+    earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
+    rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
+    row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)
+    segment_end = tl.cumsum(row_tiles_of, 0)
+    segment_first = segment_end - row_tiles_of
+    by_source = block_first + earlier - segment_first * BLOCK_M
+    in_whole = tl.sum(earlier, 0) + tl.cumsum(rows, 0) - rows - segment_first * BLOCK_M
+    left_of = rows + segment_first * BLOCK_M
+    return expert, first, end, segment_first, segment_end, by_source, in_whole, left_of
+
+
+@triton.jit
+def _place_in_expert(number, row_tiles, N_TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (row tile, first column) of an expert's tile of this number: by groups of row tiles, and column by column."""
+    group = number // (GROUP * N_TILES)
+    group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
+    number -= group * (GROUP * N_TILES)
+    return group * GROUP + number % group_rows, (number // group_rows) * BLOCK_N
+
+
+@triton.jit
+def _rows_of(
+    here, row_tile, by_source, in_whole, left_of, turn, is_own, own_rows, slots_rows, whole_rows, slot_rows,
+    BACK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return (first row to read, first row to store, number of rows to store) of a tile of the segment `here`."""
+    if BACK:
+        x_row = _pick(here, in_whole) + row_tile * BLOCK_M
+        y_row = _pick(here, by_source) + row_tile * BLOCK_M
+        end_of_slot = tl.minimum(_pick(here, turn) * slot_rows, slots_rows)
+        y_end = tl.where(is_own, own_rows, end_of_slot)
+    else:
+        x_row = _pick(here, by_source) + row_tile * BLOCK_M
+        y_row = _pick(here, in_whole) + row_tile * BLOCK_M
+        y_end = whole_rows
+    # The caller reports rows beyond y. Sums of absurd counts may have wrapped.
+    left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
+    return x_row, y_row, tl.where(y_row < 0, 0, tl.maximum(left, 0))
 
 
 @triton.jit
@@ -169,10 +244,10 @@ def _store_tile(
         "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
         "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address",
     ],
-    do_not_specialize_on_alignment=["counts", "splits"],
+    do_not_specialize_on_alignment=["counts", "splits", "partials", "arrived"],
 )  # fmt: skip
 def grouped_matmul_kernel(
-    own, slots, w, whole, counts, splits,
+    own, slots, w, whole, counts, splits, partials, arrived,
     own_rows: tl.int32, slots_rows: tl.int32, whole_rows: tl.int32, slot_rows: tl.int32,
     rank: tl.int32, first_source: tl.int32, n_sources: tl.int32, first_expert: tl.int32, n_experts: tl.int32,
     counts_stride: tl.int64, own_stride: tl.int64, slots_stride: tl.int64, whole_stride: tl.int64, w_stride: tl.int64,
@@ -180,7 +255,7 @@ def grouped_matmul_kernel(
     W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr, SPLITS_P2: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    BACK: tl.constexpr, ADDS: tl.constexpr,
+    BACK: tl.constexpr, ADDS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply, as the top of this file describes.
 
@@ -193,9 +268,11 @@ def grouped_matmul_kernel(
     counts [W, E], rows counts_stride apart, and splits [W * E], int64. y_address: the address of whole, or with BACK of own. ADDS
     (never with BACK): products are added to y. Negative counts mean that the group has failed: y becomes NaN. The launch covers
     sources (rank + i) % W for i in range(first_source, first_source + n_sources), and experts range(first_expert, first_expert +
-    n_experts).
+    n_experts). SPLITS: the most programs that share a tile; above 1 only with TMA and without ADDS. partials [programs, BLOCK_M,
+    BLOCK_N]: fp32 scratch. arrived [programs]: zero between launches.
     """
     tl.static_assert(not (BACK and ADDS), "BACK cannot accumulate")
+    tl.static_assert(SPLITS == 1 or (TMA and not ADDS), "tiles are shared with tensor maps and without ADDS")
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
     sources, experts = tl.arange(0, W_P2), tl.arange(0, E_P2)
@@ -217,11 +294,18 @@ def grouped_matmul_kernel(
     own_first = tl.sum(tl.load(splits + before_me, mask=before_me < rank * E, other=0), 0).to(tl.int32)
     block_first = tl.where(sources == rank, own_first, (turn - 1) * slot_rows)
 
+    tiles = all_row_tiles * N_TILES
+    K_STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    shared_tiles, sharers = 0, 1  # tiles of the last round that several programs share, and how many share one
+    if SPLITS > 1:
+        last_round = tiles % programs
+        sharers = tl.minimum(programs // tl.maximum(last_round, 1), SPLITS)
+        shared_tiles = tl.where(sharers > 1, last_round, 0)
+
     expert = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)  # row tiles of the launch before this expert, and including it
     end = tl.full([], 0, tl.int32)
-    # Per source, for this expert: the first row tile and the end. Then three numbers, to each of which a tile's first row is
-    # added: its row among the rows of its source, its row in `whole`, and minus the rows left.
+    # Per source, for this expert: see `_of_expert`.
     segment_first = tl.zeros([W_P2], tl.int32)
     segment_end = tl.zeros([W_P2], tl.int32)
     by_source = tl.zeros([W_P2], tl.int32)
@@ -230,42 +314,30 @@ def grouped_matmul_kernel(
     # One loop over tiles and K: the next tile's operands arrive while this tile is stored. A tile that is read first would end
     # the pipeline, and a large table of counts takes registers.
     ONE_LOOP: tl.constexpr = TMA and not ADDS and W_P2 * E_P2 <= 512
-    for tile in tl.range(program, all_row_tiles * N_TILES, programs, flatten=ONE_LOOP):
+    for tile in tl.range(program, tiles - shared_tiles, programs, flatten=ONE_LOOP):
         if tile >= end * N_TILES:
-            before = ends <= tile // N_TILES
-            expert = tl.sum(before.to(tl.int32), 0)
-            first = tl.max(tl.where(before, ends, 0), 0)
-            end = tl.min(tl.where(before, all_row_tiles, ends), 0)
             table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
-            earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
-            rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
-            row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)
-            segment_end = tl.cumsum(row_tiles_of, 0)
-            segment_first = segment_end - row_tiles_of
-            by_source = block_first + earlier - segment_first * BLOCK_M
-            in_whole = tl.sum(earlier, 0) + tl.cumsum(rows, 0) - rows - segment_first * BLOCK_M
-            left_of = rows + segment_first * BLOCK_M
-        number = tile - first * N_TILES
-        group = number // (GROUP * N_TILES)
-        group_rows = tl.minimum(end - first - group * GROUP, GROUP)
-        number -= group * (GROUP * N_TILES)
-        row_tile = group * GROUP + number % group_rows
-        column = (number // group_rows) * BLOCK_N
-
+            expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
+                tile // N_TILES, table, ends, all_row_tiles, is_source, block_first, experts, BLOCK_M
+            )
+        row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
         here = (row_tile >= segment_first) & (row_tile < segment_end)
         is_own = _pick(here, sources) == rank
-        if BACK:
-            x_row = _pick(here, in_whole) + row_tile * BLOCK_M
-            y_row = _pick(here, by_source) + row_tile * BLOCK_M
-            end_of_slot = tl.minimum(_pick(here, turn) * slot_rows, slots_rows)
-            y_end = tl.where(is_own, own_rows, end_of_slot)
-        else:
-            x_row = _pick(here, by_source) + row_tile * BLOCK_M
-            y_row = _pick(here, in_whole) + row_tile * BLOCK_M
-            y_end = whole_rows
-        # The caller reports rows beyond y. Sums of absurd counts may have wrapped.
-        left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
-        left = tl.where(y_row < 0, 0, tl.maximum(left, 0))
+        x_row, y_row, left = _rows_of(
+            here,
+            row_tile,
+            by_source,
+            in_whole,
+            left_of,
+            turn,
+            is_own,
+            own_rows,
+            slots_rows,
+            whole_rows,
+            slot_rows,
+            BACK,
+            BLOCK_M,
+        )
 
         if ADDS:
             begin = y_address.to(tl.pointer_type(DTYPE))
@@ -331,3 +403,59 @@ def grouped_matmul_kernel(
                     w_at += BLOCK_K * w_step
             y_at += (y_row + in_tile).to(tl.int64)[:, None] * (y_step // ALIGN * ALIGN) + columns[None, :]
             tl.store(y_at, acc.to(DTYPE), mask=(in_tile < left)[:, None] & is_column[None, :])
+
+    if SPLITS > 1 and program < shared_tiles * sharers:
+        shared, part = program % shared_tiles, program // shared_tiles
+        tile = tiles - shared_tiles + shared
+        table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
+        expert, first, end, segment_first, segment_end, by_source, in_whole, left_of = _of_expert(
+            tile // N_TILES, table, ends, all_row_tiles, is_source, block_first, experts, BLOCK_M
+        )
+        row_tile, column = _place_in_expert(tile - first * N_TILES, end - first, N_TILES, GROUP, BLOCK_N)
+        here = (row_tile >= segment_first) & (row_tile < segment_end)
+        is_own = _pick(here, sources) == rank
+        x_row, y_row, left = _rows_of(
+            here,
+            row_tile,
+            by_source,
+            in_whole,
+            left_of,
+            turn,
+            is_own,
+            own_rows,
+            slots_rows,
+            whole_rows,
+            slot_rows,
+            BACK,
+            BLOCK_M,
+        )
+        if BACK:
+            x = whole
+        elif is_own:
+            x = own
+        else:
+            x = slots
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in range(part * K_STEPS // sharers, (part + 1) * K_STEPS // sharers):
+            a = x.load([x_row, step * BLOCK_K])
+            if W_TRANSPOSED:
+                b = w.load([expert, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                b = w.load([expert, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(a, b, acc)
+        in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(partials + (part * shared_tiles + shared) * (BLOCK_M * BLOCK_N) + in_tile, acc)
+        tl.debug_barrier()  # all lanes have stored
+        if tl.atomic_add(arrived + shared, 1, sem="acq_rel", scope="gpu") == sharers - 1:
+            tl.store(arrived + shared, tl.full([], 0, tl.int32))
+            acc = tl.load(partials + shared * (BLOCK_M * BLOCK_N) + in_tile)
+            for other in range(1, sharers):
+                acc += tl.load(partials + (other * shared_tiles + shared) * (BLOCK_M * BLOCK_N) + in_tile)
+            if BACK:
+                if is_own:
+                    y = own
+                else:
+                    y = slots
+                _store_tile(y, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)
+            else:
+                _store_tile(whole, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)

@@ -52,6 +52,9 @@ class Matmul(NamedTuple):
 
 _GROUPED_TILES = np.array([128, 128, 64, 64]), np.array([256, 128, 256, 128])
 """Rows and columns of the tiles of grouped GEMMs."""
+_FEW_ROUNDS, _GROUPED_SHARERS, _LEAST_K, _ADD_UP_K = 4, 8, 1024, 640
+"""Tiles of the last of at most so many rounds are shared by at most so many units, each with at least this extent of K. Adding up
+their parts takes as long as the last number of K."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +174,12 @@ class Model:
         rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
         tile_us = 2 * rows * cols * (k + self.tile_ramp) / rate
         best = int((tiles * tile_us).argmin())
-        us = float(np.ceil(tiles[best] / self.compute_units) * tile_us[best])
+        us = float(self._grouped_rounds(tiles[best], k) * tile_us[best])
         busy_us = float(tiles[best] * tile_us[best]) / self.compute_units
         return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def rounds_us(self, segments: Sequence[tuple[int, int]], n: int, k: int, dtype: str) -> float:
-        """Return the least time of one kernel for all segments, whole rounds of tiles, of which each unit has one at a time.
+        """Return the least time of one kernel for all segments: rounds of tiles, of which each unit has one at a time.
 
         segments: (rows, times). The tiles are those of `weft.kernels.grouped_matmul`.
         """
@@ -184,8 +187,18 @@ class Model:
         efficiency = np.array([self._tile_efficiency(r, c) for r, c in zip(rows, cols, strict=True)])
         rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
         tiles = sum(times * np.maximum(1.0, m / rows + 0.5) for m, times in segments) * np.ceil(n / cols)
-        rounds = np.maximum(1.0, np.ceil(tiles / self.compute_units - 0.05))  # the number of rows is an estimate
-        return float((rounds * 2 * rows * cols * (k + self.tile_ramp) / rate).min())
+        return float((self._grouped_rounds(tiles, k) * 2 * rows * cols * (k + self.tile_ramp) / rate).min())
+
+    def _grouped_rounds(self, tiles: Any, k: int) -> Any:
+        """Return the time of so many tiles of a grouped GEMM, relative to that of one tile.
+
+        Units that the last of few rounds leaves idle share its tiles (`weft.kernels.grouped_matmul`).
+        """
+        whole, last = np.divmod(tiles / self.compute_units, 1.0)
+        last = np.where((last < 0.05) & (whole > 0), 0.0, last)  # the number of rows is an estimate
+        most = max(1, min(_GROUPED_SHARERS, k // _LEAST_K))
+        sharers = np.where(whole < _FEW_ROUNDS, np.clip(np.floor(1.0 / np.maximum(last, 1e-9)), 1, most), 1)
+        return whole + (last > 0) * (1.0 / sharers + (sharers > 1) * _ADD_UP_K / max(1, k))
 
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
         """Return the time of one tile on one unit, in a kernel that cuts a matmul into such tiles.

@@ -18,7 +18,7 @@ from weft.words import counted
 
 __all__ = ["Config", "GroupedMatmulLauncher", "choose_config", "launch", "prepare"]
 
-_NUMBERS = 16  # of the kernel's arguments, after its six tensors
+_NUMBERS = 16  # of the kernel's arguments, after its eight tensors
 MAX_SEGMENTS = 1024
 
 
@@ -58,7 +58,13 @@ class GroupedVariant(NamedTuple):
             "PARTS": c.parts,
             "BACK": self.back,
             "ADDS": self.adds,
+            "SPLITS": self.splits,
         }
+
+    @property
+    def splits(self) -> int:
+        """The most programs that share a tile."""
+        return self.config.splits if self.tma and not self.adds else 1
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
@@ -88,6 +94,8 @@ def compile_variant(variant: GroupedVariant) -> Any:
         *(v.map(i, stand) for i, stand in enumerate(stands)),
         torch.int64,
         torch.int64,
+        torch.float32,
+        torch.int32,
         *[1] * _NUMBERS,
         grid=(1,),
         **v.constants(),
@@ -165,6 +173,11 @@ class GroupedMatmulLauncher:
         self._segments = n_sources * n_experts
         self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
         self._back, self._adds = back, adds
+        shares = config.splits > 1 and not adds
+        # For the tiles that programs share: partial sums, and how many programs have stored theirs.
+        tile = config.block_m * config.block_n
+        self._partials = torch.empty(self._programs * tile if shares else 1, dtype=torch.float32, device=counts.device)
+        self._arrived = torch.zeros(self._programs if shares else 1, dtype=torch.int32, device=counts.device)
         # Tensor maps and the kernel for the last tensors: mostly the next tensors lie at the same addresses.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
@@ -186,12 +199,12 @@ class GroupedMatmulLauncher:
         assert variant is not None
         columns = -(-variant.n // self._config.block_n)
         row_tiles = -(-whole.shape[0] // self._config.block_m) + self._segments
-        grid = (max(1, min(self._programs, row_tiles * columns)), 1, 1)
+        grid = (max(1, min(self._programs, row_tiles * columns * variant.splits)), 1, 1)
         numbers = (
             own.shape[0], slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), slots.stride(0), whole.stride(0),
             w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(),
         )  # fmt: skip
-        self._kernel(grid, (*self._maps, self._counts, self._splits, *numbers))
+        self._kernel(grid, (*self._maps, self._counts, self._splits, self._partials, self._arrived, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
         """Rebind only y, the only change in most calls, perhaps with another number of rows. Return False if more has
