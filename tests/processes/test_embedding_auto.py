@@ -21,9 +21,12 @@ from support.reference import Problem, assert_close, tables_of
 from test_embedding_module_close import BATCH, WIDTH, features, made, mapped_bytes
 
 import weft
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import plan_of
 from weft.hw import load_machine
 from weft.launch import Pool
-from weft.operator import measure, this_machine
+from weft.operator import embedding_transport, measure, this_machine
+from weft.ops import embedding_all_to_all
 from weft.sim import model_of
 
 
@@ -165,3 +168,53 @@ def test_ranks_that_divide_the_batch_otherwise_learn_it_when_they_choose(pool: P
     for kind, text in pool.run(differ, sized(2, (8, 8)), [(8, 8), (15, 1)], ranks=2):
         assert kind == "DisagreementError"
         assert "batch_sizes" in text
+
+
+def choices_of(
+    group: dist.ProcessGroup, problems: list[Problem], how: str
+) -> tuple[list[tuple[str, torch.Tensor]], list[int], list[int]]:
+    """How calls of many batch sizes were done, the number of choices by then, and bytes left after each of two closings."""
+    own, found, counts, left = dist.new_group(list(range(group.size()))), [], [], []
+    model = replace(model_of(load_machine("h200"), group.size()), signal_kernel_us={"serial": 1e5}.get(how, 1.0))
+    before = embedding_all_to_all.choose_transport
+    planned = embedding_transport._planned if how != "put" else lambda found, p, comm: put_for_all(found, comm)
+    chosen: list[str] = []
+
+    def spy(*given: Any) -> Any:
+        chosen.append(before(*given))
+        return chosen[-1]
+
+    with (
+        on_h200s(group.size()),
+        instead(this_machine, calibrated_model=lambda device, size: model),
+        instead(embedding_all_to_all, choose_transport=spy),
+        instead(embedding_transport, _planned=planned),
+    ):
+        for p in problems:
+            found.append(taken(own, p))
+            counts.append(len(chosen))
+        plan = plan_of(problems[0].sharding, EmbeddingOptions())
+        for _ in range(2):
+            ranks.call(own, problems[0])
+            embedding_all_to_all.release(plan, group=own, device=torch.device("cpu"), deadline_s=30.0)
+            left.append(mapped_bytes())
+    return found, counts, left
+
+
+def put_for_all(found: Any, comm: Any) -> str:
+    """Stand in for the planner: no model takes "put" here."""
+    known = embedding_transport._planned_before.setdefault(comm, {}).setdefault(found, {})
+    known[len(known)] = "put"
+    return "put"
+
+
+@pytest.mark.parametrize("how", ["direct", "serial", "put"])
+def test_a_transport_for_all_sizes_is_chosen_once(pool: Pool, how: str) -> None:
+    """Two size buckets are planned with the smallest and the largest; if these agree, further buckets choose no more."""
+    problems = [sized(2, sizes, seed) for seed, sizes in enumerate([(40, 9), (150, 7), (3, 1), (700, 650), (11, 20)])]
+    for found, counts, left in (answers := pool.run(choices_of, problems, how, ranks=2)):
+        assert {name for name, _ in found} == {how}
+        assert counts == [1, 2, 2, 2, 2]
+        assert left[0] == left[1], "closing returns what the settled calls hold"
+    for number, p in enumerate(problems):
+        assert_same_bits([found[number][1] for found, _, _ in answers], p)

@@ -34,6 +34,13 @@ def _is_tuned() -> bool:
     return plan.pinned() == plan.AUTOTUNE
 
 
+def settled(found: EmbeddingPlan, device: torch.device, group: dist.ProcessGroup) -> Transport | None:
+    """Return the transport of every batch size; None if it still has to be chosen for some sizes."""
+    if not is_open(device, group):
+        return "direct"
+    return None if _is_tuned() else _settled.get(group, {}).get(found)
+
+
 def choose_transport(
     found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator, tensors: dict[str, Any], deadline_s: float | None
 ) -> Transport:
@@ -41,12 +48,15 @@ def choose_transport(
     tuned, patience_s = _is_tuned(), env.deadline_s() if deadline_s is None else deadline_s
     this_machine.know_machine(comm, patience_s)
     planned = _planned(found, p, comm) if comm.rank == 0 and not tuned else None
-    said = comm.all_gather((tuned, planned), what=f"choosing a transport of {_NAME}", deadline_s=patience_s)
-    if len({theirs for theirs, _ in said}) > 1:
+    for_all = planned is not None and _is_for_all(_planned_before.get(comm, {}).get(found, {}))
+    said = comm.all_gather((tuned, planned, for_all), what=f"choosing a transport of {_NAME}", deadline_s=patience_s)
+    if len({theirs for theirs, *_ in said}) > 1:
         text = f"some ranks called {_NAME} under weft.plan.use, others not: make the same calls on every rank"
         comm.end(text)
         raise DisagreementError(text)
     transport: Transport = _fastest(found, p, comm, tensors, patience_s) if tuned else said[0][1]
+    if said[0][2]:
+        _settled.setdefault(comm.group, {})[found] = transport
     return transport
 
 
@@ -55,6 +65,14 @@ _CLEARLY_PUT = 0.6  # of the time of "direct"
 _planned_before: weakref.WeakKeyDictionary[Communicator, dict[EmbeddingPlan, dict[int, Transport]]]
 _planned_before = weakref.WeakKeyDictionary()
 """The first rank's choices by a model, by size bucket."""
+_settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[EmbeddingPlan, Transport]] = weakref.WeakKeyDictionary()
+"""Choices that hold for every batch size, on all ranks. Other calls choose, collectively, at the first call of each size bucket,
+which takes a millisecond or two."""
+
+
+def _is_for_all(known: Mapping[int, Transport]) -> bool:
+    """True if the smallest and the largest size bucket, and all between them that were planned, have the same transport."""
+    return len(known) > 1 and len({*known.values()}) == 1
 
 
 def _planned(found: EmbeddingPlan, p: EmbeddingAllToAll, comm: Communicator) -> Transport:

@@ -33,7 +33,7 @@ from weft.embedding.update import FusedUpdate
 from weft.errors import DisagreementError, RefusedError
 from weft.operator.calls import drop_calls, made, prepared_calls
 from weft.operator.compiled_operator import CompiledOperator
-from weft.operator.embedding_transport import choose_transport, is_open
+from weft.operator.embedding_transport import choose_transport, settled
 from weft.operator.registration import registered
 from weft.operator.select import Chosen
 from weft.operator.spec import Across, Operator
@@ -282,9 +282,12 @@ class _EmbeddingAllToAll(Operator[_Call]):
     """The differentiated calls of each group."""
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
-        """Replace "auto" by "direct" if there is no choice."""
+        """Replace "auto" by the transport of all batch sizes if there is one."""
+        if call.transport != "auto":
+            return call
         device = next(t.device for t in self.tensors(call) if isinstance(t, torch.Tensor))
-        return call._replace(transport="direct") if call.transport == "auto" and not is_open(device, group) else call
+        transport = settled(_plan(call), device, group)
+        return call if transport is None else call._replace(transport=transport)
 
     def key(self, call: _Call) -> tuple[EmbeddingPlan, int | None]:
         plan = _plan(call)
@@ -406,8 +409,11 @@ OPERATOR = registered(_EmbeddingAllToAll())
 def calls_with(p: EmbeddingPlan, comm: Communicator) -> list[CompiledOperator]:
     """Return the compiled operators of this plan on the communicator `comm`."""
     plans = [p]
-    if p.options.transport == "auto" and (comm.device.type == "cpu" or comm.world_size == 1):
-        plans.append(p.sent_by("direct"))  # see `checked`
+    if p.options.transport == "auto":  # see `checked`
+        if (transport := settled(p, comm.device, comm.group)) is not None:
+            plans.append(p.sent_by(transport))
+        if comm.device.type == "cpu" and transport != "direct":  # perhaps there was no model at the first calls
+            plans.append(p.sent_by("direct"))
     return [one for one in prepared_calls(OPERATOR, comm.group) if one.comm is comm and one.key[0][0] in plans]
 
 
