@@ -57,7 +57,7 @@ NO_POSITION = (1 << 62) - 1
 # Ids of a bag that are read at a time, one per lane.
 IDS = 32
 # The number of the kernel's pointer arguments, which come first.
-POINTERS = 14
+POINTERS = 13
 
 _EPOCH = tl.constexpr(EPOCH)
 _GRABBED = tl.constexpr(GRABBED)
@@ -191,6 +191,26 @@ def _load_rows(
     return block
 
 
+@triton.jit
+def _ends(batch_starts, ranks, is_rank, batch, is_even, WORLD: tl.constexpr):
+    """Return the end of each rank's samples, int32."""
+    if is_even != 0:
+        ends = (ranks + 1) * (batch // WORLD) + tl.minimum(ranks + 1, batch % WORLD)
+    else:
+        ends = tl.load(batch_starts + ranks + 1, mask=is_rank, other=0).to(tl.int32)
+    return ends
+
+
+@triton.jit
+def _samples_of(rank, batch_starts, batch, is_even, WORLD: tl.constexpr):
+    """Return the number of a rank's samples, int64."""
+    if is_even != 0:
+        count = (batch // WORLD + (rank < batch % WORLD).to(tl.int32)).to(tl.int64)
+    else:
+        count = tl.load(batch_starts + rank + 1) - tl.load(batch_starts + rank)
+    return count
+
+
 @triton.jit(
     # One compiled kernel serves every call of an operator. Triton would specialise integers on 1 and on divisibility by 16, and a
     # compile while a stream waits for a peer never returns.
@@ -206,6 +226,7 @@ def _load_rows(
         "flags_before",
         "flags_total_per_sample",
         "first_sample",
+        "is_even",
     ],
     # Nor on the alignment of the user's tensors; ALIGN states the alignment that matters (rows, outputs).
     do_not_specialize_on_alignment=[
@@ -215,7 +236,6 @@ def _load_rows(
         "offsets",
         "per_sample_weights",
         "batch_starts",
-        "owners",
         "out_addresses",
         "signal_addresses",
         "flag_addresses",
@@ -225,11 +245,12 @@ def _load_rows(
     ],
 )
 def embedding_all_to_all_kernel(
-    slots, values, offsets, per_sample_weights, timeline, units, batch_starts, owners,
+    slots, values, offsets, per_sample_weights, timeline, units, batch_starts,
     out_addresses, signal_addresses, flag_addresses, staging, state, record,
     batch: tl.int32, n_units: tl.int32, n_values: tl.int64, out_slot: tl.int32,
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
     units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32, first_sample: tl.int32,
+    is_even: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr,
@@ -240,8 +261,9 @@ def embedding_all_to_all_kernel(
     """Pool and exchange, as the top of this file describes.
 
     slots [n, SLOT_FIELDS], values [n_values], offsets [keys * batch + 1] (int32 or int64). timeline [n_units, 3]: start ns, end
-    ns, bytes sent to peers. units [units_per_sample, UNIT_FIELDS], batch_starts [WORLD + 1]. owners [batch] (int32): the rank of
-    each sample. first_sample: the first in the order of work. out_addresses, signal_addresses, flag_addresses [WORLD]:
+    ns, bytes sent to peers. units [units_per_sample, UNIT_FIELDS]. batch_starts [WORLD + 1]: the first sample of each rank, and the
+    end; not read if is_even: then ranks have batch // WORLD samples, and the first ranks one more. first_sample: the first in the
+    order of work. out_addresses, signal_addresses, flag_addresses [WORLD]:
     every rank's memory as mapped here. staging [programs, STAGE_WIDTH], state [STATE_WORDS]. record [RECORD_WORDS]: pinned host
     memory.
 
@@ -349,16 +371,19 @@ def embedding_all_to_all_kernel(
         # The target: the row of the sample in its owner's output. It is read from memory each time, since registers are for
         # rows in flight. The ready word holds the peer's slot.
         if WORLD > 1:
-            owner = tl.load(owners + sample0)
-            owner_start = tl.load(batch_starts + owner)
+            ends = _ends(batch_starts, ranks, is_rank, batch, is_even, WORLD)
+            owner = tl.sum((is_rank & (ends <= sample0)).to(tl.int32), 0)
+            owner_start = tl.max(tl.where(is_rank & (ends <= sample0), ends, 0), 0)
+            owner_batch = tl.min(tl.where(is_rank & (ends > sample0), ends, batch), 0) - owner_start
             ready_word = tl.load(words(mine + 16 * owner + 8))
             out_address = tl.load(out_addresses + owner) + (ready_word & _SLOT_MASK) * out_slot_bytes
             is_local = owner == RANK
         else:
-            owner_start = tl.full([], 0, tl.int64)
+            owner_start = tl.full([], 0, tl.int32)
+            owner_batch = batch
             out_address = tl.load(out_addresses) + out_slot * out_slot_bytes
             is_local = owner_start == 0
-        out_row = out_address.to(tl.pointer_type(DTYPE)) + (sample0 - owner_start) * OUT_STRIDE
+        out_row = out_address.to(tl.pointer_type(DTYPE)) + (sample0 - owner_start).to(tl.int64) * OUT_STRIDE
         out_row = tl.multiple_of(out_row, ALIGN * ITEM_BYTES)
 
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -413,11 +438,10 @@ def embedding_all_to_all_kernel(
                     # Memory latency is a microsecond when all programs access memory, so all operands of the copy are loaded
                     # before the first barrier. The flag set here belongs to the previous slice: its copy had the time of a
                     # whole slice to arrive, so the release does not wait for it.
-                    owner_batch = tl.load(batch_starts + owner + 1) - owner_start
                     flag = (
-                        (sample0 - owner_start) * units_per_sample
+                        (sample0 - owner_start).to(tl.int64) * units_per_sample
                         + unit0 % units_per_sample
-                        + owner_batch * flags_before
+                        + owner_batch.to(tl.int64) * flags_before
                     )
                     next_flag = tl.load(flag_addresses + owner) + flag * 8
                     if owed_flag != 0:
@@ -485,7 +509,7 @@ def embedding_all_to_all_kernel(
         tl.atomic_add(state + _FLAGS, flags_raised, sem="relaxed")
     if STAGED and WAIT and EXIT and WORLD > 1:
         # Flags lie source by source. Flags of our own block are never raised, since no rank waits for them.
-        my_batch = tl.load(batch_starts + RANK + 1) - tl.load(batch_starts + RANK)
+        my_batch = _samples_of(RANK, batch_starts, batch, is_even, WORLD)
         own = my_batch * flags_before
         own_end = own + my_batch * units_per_sample
         total = my_batch * flags_total_per_sample
@@ -528,7 +552,7 @@ def embedding_all_to_all_kernel(
             if failed != 0:
                 # No rank may mistake the old contents for a result.
                 own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
-                items = (tl.load(batch_starts + RANK + 1) - tl.load(batch_starts + RANK)).to(tl.int64) * OUT_STRIDE
+                items = _samples_of(RANK, batch_starts, batch, is_even, WORLD) * OUT_STRIDE
                 _fill_with_nan(own.to(tl.pointer_type(DTYPE)), items, DTYPE)
         tl.store(state + _GRABBED, tl.full([], 0, tl.int64))
         tl.store(state + _ARRIVED, tl.full([], 0, tl.int64))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +38,6 @@ _PROGRAM_BAGS = 24
 _PROGRAM_BYTES = 96 << 10
 _PROGRAMS_PER_SM = 8
 _CACHED_BATCHES = 32
-_PINNED = 1 << 13  # words at least, for the tables of a batch
 _INT32_POSITIONS = (1 << 31) - 64  # beyond this many values or offsets, positions take 64 bits
 
 
@@ -63,10 +61,10 @@ class RankAddresses(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Tables for calls with the same batch sizes and the same size of units."""
+    """Tables for calls with the same batch sizes, or with even ones, and the same size of units."""
 
     tables: Tables
-    """Units of a sample; first sample of each rank, and the end (int64); rank of each sample (int32)."""
+    """Units of a sample; first sample of each rank, and the end (int64), for uneven batch sizes."""
     per_sample: int
     """Units per sample."""
 
@@ -128,10 +126,10 @@ class EmbeddingKernel:
         self.record = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
-        self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._room = torch.empty(0, 0, dtype=torch.int64)  # a row for the tables of each batch size
+        self._batches: dict[tuple[int, ...], torch.Tensor] = {}
+        self._room = torch.empty(0, 0, dtype=torch.int64)  # a row for each uneven batch
         self._n_taken = 0  # rows of it
-        self._works: dict[tuple[tuple[int, ...], int, int | None], _Work] = {}
+        self._works: dict[tuple[tuple[int, ...] | None, int, int | None], _Work] = {}
         self._of_graphs: list[Any] = []  # tables that captured launches read in every replay
         self._variants: dict[VariantKey, _Variant] = {}
 
@@ -180,44 +178,32 @@ class EmbeddingKernel:
         self._units[slots_per_unit] = made = (self._device_table(rows, device_code.UNIT_FIELDS), len(rows), widest)
         return made
 
-    def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first sample of each rank and the end (int64), and the rank of each sample (int32). Do not wait for the
-        device: batch sizes may be new in every call."""
-        tables = self._batches.get(batch_sizes)
-        if tables is None:
+    def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
+        """Return the first sample of each rank and the end, int64. Do not wait for the device: batch sizes may be new in every
+        call."""
+        table = self._batches.get(batch_sizes)
+        if table is None:
             refuse_capture(self.device)
-            starts = list(accumulate(batch_sizes, initial=0))
-            n_starts, batch = len(starts), starts[-1]
-            words = n_starts + -(-batch // 2)
-            # Pinned memory comes in powers of two, each of which is allocated once: so small tables take the same.
-            on_host = torch.empty(max(words, _PINNED), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-            numbers = on_host.numpy()  # whose slices take a fraction of a tensor's time
-            numbers[:n_starts] = starts
-            of_samples = numbers[n_starts:].view(np.int32)
-            for rank, (begin, end) in enumerate(pairwise(starts)):
-                of_samples[begin:end] = rank
-            on_device = self._taken(words).copy_(on_host[:words], non_blocking=True)
-            tables = on_device[:n_starts], on_device[n_starts:].view(torch.int32)
-            self._batches[batch_sizes] = tables
-        return tables
+            on_host = torch.empty(self.world_size + 1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            on_host.numpy()[:] = list(accumulate(batch_sizes, initial=0))
+            self._batches[batch_sizes] = table = self._taken().copy_(on_host, non_blocking=True)
+        return table
 
-    def _taken(self, words: int) -> torch.Tensor:
-        """Take int64 [words] of lasting memory from a block for many batch sizes, since allocating takes a millisecond.
+    def _taken(self) -> torch.Tensor:
+        """Take int64 [world_size + 1] of lasting memory from a block for many batch sizes, since allocating takes a millisecond.
 
         When all of it is taken, tables are forgotten and their memory is taken again, in stream order; unless graphs read it.
         """
-        full = self._n_taken == len(self._room)
-        if full or words > self._room.shape[1]:
-            if self._of_graphs or words > self._room.shape[1]:
+        if self._n_taken == len(self._room):
+            if self._of_graphs or not self._n_taken:
                 # Tables begin at multiples of 16 bytes, as memory of their own does.
-                most = max(self._room.shape[1], _PINNED, 1 << (words - 1).bit_length())
-                shape = (_CACHED_BATCHES, most)
+                shape = (_CACHED_BATCHES, self.world_size + 2 & ~1)
                 self._room = lasting(self.device, lambda: torch.empty(shape, dtype=torch.int64, device=self.device))
             self._n_taken = 0
             self._batches.clear()
             self._works.clear()
         self._n_taken += 1
-        return self._room[self._n_taken - 1, :words]
+        return self._room[self._n_taken - 1, : self.world_size + 1]
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
         """Return how many pooled vectors a program takes at once with `direct`: about _UNIT_BYTES, but enough units for all
@@ -282,7 +268,8 @@ class EmbeddingKernel:
         size = 1
         if slot is None:
             size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
-        key = checked.batch_sizes, size, slot
+        sizes = None if _is_even(checked.batch_sizes, checked.global_batch) else checked.batch_sizes
+        key = sizes, size, slot
         work = self._works.get(key)
         if work is None:
             units, per_sample, _ = self._unit_table(size)
@@ -290,7 +277,8 @@ class EmbeddingKernel:
                 units, per_sample = units[slot:], min(1, per_sample)
             if len(self._works) >= _CACHED_BATCHES:
                 self._works.clear()
-            work = self._works[key] = _Work(Tables.of(units, *self._batch_tables(checked.batch_sizes)), per_sample)
+            starts = units if sizes is None else self._starts(sizes)  # even ones are not read
+            work = self._works[key] = _Work(Tables.of(units, starts), per_sample)
         return work
 
     def _launch_part(
@@ -309,7 +297,7 @@ class EmbeddingKernel:
         numbers = (
             batch, units, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
             int(deadline_s * 1e9), max(1, work.per_sample), self._slices_before, self._slices_in_all,
-            first_sample(checked.batch_sizes, self.rank, self.plan.options.order),
+            first_sample(checked.batch_sizes, self.rank, self.plan.options.order), int(_is_even(checked.batch_sizes, batch)),
         )  # fmt: skip
         grid = self._programs(variant.resident, units, n_values, batch)
         kept = work.tables, memory.ranks, variant.tables
@@ -405,7 +393,6 @@ class EmbeddingKernel:
             "values": key.values,
             "offsets": key.offsets,
             "per_sample_weights": torch.float32 if key.weighted else torch.int64,
-            "owners": torch.int32,
             "staging": self.plan.sharding.dtype,
         }
         pointers = [types.get(name, torch.int64) for name in kernel.arg_names[: device_code.POINTERS]]
@@ -424,6 +411,12 @@ def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | 
         return None
     program.launch(0, [(1, call)])
     return program
+
+
+def _is_even(batch_sizes: tuple[int, ...], batch: int) -> bool:
+    """True if ranks share the batch evenly, and the first ranks have the remainder."""
+    each, more = divmod(batch, len(batch_sizes))
+    return batch_sizes == (each + 1,) * more + (each,) * (len(batch_sizes) - more)
 
 
 def first_sample(batch_sizes: tuple[int, ...], rank: int, order: str) -> int:
