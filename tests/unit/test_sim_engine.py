@@ -15,7 +15,7 @@ from weft.hw.topology import Wiring, mesh
 from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
 from weft.sim import NULL, simulate
 from weft.sim.engine import _Engine
-from weft.sim.lower import lower
+from weft.sim.lower import LaneProgram, LoweredSchedule, _LastLowered, lower
 
 # -- copies
 
@@ -467,3 +467,27 @@ def test_an_hour_of_work_ends() -> None:
     problem = AllGatherMatmul.even(1_000_000, 1_000_000, 1_000_000, 2)
     roomy = replace(gpu("h200", 2), memory_bytes=math.inf)
     assert simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], roomy).end_us > 1e9
+
+
+def test_lowered_schedules_are_kept_up_to_a_number_and_up_to_their_tasks() -> None:
+    kept, schedule = _LastLowered(schedules=3, tasks=10), puts(2, 1)
+
+    def add(key: int, tasks: int) -> None:
+        lane = LaneProgram(0, "copy", 0, tasks=[()] * tasks)  # type: ignore[list-item]
+        kept.add((key,), LoweredSchedule(schedule, (0,), [lane], [], 0, {}), TOY)
+
+    def keys() -> list[int]:
+        return [key for key in range(9) if kept.get((key,)) is not None]
+
+    for key in range(5):
+        add(key, 1)
+    assert keys() == [2, 3, 4]
+    add(5, 8)
+    assert keys() == [3, 4, 5]
+    add(6, 2)
+    assert keys() == [5, 6]
+    add(7, 20)
+    assert keys() == [7]
+    add(8, 1)
+    assert keys() == [8]
+    assert lower(schedule, TOY) is lower(schedule, TOY)
