@@ -1,4 +1,4 @@
-"""The one reader of `os.environ`: every variable that changes what weft does, with its default and its meaning."""
+"""Environment variables: only this module reads `os.environ`. Each function documents its variable and default."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from weft.caller import warn_once
 
 MOST_S = 1e6
-"""The longest deadline, some eleven days: what all waits can count."""
+"""The longest deadline that all waits can count, in seconds: about eleven days."""
 
 
 def deadline_s() -> float:
-    """`WEFT_DEADLINE_S`: seconds (default 60) that any wait for another rank may take."""
+    """`WEFT_DEADLINE_S`: limit (default 60) of each wait for another rank, in seconds."""
     return _seconds("WEFT_DEADLINE_S", "60", "a wait")
 
 
 def setup_deadline_s() -> float:
-    """`WEFT_SETUP_DEADLINE_S`: seconds (default 20) that a wait may take while ranks set something up together and none computes
-    or compiles. `WEFT_DEADLINE_S`, where it is set, is an upper bound."""
+    """`WEFT_SETUP_DEADLINE_S`: limit (default 20) of each wait while ranks set up memory or connections, in seconds. No rank
+    computes or compiles meanwhile. If `WEFT_DEADLINE_S` is set, it is an upper bound."""
     wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
 
@@ -39,48 +39,48 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 
 def check_calls() -> bool:
-    """`WEFT_CHECK_CALLS`: 1 (default 0): compare the values of tensors that must be equal on all ranks (bias, residual). On GPUs,
-    also compare tables of counts, and the operator and line of every call. Values and tables make the host wait; the rest
-    costs some microseconds a call. A difference in lines ends the group."""
+    """`WEFT_CHECK_CALLS`: 1 (default 0): compare tensors that must be equal on all ranks (bias, residual). On GPUs, also
+    compare tables of counts, and each call's operator and line. The host waits for tensors and tables; the other checks cost some
+    microseconds a call. Calls from different lines end the group."""
     return _is_on("WEFT_CHECK_CALLS")
 
 
 def triton_interpreted() -> bool:
-    """`TRITON_INTERPRET`: 1 (default 0): Triton runs kernels in Python on the CPU, one program after another: for tests."""
+    """`TRITON_INTERPRET`: 1 (default 0): Triton runs kernels in Python on the CPU, one program after another. For tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def under_torchrun() -> bool:
-    """`RANK`, with `WORLD_SIZE`: a launcher such as torchrun, which sets both, started this process; `weft bench` starts none."""
+    """`RANK`, with `WORLD_SIZE`: set by launchers such as torchrun. `weft bench` then starts no processes."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def local_rank() -> int:
-    """`LOCAL_RANK`: as torchrun sets it (default 0): which device of this host `weft bench` uses."""
+    """`LOCAL_RANK`: set by torchrun (default 0): the index of the device that `weft bench` uses on this host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def launcher_host() -> str:
-    """`MASTER_ADDR`: as torchrun sets it (default ""): of this host's addresses, the one on the way there is tried first between
-    hosts."""
+    """`MASTER_ADDR`: set by torchrun (default ""). Of this host's addresses, the address on the route to it is tried first
+    between hosts."""
     return os.environ.get("MASTER_ADDR", "")
 
 
 def socket_interfaces() -> tuple[str, ...]:
-    """`WEFT_SOCKET_IFNAME`: network interfaces (default those of `GLOO_SOCKET_IFNAME`), with commas between their names, by which
-    other hosts reach this one for control connections. The first address is listened on; without names, all addresses are."""
+    """`WEFT_SOCKET_IFNAME`: comma-separated network interfaces (default those of `GLOO_SOCKET_IFNAME`) by which other hosts
+    reach this host for control connections. weft listens on the first address; without names, on all addresses."""
     names = os.environ.get("WEFT_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME") or ""
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def world_size() -> int:
-    """`WORLD_SIZE`: as torchrun sets it (default 1): how many ranks `weft bench` has."""
+    """`WORLD_SIZE`: set by torchrun (default 1): the number of ranks of `weft bench`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def push_gradients() -> bool:
-    """`WEFT_PUSH_GRADIENTS`: 1 (default 0): on GPUs of one host, a kernel stores embeddings' gradients into the memory of the
-    tables' owners, in place of NCCL's all-to-all. Set it alike on all ranks. Bits are the same."""
+    """`WEFT_PUSH_GRADIENTS`: 1 (default 0): on GPUs of one host, a kernel stores gradients of embeddings into the memory of
+    the tables' owners, instead of NCCL's all-to-all. Set the same value on all ranks. Results are bitwise the same."""
     return _is_on("WEFT_PUSH_GRADIENTS")
 
 
@@ -94,8 +94,8 @@ def _is_on(variable: str, default: str = "0") -> bool:
 
 
 def self_calibration() -> bool:
-    """`WEFT_SELF_CALIBRATION`: 0 (default 1): plan by derived numbers on GPUs that have neither a machine file nor a
-    calibration. By default a group's first call measures them, which takes up to 2 seconds, once for a machine."""
+    """`WEFT_SELF_CALIBRATION`: 0 (default 1): on GPUs without a machine file and a calibration, plan by numbers derived
+    from the driver. By default a group's first call measures such GPUs, which takes up to 2 seconds, once for a machine."""
     return _is_on("WEFT_SELF_CALIBRATION", "1")
 
 
@@ -107,7 +107,9 @@ def cache_dir() -> Path:
     except RuntimeError:  # a user without an account, as in some containers, or one who does not exist
         other = Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
         if folder:
-            warn_once(f"WEFT_CACHE_DIR={folder!r} names a user without a home folder: {other} is used, give a path")
+            warn_once(
+                f"WEFT_CACHE_DIR={folder!r} names a user without a home folder, so {other} is used: set it to a path"
+            )
         return other
 
 
@@ -115,15 +117,15 @@ OWN = (
     "WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S", "WEFT_CHECK_CALLS", "WEFT_QUIET", "WEFT_SELF_CALIBRATION", "WEFT_CACHE_DIR",
     "WEFT_SOCKET_IFNAME", "WEFT_PUSH_GRADIENTS",
 )  # fmt: skip
-"""All variables of weft's own."""
+"""All variables that only weft reads."""
 
 _PEERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING")
 _OF_PEERS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
 
 
 def peer_variables() -> dict[str, str]:
-    """`CUDA_*`, `NCCL_*`, `TORCH_NCCL_*`, `TORCH_SYMM_MEM_*`, `NVSHMEM_*`: written into the records of `weft bench`,
-    because they change the baselines that weft is measured against. A path is written as "(a path)"."""
+    """`CUDA_*`, `NCCL_*`, `TORCH_NCCL_*`, `TORCH_SYMM_MEM_*`, `NVSHMEM_*`: recorded by `weft bench`, because
+    they affect the baselines. A path is recorded as "(a path)"."""
     set_here = sorted(
         (name, value) for name, value in os.environ.items() if name in _PEERS or name.startswith(_OF_PEERS)
     )

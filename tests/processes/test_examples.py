@@ -143,6 +143,7 @@ def test_experts_under_torchrun_with_the_librarys_calls() -> None:
     assert printed.count("against float64") == 5
 
 
+@pytest.mark.slow
 def test_the_help_of_moe_teaches() -> None:
     text = run(EXAMPLES / "moe.py", "--help")
     for words in (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.slow import mostly
+from support.slow import mostly, slow
 from typer.testing import CliRunner
 
 from weft.bench.core.options import BenchOptions
@@ -25,7 +25,7 @@ MEASURED = {
 PLANNED = [
     ("matmul_reduce_scatter", "8192,8192,4096", [], "", "tracked[chunks=4,to=dma]"),
     ("matmul_all_reduce", "8191,8192,4096", [], "", "one_shot[by=load]"),
-    (
+    slow(
         "matmul_all_reduce",
         "8191,8192,4096",
         ["--option", "residual=true", "--option", "norm=true"],
@@ -33,7 +33,9 @@ PLANNED = [
         "one_shot[by=load]",
     ),
     ("matmul_all_gather", "8191,8192,4096", ["--option", "gather_dim=0"], "the rows of all", "tracked[chunks=8]"),
-    ("matmul_all_gather", "8191,8192,4096", ["--option", "gather_dim=-1"], "the columns of all", "tracked[chunks=8]"),
+    slow(
+        "matmul_all_gather", "8191,8192,4096", ["--option", "gather_dim=-1"], "the columns of all", "tracked[chunks=8]"
+    ),
 ]
 
 

@@ -55,7 +55,7 @@ def test_a_change_of_imports_changes_no_loss(
 
 @pytest.mark.parametrize(
     ("world", "optimizer", "bias", "recompute", "data_parallel", "steps"),
-    [(2, "AdamW", True, False, 1, 5), slow(4, "SGD", False, True, 2, 5)],
+    [slow(2, "AdamW", True, False, 1, 5), slow(4, "SGD", False, True, 2, 5)],
 )
 def test_nor_does_it_without_sequence_parallelism(
     pool: Pool, world: int, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int
@@ -67,7 +67,7 @@ def test_nor_does_it_without_sequence_parallelism(
 
 @pytest.mark.parametrize(
     ("sequence", "wanted"),
-    [(True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}), slow(False, {"columns": 5, "row": 2})],
+    [slow(True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}), slow(False, {"columns": 5, "row": 2})],
     ids=["sequence parallel", ""],
 )
 def test_a_block_compiles_in_one_graph(pool: Pool, sequence: bool, wanted: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -47,12 +48,13 @@ def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
 
 def _mend() -> None:
     """Work around Triton 3.6. It takes a loop's bounds from arrays of one element in a way that numpy refuses from 2.4 on. It
-    multiplies the bits of bf16 as integers. And it patches its own functions into the language at every call of a function,
-    half of the time."""
+    multiplies the bits of bf16 as integers. The rest saves time: it patches its own functions into the language at every call of
+    a function, makes a dict for every look at a dtype, and computes conditions of overflow that it then ignores."""
     from triton.runtime import interpreter
 
     patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    patch_language = interpreter._patch_lang
+    patch_language, make_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+    np_dtypes: dict[str, np.dtype] = {}
 
     def patch(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -64,11 +66,19 @@ def _mend() -> None:
             return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
         return operand
 
+    def get_np_dtype(dtype: Any) -> np.dtype:
+        name = dtype.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = make_np_dtype(dtype)
+        return np_dtypes[name]
+
     @cache
     def patch_once(function: Any) -> Any:
         patch_language(function)
         return interpreter._LangPatchScope()  # which restores nothing
 
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = get_np_dtype
     interpreter._patch_lang_tensor = patch
     interpreter._patch_lang = patch_once
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.nn import tensor_parallel
+from weft.nn import parallel_linear
 
 
 class MLP(nn.Module):
@@ -267,8 +267,8 @@ def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool
         x = x + mlp(second(x))
         return third(x), x
 
-    had, native = [], tensor_parallel.row
-    tensor_parallel.row = lambda *a: had.append(len(a) > 5 and a[5] is not None) or native(*a)  # type: ignore[func-returns-value]
+    had, native = [], parallel_linear.row
+    parallel_linear.row = lambda *a: had.append(len(a) > 5 and a[5] is not None) or native(*a)  # type: ignore[func-returns-value]
     try:
         called = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
         for call in range(2):
@@ -294,7 +294,7 @@ def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool
                 near = 1e-5 * max(1.0, float(right.detach().abs().max()))
                 torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=near)
     finally:
-        tensor_parallel.row = native
+        parallel_linear.row = native
     return had
 
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+import pytest
 from schedule_interpreter import Tensors, interpret
 from support.made_up import require_runnable_on_gpus
 
+from weft import plan
 from weft.builders import NotApplicableError, Problem, candidates
+from weft.errors import ScheduleError
+from weft.hw import load_machine
 from weft.schedule import Schedule, Wait
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.schedule.verify.issue_order import issue_order
+from weft.sim import model_of
 
 Small: TypeAlias = Callable[[int, int], np.ndarray]
 OfRuns: TypeAlias = list[list[Tensors]]
@@ -49,6 +55,24 @@ def check(schedule: Schedule, inputs: OfRuns, wanted: OfRuns, *, seeds: int = 2,
         require_runnable_on_gpus(schedule, rank)
     for seed in range(seeds):
         assert same(interpret(schedule, inputs, seed), wanted), (schedule.name, seed)
+
+
+def faults(schedule: Schedule) -> str:
+    """Return the error of a schedule that does not verify."""
+    with pytest.raises(ScheduleError) as error:
+        verify(schedule)
+    return str(error.value)
+
+
+def check_rows_in_one_plan(p: Problem, rows: Iterable[int], other: Problem, running: int) -> None:
+    """Check that a new number of rows is no new plan.
+
+    other: a problem of another family. running: the number of candidates that are worth running."""
+    resized, model = [replace(p, m=m) for m in rows], model_of(load_machine("h200"), 2)  # type: ignore[type-var]
+    assert sum(map(p.worth_running, candidates(p))) == running
+    assert {one.family[0] for one in resized} == {p.family[0]} != {other.family[0]}
+    assert p.resized(p.family[1]) == p
+    assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *resized)}) == 1
 
 
 def check_value(schedule: Schedule) -> None:

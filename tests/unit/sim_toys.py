@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.builders import AllGatherMatmul, NotApplicableError, candidates
 from weft.hw import load_machine
 from weft.hw.topology import Wiring, mesh, switch
 from weft.schedule import ITEM_BYTES, RANK, Collective, Copy, Draft, Schedule
@@ -31,17 +30,6 @@ def puts(world: int, *targets: int, rows: int = 10, by: str = "dma") -> Schedule
         box = d.buffer(f"box{i}", rows, 25, "fp32", "symmetric")
         d.lane(f"lane {i}", "copy").copy(x.part(), box.part(at=(RANK + distance) % world), by)  # type: ignore[arg-type]
     return d.schedule()
-
-
-def all_schedules(problem: AllGatherMatmul) -> dict[str, Schedule]:
-    """Every registered way to do `problem`, by name."""
-    found = {}
-    for candidate in candidates(problem):
-        try:
-            found[candidate.name] = candidate.build()
-        except NotApplicableError:
-            continue
-    return found
 
 
 def bytes_leaving(schedule: Schedule, rank: int) -> int:

@@ -478,25 +478,18 @@ SLOW: tuple[str, ...] = (
 SLOW += tuple(f"back, {name}" for name in BACK_SLOW) + tuple(f"pieces of k, {name}" for name in PIECES_SLOW)
 
 
-def of_kind(kind: str) -> list[str]:
-    """Return the names of the cases of "back", of "pieces of k" or, for "", of all others."""
-    names = [*CASES, *OTHERS]
-    return [name for name in names if next((k for k in ("back", "pieces of k") if name.startswith(k)), "") == kind]
+RUNS = {name: lambda case=case: play(case) for name, case in CASES.items()} | OTHERS
 
 
-KINDS = pytest.mark.parametrize("kind", ["", "back", "pieces of k"], ids=["there", "back", "pieces of k"])
-
-
-@KINDS
-def test_interpreted(kind: str) -> None:
-    assert wrong_in(__file__, [name for name in of_kind(kind) if name not in SLOW]) == {}
+def test_interpreted() -> None:
+    """Play all cases in one test: a process takes as long to start as three cases."""
+    assert wrong_in(__file__, [name for name in RUNS if name not in SLOW]) == {}
 
 
 @pytest.mark.slow
-@KINDS
-def test_more_of_it_interpreted(kind: str) -> None:
-    assert wrong_in(__file__, [name for name in of_kind(kind) if name in SLOW]) == {}
+def test_more_of_it_interpreted() -> None:
+    assert wrong_in(__file__, SLOW) == {}
 
 
 if __name__ == "__main__":
-    play_all({name: lambda case=case: play(case) for name, case in CASES.items()} | OTHERS)
+    play_all(RUNS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sim_toys import all_schedules
+from schedule_checks import applicable
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulAllToAll
 from weft.errors import RefusedError, ScheduleError
@@ -51,7 +51,7 @@ def _leaves_the_host(schedule: Schedule, rank: int) -> bool:
 def test_a_schedule_is_refused_where_one_of_its_steps_leaves_the_host(problem: Any) -> None:
     """Collectives alone go elsewhere by themselves: serial always passes."""
     refused, passed = set(), set()
-    for name, schedule in all_schedules(problem).items():
+    for name, schedule in applicable(problem).items():
         for rank in range(4):
             agree_on_schedule(schedule, _comm(rank, *[True] * 4))
             if _leaves_the_host(schedule, rank):
@@ -83,7 +83,7 @@ def test_a_schedule_within_hosts_is_not_refused_and_the_step_that_leaves_is_name
 
 
 def test_what_one_rank_may_not_do_all_ranks_are_told() -> None:
-    schedule = all_schedules(PROBLEMS[0])["serial"]
+    schedule = applicable(PROBLEMS[0])["serial"]
     comm = _comm(0, *[True] * 4)
     comm.all_gather = lambda mine, what: [
         mine,

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from schedule_checks import applicable
 from support.slow import slow
 
 from weft import plan
 from weft.builders import (
     AllGatherMatmul,
     AllToAllMatmul,
-    NotApplicableError,
     builder,
     candidates,
     described,
@@ -43,16 +43,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_QUIET", "1")
 
 
-def schedules(problem: AllGatherMatmul) -> dict[str, Schedule]:
-    found = {}
-    for candidate in candidates(problem):
-        try:
-            found[candidate.name] = candidate.build()
-        except NotApplicableError:
-            continue
-    return found
-
-
 def with_collective(us: float) -> Model:
     """An H200 whose collective takes no time but `us` of latency."""
     return replace(H200, collective_latency_us=us, collective_bytes_per_us=float("inf"))
@@ -60,7 +50,7 @@ def with_collective(us: float) -> Model:
 
 def test_the_simplest_of_the_fastest_candidates_is_taken() -> None:
     choice = plan.choose(LARGE, H200)
-    times = {name: predict(schedule, H200, "queued") for name, schedule in schedules(LARGE).items()}
+    times = {name: predict(schedule, H200, "queued") for name, schedule in applicable(LARGE).items()}
     alike = {
         name
         for name, us in times.items()
@@ -70,7 +60,7 @@ def test_the_simplest_of_the_fastest_candidates_is_taken() -> None:
     size = {name: (row.gemms, row.steps) for name, row in rows.items()}
     assert len(size) > 1
     assert size[choice.candidate.name] == min(size.values())
-    assert choice.schedule == schedules(LARGE)[choice.candidate.name]
+    assert choice.schedule == applicable(LARGE)[choice.candidate.name]
     assert {row.candidate.name for row in choice.rows} == {candidate.name for candidate in candidates(LARGE)}
     for row in choice.rows:
         assert (row.why_not == "") == (row.candidate is choice.candidate)

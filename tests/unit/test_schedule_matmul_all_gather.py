@@ -14,13 +14,13 @@ import pytest
 import schedule_checks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable, builders, same, small_numbers
+from schedule_checks import applicable, builders, check_rows_in_one_plan, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
 from support.slow import mostly, slow
 
 from weft import plan
-from weft.builders import MatmulAllGather, NotApplicableError, candidates, named
+from weft.builders import MatmulAllGather, NotApplicableError, named
 from weft.plan.gemms import ladder
 from weft.schedule import Compute, Schedule, Set, Tiles, Wait
 from weft.schedule.verify import verify
@@ -141,10 +141,6 @@ def test_it_is_planned_by_the_model_and_explained() -> None:
 
 
 def test_a_new_number_of_rows_is_no_new_plan() -> None:
-    p, model = MatmulAllGather(2, 4096, 4096, 2048, "bf16"), gpu("h200", 2)
-    others = [replace(p, m=m) for m in (4095, 4200, 3900)]
-    assert sum(map(p.worth_running, candidates(p))) == 4
-    assert {one.family[0] for one in others} == {p.family[0]} != {replace(p, columns=True).family[0]}
-    assert p.resized(p.family[1]) == p
-    assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
+    p = MatmulAllGather(2, 4096, 4096, 2048, "bf16")
+    check_rows_in_one_plan(p, (4095, 4200, 3900), replace(p, columns=True), 4)
     assert ladder(p)[:2] == ((4096, 4096, 2048, "bf16"), (2048, 4096, 2048, "bf16"))

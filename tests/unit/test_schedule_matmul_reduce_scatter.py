@@ -15,7 +15,7 @@ import schedule_checks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_checks import applicable, builders, same, small_numbers
+from schedule_checks import applicable, builders, check_rows_in_one_plan, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
 from support.slow import mostly, slow
@@ -245,12 +245,8 @@ def test_its_gemms_are_timed_in_memory_of_their_own() -> None:
 
 def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearby, "_families", {})
-    p, model = MatmulReduceScatter(2, 8192, 4096, 2048, "bf16"), gpu("h200", 2)
-    others = [replace(p, m=m) for m in (8190, 8400, 7800)]
-    assert sum(map(p.worth_running, candidates(p))) == 4
-    assert {one.family[0] for one in others} == {p.family[0]} != {replace(p, n=8).family[0]}
-    assert p.resized(p.family[1]) == p
-    assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
+    p = MatmulReduceScatter(2, 8192, 4096, 2048, "bf16")
+    check_rows_in_one_plan(p, (8190, 8400, 7800), replace(p, n=8), 4)
     assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_checks import faults
 from sim_toys import SWITCH
 from support.made_up import Kernel
 
@@ -37,12 +38,6 @@ def pushed(rows: int = 4, extent: int | None = None, wait: int | None = None, sh
         credit, at=peer
     )
     return d.schedule()
-
-
-def faults(schedule: Schedule) -> str:
-    with pytest.raises(ScheduleError) as error:
-        verify(schedule)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("rows", [1, 4, SAMPLE, SAMPLE + 1, 100_000])

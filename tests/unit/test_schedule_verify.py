@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from schedule_checks import faults
 from schedule_interpreter import edited
 from support.slow import mostly, slow
 
@@ -34,12 +35,6 @@ def push() -> Schedule:
     d.lane("out", "copy").wait(credit, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
     d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(credit, at=peer)
     return d.schedule()
-
-
-def faults(schedule: Schedule) -> str:
-    with pytest.raises(ScheduleError) as error:
-        verify(schedule)
-    return str(error.value)
 
 
 def assert_verifies(schedule: Schedule) -> None:

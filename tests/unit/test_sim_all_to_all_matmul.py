@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from sim_toys import TOY, all_schedules, gpu
+from schedule_checks import applicable
+from sim_toys import TOY, gpu
 
 from weft.builders import AllToAllMatmul
 from weft.schedule import Compute, Draft
@@ -45,7 +46,7 @@ def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
     model = gpu("h200", 3)
     once_us = 16 * 7168 * 4096 * 2 / model.hbm_bytes_per_us
     grouped = {}
-    for name, schedule in all_schedules(p).items():
+    for name, schedule in applicable(p).items():
         tasks = (task for lane in lower(schedule, model).lanes for task in lane.tasks if isinstance(task, Work))
         grouped[name] = [task.work_us for task in tasks if task.what == "matmul"]
     assert grouped["serial"] == pytest.approx([once_us / model.library_grouped[1]], rel=0.03)
@@ -59,7 +60,7 @@ def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
 
 def test_segments_without_rows_cost_nothing() -> None:
     p = AllToAllMatmul(1, 4, (256,), 64, 64, "bf16", 256, splits=((0, 256, 0, 0),))
-    (lane,) = lower(all_schedules(p)["serial"], TOY).lanes
+    (lane,) = lower(applicable(p)["serial"], TOY).lanes
     one = 64 * 64 * 2 + 2 * 256 * 64 * 2
     (us,) = (t.work_us for t in lane.tasks if isinstance(t, Work) and t.what == "matmul")
     assert us == pytest.approx(one / TOY.hbm_bytes_per_us)
@@ -94,7 +95,7 @@ def _uneven(rows: int, experts: int, world: int) -> AllToAllMatmul:
 
 @pytest.mark.parametrize(("p", "alike"), [(AllToAllMatmul.even(64, 512, 256, 4, 4), True), (_uneven(64, 4, 4), False)])
 def test_rank_0_stands_for_all_where_splits_are_even(p: AllToAllMatmul, alike: bool) -> None:
-    for name, schedule in all_schedules(p).items():
+    for name, schedule in applicable(p).items():
         assert lower(schedule, gpu("h200", 4)).symmetric == alike, name
         if alike:
             every = lower(schedule, gpu("h200", 4), alike=False)
@@ -105,7 +106,7 @@ def test_rank_0_stands_for_all_where_splits_are_even(p: AllToAllMatmul, alike: b
 def test_copies_whose_sizes_only_the_run_knows_share_a_few_units(ranks: int) -> None:
     """All lanes together have 16 of 132, beside GEMMs that leave them some."""
     p = AllToAllMatmul.even(1024 * ranks, 1024, 1024, 4, ranks)
-    schedules = all_schedules(replace(p, exact=False))
+    schedules = applicable(replace(p, exact=False))
     for name in ("dispatch_by_expert[by=kernel,chunks=2]", "dispatch[by=kernel,rest=each]"):
         program = lower(schedules[name], gpu("h200", ranks))
         copying = {lane.number for lane in program.lanes if schedules[name].lanes[lane.number].resource == "copy"}

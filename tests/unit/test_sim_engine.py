@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from sim_toys import SWITCH, TOY, all_schedules, bytes_leaving, gpu, puts
+from schedule_checks import applicable
+from sim_toys import SWITCH, TOY, bytes_leaving, gpu, puts
 from support.slow import slow
 
 from weft.builders import AllGatherMatmul
@@ -15,7 +16,7 @@ from weft.hw.topology import Wiring, mesh
 from weft.schedule import RANK, Buffer, Collective, Copy, Draft, Expr, Schedule, Set, Wait, lookup
 from weft.sim import NULL, simulate
 from weft.sim.engine import _Engine
-from weft.sim.lower import lower
+from weft.sim.lower import LaneProgram, LoweredSchedule, _LastLowered, lower
 
 # -- copies
 
@@ -253,7 +254,7 @@ def test_a_straggler_delays_exactly_what_depends_on_it() -> None:
 
 def test_a_collective_begins_when_the_last_rank_has_come() -> None:
     problem = AllGatherMatmul.even(512, 256, 256, 4)
-    schedule = all_schedules(problem)["serial"]
+    schedule = applicable(problem)["serial"]
     model = gpu("h200", 4)
     end = simulate(schedule, model).end_us
     late = simulate(schedule, model, late_us=(0, 30, 0, 10))
@@ -367,12 +368,12 @@ def test_steps_that_do_not_fit_are_refused_before_they_are_simulated(world: int)
 
 
 def test_no_work_at_all_is_an_error_and_empty_steps_are_not() -> None:
-    nothing = all_schedules(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,send=in_turn,by=dma]"]
+    nothing = applicable(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,send=in_turn,by=dma]"]
     with pytest.raises(ScheduleError, match="has no work that takes time on NVIDIA H200"):
         simulate(nothing, gpu("h200", 2))
     assert simulate(nothing, NULL).end_us == 0
     uneven = AllGatherMatmul(2, (0, 64), (16,), 16, "bf16")
-    result = simulate(all_schedules(uneven)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 2))
+    result = simulate(applicable(uneven)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 2))
     assert result.end_us > 0
     assert not [s for s in result.timeline if s.rank == 0 and s.name.startswith("copy")]
 
@@ -403,7 +404,7 @@ def test_a_model_of_other_ranks_is_refused() -> None:
 def test_every_schedule_simulates_and_moves_the_bytes_it_says(machine: str, world: int) -> None:
     problem = AllGatherMatmul.even(2048, 1024, 1024, world)
     model = gpu(machine, world)
-    schedules = all_schedules(problem)
+    schedules = applicable(problem)
     assert len(schedules) >= (30 if world > 1 else 1)
     for name, schedule in schedules.items():
         result = simulate(schedule, model)
@@ -417,7 +418,7 @@ def test_every_schedule_simulates_and_moves_the_bytes_it_says(machine: str, worl
 def test_ranks_that_do_the_same_may_be_represented_by_one(world: int) -> None:
     problem = AllGatherMatmul.even(12 * 64, 256, 512, world)
     model = gpu("mi300x", world)
-    for name, schedule in all_schedules(problem).items():
+    for name, schedule in applicable(problem).items():
         one = simulate(schedule, model, runs=2)
         each = _Engine(lower(schedule, model, alike=False), [0.0] * world, None, 2).run()
         assert one.program.symmetric != ("collective[start=hetero,gemms=fused" in name), name
@@ -431,7 +432,7 @@ def test_ranks_that_do_the_same_may_be_represented_by_one(world: int) -> None:
 
 def test_uneven_shards_are_simulated_rank_by_rank() -> None:
     problem = AllGatherMatmul(3, (100, 300, 200), (256,), 512, "bf16")
-    result = simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 3))
+    result = simulate(applicable(problem)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 3))
     assert not result.program.symmetric
     assert {s.rank: s.bytes for s in result.timeline if s.bytes} == {0: 102400, 1: 307200, 2: 204800}
 
@@ -439,9 +440,9 @@ def test_uneven_shards_are_simulated_rank_by_rank() -> None:
 def test_one_call_at_a_time_waits_for_the_host() -> None:
     problem = AllGatherMatmul.even(8192, 4096, 8192, 2)
     model = gpu("h200", 2)
-    for schedule in all_schedules(problem).values():
+    for schedule in applicable(problem).values():
         assert simulate(schedule, model, mode="single").end_us >= simulate(schedule, model).end_us
-    serial = all_schedules(problem)["serial"]
+    serial = applicable(problem)["serial"]
     assert simulate(serial, model, mode="single").end_us == pytest.approx(
         simulate(serial, model).end_us + model.host_step_us
     )
@@ -466,4 +467,28 @@ def test_an_hour_of_work_ends() -> None:
     """Late in a long run the clock is coarser than the rest of a step."""
     problem = AllGatherMatmul.even(1_000_000, 1_000_000, 1_000_000, 2)
     roomy = replace(gpu("h200", 2), memory_bytes=math.inf)
-    assert simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], roomy).end_us > 1e9
+    assert simulate(applicable(problem)["shard[chunks=1,send=in_turn,by=dma]"], roomy).end_us > 1e9
+
+
+def test_lowered_schedules_are_kept_up_to_a_number_and_up_to_their_tasks() -> None:
+    kept, schedule = _LastLowered(schedules=3, tasks=10), puts(2, 1)
+
+    def add(key: int, tasks: int) -> None:
+        lane = LaneProgram(0, "copy", 0, tasks=[()] * tasks)  # type: ignore[list-item]
+        kept.add((key,), LoweredSchedule(schedule, (0,), [lane], [], 0, {}), TOY)
+
+    def keys() -> list[int]:
+        return [key for key in range(9) if kept.get((key,)) is not None]
+
+    for key in range(5):
+        add(key, 1)
+    assert keys() == [2, 3, 4]
+    add(5, 8)
+    assert keys() == [3, 4, 5]
+    add(6, 2)
+    assert keys() == [5, 6]
+    add(7, 20)
+    assert keys() == [7]
+    add(8, 1)
+    assert keys() == [8]
+    assert lower(schedule, TOY) is lower(schedule, TOY)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sim_toys import all_schedules
+from schedule_checks import applicable
 
 from weft.builders import AllGatherMatmul
 from weft.errors import ScheduleError
@@ -27,7 +27,7 @@ def _comm(rank: int, world: int) -> SimpleNamespace:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_schedule_runs_and_every_wait_comes_after_what_its_rank_set(world: int) -> None:
     problem = AllGatherMatmul.even(48 * world, 8, 12 * world, world)
-    for name, schedule in all_schedules(problem).items():
+    for name, schedule in applicable(problem).items():
         timeline = Timeline()
         for rank in range(world):
             executor = NullSchedule(schedule, _comm(rank, world))
@@ -63,7 +63,7 @@ def test_what_would_hang_is_refused_when_it_is_made() -> None:
 
 
 def test_arguments_are_looked_at() -> None:
-    schedule = all_schedules(AllGatherMatmul.even(8, 8, 8, 2))["serial"]
+    schedule = applicable(AllGatherMatmul.even(8, 8, 8, 2))["serial"]
     with pytest.raises(ValueError, match="is for 2 ranks, but the group has 3"):
         NullSchedule(schedule, _comm(0, 3))
     executor, tensors = NullSchedule(schedule, _comm(0, 2)), _tensors(schedule, 0)

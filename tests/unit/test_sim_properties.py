@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sim_toys import all_schedules, bytes_leaving, gpu
+from schedule_checks import applicable
+from sim_toys import bytes_leaving, gpu
 
 from weft.builders import AllGatherMatmul
 from weft.hw.topology import Wiring, mesh, ring, switch
@@ -58,7 +59,7 @@ def models(draw: st.DrawFn) -> Model:
 
 WORLDS = (2, 3, 4)
 PROBLEMS = {world: AllGatherMatmul.even(world * 12 * 16, 320, 192, world) for world in WORLDS}
-SCHEDULES: dict[int, dict[str, Schedule]] = {world: all_schedules(PROBLEMS[world]) for world in WORLDS}
+SCHEDULES: dict[int, dict[str, Schedule]] = {world: applicable(PROBLEMS[world]) for world in WORLDS}
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
 CASES = st.sampled_from([(world, name) for world in WORLDS for name in SCHEDULES[world]])
 RUNS = settings(max_examples=30)

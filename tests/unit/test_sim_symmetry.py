@@ -10,7 +10,8 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_toys import SWITCH, TOY, all_schedules, gpu
+from schedule_checks import applicable
+from sim_toys import SWITCH, TOY, gpu
 from support.slow import slow
 
 from weft.builders import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, MatmulReduceScatter
@@ -42,7 +43,7 @@ def _schedules(world: int) -> dict[str, Schedule]:
         "experts, bounded": replace(moe, exact=False),
         "embedding": EmbeddingAllToAll(world, (8,) * world, slots),
     }
-    return {f"{op}: {name}": s for op, p in problems.items() for name, s in all_schedules(p).items()}  # type: ignore[arg-type]
+    return {f"{op}: {name}": s for op, p in problems.items() for name, s in applicable(p).items()}  # type: ignore[arg-type]
 
 
 def _every_rank(schedule: Schedule, model: Model, mode: Mode) -> Simulated:
@@ -207,7 +208,7 @@ def test_numbers_are_those_of_each_rank(even: bool) -> None:
         moe,
         EmbeddingAllToAll(4, (4, 3, 1, 6), slots, ((2.0,), (1.0, 4.0), (), (3.0,))),
     )
-    made = {f"{p.name} {name}": s for p in uneven for name, s in all_schedules(p).items()}  # type: ignore[arg-type]
+    made = {f"{p.name} {name}": s for p in uneven for name, s in applicable(p).items()}  # type: ignore[arg-type]
     for name, schedule in (_schedules(4) if even else made).items():
         numbers = Numbers(schedule)
         items = [numbers.items(lane) for lane in schedule.lanes]

@@ -120,19 +120,32 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
     key = id(schedule), id(model), alike, captured
     found = _lowered.get(key)
     if found is None:
-        program = _Lowering(schedule, model, captured).program(alike)
-        found = _lowered[key] = program, model  # references, so that their ids are not reused
-        while (
-            len(_lowered) > 1
-            and sum(len(lane.tasks) for one, _ in _lowered.values() for lane in one.lanes) > _MOST_TASKS
-        ):
-            _lowered.pop(next(iter(_lowered)))
-    return found[0]
+        found = _Lowering(schedule, model, captured).program(alike)
+        _lowered.add(key, found, model)
+    return found
 
 
-_MOST_TASKS = 1 << 18
-_lowered: dict[tuple[int, int, bool, bool], tuple[LoweredSchedule, Model]] = {}
-"""The last lowered schedules, of at most `_MOST_TASKS` tasks: a plan simulates its best candidates again for their losses."""
+class _LastLowered:
+    """The last lowered schedules, limited by their number and by their tasks: a plan simulates its best candidates again
+    for their losses. More would only slow down garbage collection."""
+
+    def __init__(self, schedules: int, tasks: int) -> None:
+        self.schedules, self.most_tasks, self.tasks = schedules, tasks, 0
+        self._kept: dict[tuple, tuple[LoweredSchedule, Model, int]] = {}
+
+    def get(self, key: tuple) -> LoweredSchedule | None:
+        found = self._kept.get(key)
+        return None if found is None else found[0]
+
+    def add(self, key: tuple, lowered: LoweredSchedule, model: Model) -> None:
+        tasks = sum(len(lane.tasks) for lane in lowered.lanes)
+        self._kept[key] = lowered, model, tasks  # references, so that the ids in keys are not reused
+        self.tasks += tasks
+        while len(self._kept) > (self.schedules if self.tasks <= self.most_tasks else 1):
+            self.tasks -= self._kept.pop(next(iter(self._kept)))[2]
+
+
+_lowered = _LastLowered(schedules=256, tasks=1 << 18)
 
 
 def _pulses(raises: Sequence[Raising]) -> tuple[int, ...]:

@@ -122,7 +122,7 @@ def followed(bias: bool, residual: bool) -> list[Any]:
         lambda world, _: summed_everywhere(world, 14),
         lambda _, dtype: Following((2, 7, 24), 40, dtype, bias=bias, residual=residual),
         3,
-        (3, F32) if bias and residual else (2, BF16),
+        *([(3, F32)] if bias and residual else []),
         of=(F32, BF16),
     )
 
