@@ -71,3 +71,6 @@ def test_a_table_judges_claims_that_have_a_limit() -> None:
     cells = claims_table("title", [Claim("a", "1", 20, 26, "%", 5), Claim("b", "2", 2.0, 2.0, "x")]).cells
     assert cells[0] == ("a", "1", "20%", "26.0%", "+6.0 points", "5 points", "no")
     assert cells[1] == ("b", "2", "2.00x", "2.00x", "+0%", "", "")
+    without = claims_table("title", [Claim("a", "1", 20, 26, "%"), Claim("b", "2", 2.0, 2.0, "x")])
+    assert without.columns[-1] == "reproduced"
+    assert [line[-1] for line in without.cells] == ["no", "yes"]

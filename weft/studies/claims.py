@@ -71,6 +71,8 @@ class Claim:
 
 
 def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
+    """Return the claims with the verdicts on those that have a limit; without any limit, with all verdicts."""
+    limited = any(claim.limit is not None for claim in found)
     columns: dict[str, Callable[[Claim], str]] = {
         "claim": lambda c: c.what,
         "section": lambda c: c.where,
@@ -78,6 +80,6 @@ def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
         "ours": lambda c: c.number(c.ours),
         "deviation": lambda c: c.deviation,
         "allowed": lambda c: c.allowed,
-        "within": lambda c: c.said,
+        "within" if limited else "reproduced": lambda c: c.said if limited else "yes" if c.reproduced else "no",
     }
     return table(title, found, columns)

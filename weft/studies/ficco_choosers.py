@@ -73,11 +73,11 @@ def said_of_drawn(records: Sequence[Record]) -> list[str]:
         return []
     lost = mine[-1]["lost"]
     said = [
-        f"{name} is within {NEAR:.0%} of the best of eight for {sum(of <= NEAR for of in lost[who])}, and loses at most "
-        f"{max(lost[who]):.1%}"
-        for who, name in (("closed_form", "the closed form"), ("heuristic", "the paper's heuristic"))
+        f"{name} is within {NEAR:.0%} of the best of eight for {sum(of <= NEAR for of in lost[who])}. It loses at most "
+        f"{max(lost[who]):.1%}."
+        for who, name in (("closed_form", "The closed form"), ("heuristic", "The paper's heuristic"))
     ]
-    return [f"Of {len(lost['heuristic'])} GEMMs drawn by seed {mine[-1]['seed']}, {'; '.join(said)}."]
+    return [f"{len(lost['heuristic'])} more GEMMs were drawn by seed {mine[-1]['seed']}. {' '.join(said)}"]
 
 
 # --- the sweep ---

@@ -8,22 +8,17 @@ Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compu
 
 from __future__ import annotations
 
-import datetime
-import platform
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import weft
 from weft.bench.core.tables import Record, ResultTable
-from weft.bench.provenance import provenance
 from weft.sim.memory_controller import t3_gpu
 from weft.studies import t3_figures as figures
 from weft.studies import t3_iteration as iteration
 from weft.studies import t3_sublayers as sub
 from weft.studies.claims import Claim, claims_table
-from weft.studies.pages import block
+from weft.studies.pages import block, head_of
 from weft.studies.t3_claims import claims as other_claims
 from weft.words import counted
 
@@ -45,14 +40,11 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
     def step(what: str) -> None:
         progress(f"simulating {what}", 1 / _STEPS)
 
-    code, gpu = provenance(), t3_gpu()
+    gpu = t3_gpu()
+    assumed = [sum(one.source == "assumed" for one in gpu.quantities.values()), len(gpu.quantities)]
     common = {
-        "op": "matmul_reduce_scatter", "study": STUDY, "mode": "queued", "device": "simulated", "dtype": "fp16",
-        "machine": gpu.name, "topology": "ring", "baseline": "sequential", "run": uuid.uuid4().hex[:12],
-        "commit": code.commit, "source": code.source,
-        "versions": {"weft": weft.__version__, "python": platform.python_version()},
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "assumed": [sum(one.source == "assumed" for one in gpu.quantities.values()), len(gpu.quantities)],
+        **head_of("matmul_reduce_scatter", gpu.name, assumed), "study": STUDY, "dtype": "fp16", "topology": "ring",
+        "baseline": "sequential",
     }  # fmt: skip
     found = []
     for reading, machine in sub.READINGS.items():
