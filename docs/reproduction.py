@@ -16,7 +16,7 @@ from typing import NamedTuple
 from weft.bench.core import records as files
 from weft.bench.core.tables import Record, geomean, markdown_table
 from weft.bench.report import speedups
-from weft.studies import ficco, ficco_claims, fused_embedding, losses, t3_hardware
+from weft.studies import ficco, ficco_claims, fused_embedding, losses, pgas, t3_hardware
 from weft.studies.claims import POINTS, RATIO, Claim
 
 HERE = Path(__file__).parent
@@ -101,7 +101,10 @@ def _measured_losses() -> Iterator[Row]:
             yield Row(Claim(claim.text, claim.where, "yes", claim.numbers, held=bool(claim.held)), on)
 
 
-def pgas() -> Iterator[Row]:
+def of_pgas() -> Iterator[Row]:
+    simulated = read("sim-pgas")
+    for claim in pgas.claims(pgas.rows_of(simulated)):
+        yield Row(claim, f"simulated, {simulated[-1]['machine']}")
     found = read("h200-2-ranks")
     gains = speedups(found, "queued", "fp32", "direct", "embedding_bag")
     for config, what, where, paper in (
@@ -127,8 +130,9 @@ PAPERS = {
         "The studies are [FiCCO's evaluation](studies/ficco.md) and [what overlap costs](characterisation.md).",
     ),
     "pgas": (
-        "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems", pgas,
-        "",
+        "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems",
+        of_pgas,
+        "The study is [PGAS embedding retrieval](studies/pgas.md).",
     ),
 }  # fmt: skip
 """Titles, claims and sentences on the studies, by the keys of `reproduction.toml`."""

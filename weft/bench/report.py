@@ -52,7 +52,7 @@ _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
 """The study that simulates an operator (`weft reproduce`). Its records do not describe a run on a machine, so the operator's own
 tables cannot show them."""
 
-_OTHER_STUDIES = ("fused_embedding", "t3_hardware")
+_OTHER_STUDIES = ("fused_embedding", "pgas", "t3_hardware")
 """Studies whose records name them, because several studies simulate the same operator."""
 
 

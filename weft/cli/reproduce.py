@@ -143,6 +143,23 @@ def fused_embedding(
     _reproduce(study, lambda step: study.simulated(progress=step), records, json, pictures)
 
 
+@reproduce.command()
+def pgas(
+    records: _Records = None, json: _Json = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 5 to 10 here.")] = None,
+) -> None:  # fmt: skip
+    """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), simulated.
+
+    The paper's speedups stand beside the model's, with bounds of all parts, and the rate that the paper's baseline must have had.
+    To measure on two GPUs:
+
+        weft bench embedding_all_to_all --preset pgas-weak,pgas-strong
+    """
+    from weft.studies import pgas as study
+
+    _reproduce(study, lambda step: study.simulated(progress=step), records, json, pictures)
+
+
 def _is_of_hardware(records: Path) -> bool:
     from weft.bench.core import records as files
     from weft.studies import t3_hardware
