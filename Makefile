@@ -115,6 +115,7 @@ docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables,
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 	$(BIN)/python docs/speedups.py
+	$(BIN)/python docs/reproduction.py
 
 release: setup  ## manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
 	$(INSTALL) cibuildwheel build

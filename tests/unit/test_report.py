@@ -302,7 +302,8 @@ def test_simulated_records_are_shown_as_their_study_shows_them(
     with pytest.raises(SystemExit):
         main([str(page), str(results)])
     assert (
-        "study:inefficiency is not a study with a block: write one of ficco, t3, t3_hardware" in capsys.readouterr().err
+        "study:inefficiency is not a study with a block: write one of ficco, fused_embedding, "
+        in capsys.readouterr().err
     )
     with pytest.raises(
         ValueError, match="no study simulates embedding_all_to_all, but only all_gather_matmul, matmul_"

@@ -25,6 +25,17 @@ reproduce = typer.Typer(
 )
 
 
+_Records = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", exists=True, dir_okay=False, help="Show these records, from --json, and simulate nothing."
+    ),
+]
+_Json = Annotated[
+    Path | None, typer.Option(help="Append one line of JSON per figure to this file; existing lines stay.")
+]
+
+
 @reproduce.callback()
 def _root() -> None:
     pass
@@ -115,6 +126,38 @@ def t3(
         _reproduce(
             software, lambda step: software.simulated(hw or "h200", topology, progress=step), records, json, pictures
         )
+
+
+@reproduce.command()
+def fused_embedding(
+    records: _Records = None, json: _Json = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 11 to 13 and 15 here.")] = None,
+) -> None:  # fmt: skip
+    """Reproduce the evaluation of GPU-initiated fused embedding + all-to-all on a model of its MI210 nodes.
+
+    Slices, occupancy, skew and zero-copy kernels on two and four GPUs, and a DLRM's training pass on 128 nodes. Every number of the
+    paper's text is shown beside the model's, and what each assumed number does at 20% less and more.
+    """
+    from weft.studies import fused_embedding as study
+
+    _reproduce(study, lambda step: study.simulated(progress=step), records, json, pictures)
+
+
+@reproduce.command()
+def pgas(
+    records: _Records = None, json: _Json = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 5 to 10 here.")] = None,
+) -> None:  # fmt: skip
+    """Reproduce the scaling of PGAS embedding retrieval on 1 to 4 V100 (figures 5 to 10), simulated.
+
+    The paper's speedups stand beside the model's, with bounds of all parts, and the rate that the paper's baseline must have had.
+    To measure on two GPUs:
+
+        weft bench embedding_all_to_all --preset pgas-weak,pgas-strong
+    """
+    from weft.studies import pgas as study
+
+    _reproduce(study, lambda step: study.simulated(progress=step), records, json, pictures)
 
 
 def _is_of_hardware(records: Path) -> bool:

@@ -13,64 +13,30 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from weft.bench.core.records import last_runs
-from weft.bench.core.tables import Record, ResultTable, geomean, milliseconds, number, share, table
+from weft.bench.core.tables import Record, ResultTable, geomean, milliseconds, number, table
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, GatheredGemm
 from weft.builders import AllGatherMatmul, NotApplicableError, candidates
 from weft.hw import file_of, load_machine
 from weft.plan import AUTOTUNE, static_pick
+from weft.plan.closed_form import closed_form_pick
 from weft.plan.predict import least_us, predict
 from weft.sim.losses import communication_us, gemms_us
+from weft.studies import ficco_choosers as choosers
+from weft.studies.ficco_rows import ASYNCTP, EIGHT, KINDS, NAMED, NEAR, SERIAL, SHARD, STUDIED, WEFT, GemmRow
 from weft.studies.pages import bars, block, figure, head, model_for, where
 
-SHARD = "shard[chunks=1,send=in_turn,by=dma]"
-"""The paper's shard overlap: one peer at a time, whole shards."""
-ASYNCTP, SERIAL, WEFT = "asynctp", "serial", "weft"
-NEAR = 0.03
-
-
-def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
-    """Return the candidate's name, with as many steps as ranks."""
-    if by == "collective":
-        return f"ficco_{shape}_collective[start={start},gemms={gemms},steps=0]"
-    return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"
-
-
-def _all_of(*shapes: str, by: str = "dma") -> dict[str, str]:
-    """Return candidates by the paper's names, such as "hetero-fused-1D"."""
-    return {
-        f"{start}-{gemms}-{shape.upper()}": ficco(shape, start, gemms, by)
-        for shape in shapes for start in ("uniform", "hetero") for gemms in ("fused", "unfused")
-    }  # fmt: skip
-
-
-_NAMED = _all_of("1d", "2d")
-EIGHT = tuple(_NAMED.values())
-STUDIED = {
-    name: _NAMED[name] for name in ("uniform-fused-1D", "hetero-fused-1D", "hetero-unfused-1D", "uniform-fused-2D")
-}
-"""The four schedules that the paper studies."""
-KINDS: dict[str, tuple[str, ...]] = {
-    "shard": (SHARD,),
-    "shard, to all at once": ("shard[chunks=1,send=at_once,by=dma]",),
-    "AsyncTP": (ASYNCTP,),
-    "FiCCO 1D": EIGHT[:4],
-    "FiCCO 2D": EIGHT[4:],
-    "FiCCO by collectives": tuple(_all_of("1d", "2d", by="collective").values()),
-    "FiCCO by a kernel": tuple(_all_of("1d", "2d", by="kernel").values()),
-    "weft's choice": (WEFT,),
-    "weft, autotuned": (AUTOTUNE,),
-}
-"""Kinds of overlap and their variants. For each GEMM, the fastest variant of a kind counts (figure 14)."""
-
+CLOSED = "closed form"
+TABLES = {"table-1": "g", "synthetic": "s"}
+"""The first letter of the GEMMs of each table."""
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
@@ -78,43 +44,6 @@ PAPER_SAYS = (
     "from VI-C (where 2D copies are emulated), and the heuristic from VI-D. The text does not contain the numbers of figures 12 to "
     "14."
 )
-
-
-@dataclass(frozen=True)
-class GemmRow:
-    """One GEMM, as it was run: N divided by the ranks, M possibly smaller.
-
-    pick: the heuristic's pick, by the machine's file, or by the file of the paper's machine. ms: the milliseconds by variant,
-    with serial.
-    """
-
-    config: str
-    gemm: GatheredGemm
-    pick: str
-    ms: Mapping[str, float]
-    gemm_ms: float
-    communication_ms: float
-
-    @property
-    def ratio(self) -> float:
-        return self.gemm_ms / self.communication_ms
-
-    @property
-    def ideal(self) -> float:
-        return self.ms[SERIAL] / max(self.gemm_ms, self.communication_ms)
-
-    def best(self, among: Sequence[str]) -> str | None:
-        return min((name for name in among if name in self.ms), key=lambda name: self.ms[name], default=None)
-
-    def speedup(self, *among: str) -> float | None:
-        """Return the speedup of the fastest of `among` over serial; None if none was recorded."""
-        best = self.best(among)
-        return None if best is None else self.ms[SERIAL] / self.ms[best]
-
-    def lost(self, chosen: str, among: Sequence[str]) -> float | None:
-        """Return the fraction of the best speedup that `chosen` loses; None if either was not recorded."""
-        best, mine = self.speedup(*among), self.speedup(chosen)
-        return None if best is None or mine is None else max(0.0, 1 - mine / best)
 
 
 def simulated(
@@ -136,8 +65,9 @@ def simulated(
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
     common = head("all_gather_matmul", machine, ranks, topology)
     chosen = gemms or (*TABLE_1, *SYNTHETIC)
+    steps = len(chosen) + choosers.DRAWN * (gemms is None)
     for gemm in chosen:
-        progress(f"simulating {gemm.name}", bool(found) / len(chosen))
+        progress(f"simulating {gemm.name}", bool(found) / steps)
         if gemm.m % (ranks * ranks):
             raise ValueError(
                 f"ranks={ranks}: M={gemm.m} of {gemm.name} is not divisible into {ranks} shards of {ranks} pieces: "
@@ -147,13 +77,16 @@ def simulated(
         problem = AllGatherMatmul.even(mine.m, mine.n, mine.k, ranks)
         of_gemm = {
             "config": gemm.name, "m": mine.m, "n": mine.n, "k": mine.k, "gemm_ms": gemms_us(problem, model) / 1e3,
-            "communication_ms": communication_us(problem, model) / 1e3,
+            "communication_ms": communication_us(problem, model) / 1e3, "closed_form": closed_form_pick(problem, model),
         }  # fmt: skip
         for one in candidates(problem):
             with suppress(NotApplicableError):
                 if one.name in wanted:
                     ms = predict(one.build(), model, "queued", least_us(problem, model)) / 1e3
                     found.append({**common, **of_gemm, "variant": one.name, "p50_ms": ms})
+    if gemms is None:
+        judged = choosers.judge_drawn(machine, model, ranks, lambda what: progress(f"simulating {what}", 1 / steps))
+        found.append({**common, **judged})
     return found
 
 
@@ -180,7 +113,7 @@ def rows_of(records: Sequence[Record]) -> list[GemmRow]:
         machine = load_machine(file_of(first["machine"].rpartition(" x ")[2]) or "mi300x")
         pick = static_pick(AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, first["ranks"], first["dtype"]), machine)
         assert pick is not None
-        rows.append(GemmRow(config, gemm, pick, ms, *halves))
+        rows.append(GemmRow(config, gemm, pick, ms, *halves, first.get("closed_form", "")))
     return rows
 
 
@@ -191,7 +124,9 @@ def _gemm_of(config: str) -> GatheredGemm | None:
 
 def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
     """Return figures 13, 12(b) and 14 and the heuristic's accuracy, without columns that were not recorded."""
-    return [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
+    made = [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
+    known = {what: begin for what, begin in TABLES.items() if _named(rows, begin)}
+    return [*made, choosers.sweep_table(rows, known)] if all(set(EIGHT) <= row.ms.keys() for row in rows) else made
 
 
 def _over_ratio(rows: Sequence[GemmRow]) -> ResultTable:
@@ -223,10 +158,10 @@ def _over_ratio(rows: Sequence[GemmRow]) -> ResultTable:
 
 
 def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
-    titles = {name: title for title, name in _NAMED.items()}
+    titles = {name: title for title, name in NAMED.items()}
 
-    def lost(row: GemmRow) -> str:
-        part = row.lost(row.pick, EIGHT)
+    def lost(row: GemmRow, pick: str = "") -> str:
+        part = row.lost(pick or row.pick, EIGHT)
         return "" if part is None else "-" if part == 0 else f"{part:.1%}"
 
     columns: dict[str, Callable[[GemmRow], str]] = {
@@ -236,6 +171,8 @@ def _by_schedule(rows: Sequence[GemmRow]) -> ResultTable:
         "fastest schedule": lambda row: titles.get(row.best(EIGHT) or "", ""),
         "heuristic's pick": lambda row: titles.get(row.pick, row.pick),
         "loss of the pick": lost,
+        "closed form's pick": lambda row: titles.get(row.closed, row.closed),
+        "its loss": lambda row: lost(row, row.closed) if row.closed else "",
     }
     return table("Speedup over serial of each schedule, and the heuristic's pick (figure 12b)", rows, columns)
 
@@ -245,18 +182,21 @@ def _choices(rows: Sequence[GemmRow]) -> ResultTable:
     who_chooses, near = ("GEMMs", "who chooses", "choices", "fastest chosen"), f"within {NEAR:.0%} of it"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
     for (what, begin), (who, of, among, names) in product(
-        (("table-1", "g"), ("synthetic", "s")),
+        TABLES.items(),
         (
             ("the heuristic", "", "the paper's four", four), ("the heuristic", "", "all eight", EIGHT),
+            ("the closed form", CLOSED, "all eight", EIGHT),
             ("weft", WEFT, "all that ran", ()), ("weft, autotuned", AUTOTUNE, "all that ran", ()),
         ),
     ):  # fmt: skip
-        parts = [row.lost(of or row.pick, names or tuple(row.ms)) for row in _named(rows, begin)]
+        picks = [(row, row.closed if of == CLOSED else of or row.pick) for row in _named(rows, begin)]
+        parts = [row.lost(pick, names or tuple(row.ms)) for row, pick in picks]
         lost = [part for part in parts if part is not None]
         wrong = [part for part in lost if part > 0]
         if lost:
             cells.append((
-                what, who, among, f"{len(lost) - len(wrong)} of {len(lost)}", f"{share([part <= NEAR for part in lost]):.0%}",
+                what, who, among, f"{len(lost) - len(wrong)} of {len(lost)}",
+                f"{sum(part <= NEAR for part in lost)} of {len(lost)}",
                 f"{sum(wrong) / len(wrong):.1%}" if wrong else "", f"{max(lost):.1%}", PAPER_BEST[begin] if names == four else "",
             ))  # fmt: skip
     title = "How often a choice is the fastest schedule, and what a wrong choice loses of the best speedup"
@@ -268,9 +208,10 @@ def _choices(rows: Sequence[GemmRow]) -> ResultTable:
 def _by_kind(rows: Sequence[GemmRow]) -> ResultTable:
     def speedups(row: GemmRow) -> dict[str, float | None]:
         kinds = {kind: row.speedup(*names) for kind, names in KINDS.items()}
-        return {"ideal": row.ideal, **kinds, "FiCCO, the heuristic's": row.speedup(row.pick)}
+        chosen = {"FiCCO, the heuristic's": row.speedup(row.pick), "FiCCO, the closed form's": row.speedup(row.closed)}
+        return {"ideal": row.ideal, **kinds, **chosen}
 
-    sets = {"table-1": "g", "synthetic": "s", "all": ""}
+    sets = {**TABLES, "all": ""}
     found = {what: [speedups(row) for row in _named(rows, begin)] for what, begin in sets.items()}
     cells = [
         (kind, *(number(geomean([of for one in some if (of := one[kind]) is not None]), 2) for some in found.values()))
@@ -293,7 +234,9 @@ def _named(rows: Sequence[GemmRow], begin: str) -> list[GemmRow]:
 def notes(records: Sequence[Record]) -> list[str]:
     """Return notes on the sources of the numbers, as sentences."""
     said = where(records[-1])
-    return [said if records[-1]["device"] == "simulated" else f"{said} {_smaller(records)}".strip()]
+    if records[-1]["device"] != "simulated":
+        return [f"{said} {_smaller(records)}".strip()]
+    return [said, *choosers.said_of_drawn(records)]
 
 
 def conclusions(rows: Sequence[GemmRow]) -> list[str]:
@@ -321,7 +264,8 @@ def _smaller(records: Sequence[Record]) -> str:
 def markdown(records: Sequence[Record]) -> str:
     """Return the block of a page: the runs, and the tables."""
     rows = rows_of(records)
-    return block(notes([r for r in records if _gemm_of(r["config"])]), tables(rows), conclusions(rows))
+    mine = [r for r in records if _gemm_of(r["config"]) or r["variant"] == "choosers"]
+    return block(notes(mine), tables(rows), conclusions(rows))
 
 
 # --- pictures ---

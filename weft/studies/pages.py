@@ -62,11 +62,19 @@ def bars(
 
 def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
     """Return the fields that all records of one simulated run share."""
-    code, quantities = provenance(), list[Quantity](machine[key] for key in machine)
+    quantities = list[Quantity](machine[key] for key in machine)
     return {
-        "op": op, "mode": "queued", "device": "simulated", "dtype": "bf16", "ranks": ranks, "machine": machine.name,
-        "topology": topology or machine.topology, "baseline": "serial", "run": uuid.uuid4().hex[:12], "commit": code.commit,
-        "assumed": [sum(one.source == "assumed" for one in quantities), len(quantities)], "source": code.source,
+        **head_of(op, machine.name, [sum(one.source == "assumed" for one in quantities), len(quantities)]),
+        "dtype": "bf16", "ranks": ranks, "topology": topology or machine.topology, "baseline": "serial",
+    }  # fmt: skip
+
+
+def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
+    """Return the fields of all simulated records. assumed: the number of assumed numbers of the machine, and of all."""
+    code = provenance()
+    return {
+        "op": op, "mode": "queued", "device": "simulated", "machine": machine, "run": uuid.uuid4().hex[:12],
+        "commit": code.commit, "assumed": list(assumed), "source": code.source,
         "versions": {"weft": weft.__version__, "python": platform.python_version()},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }  # fmt: skip

@@ -56,19 +56,25 @@ def simulate_splits(gpu: TrackingGpu) -> Record:
     return {"figure": "6", "cells": cells}
 
 
-def splits_table(record: Record) -> ResultTable:
+def splits(record: Record) -> dict[tuple[int, int], tuple[float, float, float]]:
+    """Return by units of (GEMM, all-reduce): the slowdowns of the all-reduce and of the GEMM, and the speedup, all means."""
     cells = record["cells"]
 
     def of(split: tuple[int, int]) -> list[Record]:
         return [cell for cell in cells if tuple(cell["split"]) == split]
 
-    whole, lines = of(SPLITS[0]), []
+    whole, found = of(SPLITS[0]), {}
     for split in SPLITS:
         pairs = list(zip(whole, of(split), strict=True))
         ring = (geomean([b["ring_us"] / a["ring_us"] for a, b in pairs]) or 0.0) - 1
         gemm = (geomean([b["gemm_us"] / a["gemm_us"] for a, b in pairs]) or 0.0) - 1
         speedup = geomean([(a["gemm_us"] + a["ring_us"]) / max(b["gemm_us"], b["ring_us"]) for a, b in pairs]) or 0.0
-        lines.append((split, ring, gemm, speedup))
+        found[split] = ring, gemm, speedup
+    return found
+
+
+def splits_table(record: Record) -> ResultTable:
+    lines = [(split, *numbers) for split, numbers in splits(record).items()]
 
     def beside(ours: float, paper: float | None, form: str) -> str:
         return f"{ours:{form}}" + ("" if paper is None else f" ({paper:{form}})")
@@ -95,16 +101,19 @@ def simulate_ring(gpu: TrackingGpu) -> Record:
     return {"figure": "14", "sizes": found, "link": gpu["link.bandwidth"], "latency": gpu["link.latency"]}
 
 
-def ring_table(record: Record) -> ResultTable:
-    def bound_us(line: Sequence[float]) -> float:
-        return 3 * (line[0] * 2**20 / 4 / record["link"] + record["latency"]) * 1e6
+def ring_bound_us(record: Record, mebibytes: float) -> float:
+    """Return the time of the ring's links alone."""
+    us: float = 3 * (mebibytes * 2**20 / 4 / record["link"] + record["latency"]) * 1e6
+    return us
 
+
+def ring_table(record: Record) -> ResultTable:
     columns: dict[str, Callable[[Any], str]] = {
         "MiB on each rank": lambda line: str(line[0]),
         "by a kernel, us": lambda line: f"{line[1]:.0f}",
         "with near-memory adds, us": lambda line: f"{line[2]:.0f}",
-        "its links alone, us": lambda line: f"{bound_us(line):.0f}",
-        "kernel over links": lambda line: f"{line[1] / bound_us(line):.3f}",
+        "its links alone, us": lambda line: f"{ring_bound_us(record, line[0]):.0f}",
+        "kernel over links": lambda line: f"{line[1] / ring_bound_us(record, line[0]):.3f}",
     }
     return table("A reduce-scatter alone, four GPUs (figure 14)", record["sizes"], columns)
 

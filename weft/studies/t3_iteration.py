@@ -81,8 +81,8 @@ def simulate_future(gpu: TrackingGpu) -> Record:
     return {"figure": "4", "networks": found}
 
 
-def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
-    """Figure 4: what collectives take of an iteration, and with GEMMs twice as fast."""
+def phases_of(rows: Sequence[HardwareRow], future: Record) -> list[tuple[str, list[Iteration]]]:
+    """Return (name, iterations in the order of PHASES) of each network, the futuristic ones last."""
     lines: list[tuple[str, list[Iteration]]] = []
     of_phase = [list(iterations(rows, phase)) for phase in PHASES]
     lines += [(pair[0].name, list(pair)) for pair in zip(*of_phase, strict=True)]
@@ -93,12 +93,18 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
             sliced, collectives = sum(gemms[layer] for layer in layers), len(layers) * (scatter + gather)
             pairs.append(Iteration(name, True, once * (3 if phase == "training" else 1), sliced, collectives, {}))
         lines.append((f"{name}, {ranks} ranks", pairs))
+    return lines
+
+
+def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
+    """Figure 4: what collectives take of an iteration, and with GEMMs twice as fast."""
+    lines = phases_of(rows, future)
     columns: dict[str, Callable[[Any], str]] = {"network": lambda line: line[0]}
     for i, phase in enumerate(PHASES):
         columns[f"{phase}: collectives"] = lambda line, i=i: f"{line[1][i].collectives / line[1][i].total():.0%}"  # type: ignore[misc]
         columns[f"{phase}: GEMMs before them"] = lambda line, i=i: f"{line[1][i].sliced / line[1][i].total():.0%}"  # type: ignore[misc]
     columns["of the sub-layers"] = lambda line: f"{_share(line[1][1], line[1][1].sliced):.0%}"
-    columns["with GEMMs twice as fast"] = lambda line: f"{_share(line[1][1], line[1][1].sliced / 2):.0%}"
+    columns["with GEMMs twice as fast"] = lambda line: f"{share_with_faster_gemms(line[1][1]):.0%}"
     last = []
     for what, some, paper in (
         ("most of Mega-GPT-2 and T-NLG", [pair for _, pair in lines if not pair[0].large], ("34%", "43%")),
@@ -108,10 +114,15 @@ def shares_table(rows: Sequence[HardwareRow], future: Record) -> ResultTable:
             f"{phase}: collectives": f"{max(pair[i].collectives / pair[i].total() for pair in some):.0%} ({of})"
             for i, (phase, of) in enumerate(zip(PHASES, paper, strict=True))
         }
-        twice = f"{max(_share(pair[1], pair[1].sliced / 2) for pair in some):.0%} (75%)"
+        twice = f"{max(share_with_faster_gemms(pair[1]) for pair in some):.0%} (75%)"
         last.append({"network": what, **shares, "with GEMMs twice as fast": twice})
     title = "Share of an iteration that collectives take, and the paper's in brackets (figure 4); of the prompt's sub-layers alone"
     return table(title, lines, columns, last)
+
+
+def share_with_faster_gemms(one: Iteration) -> float:
+    """Return the share of collectives in sub-layers whose GEMMs are twice as fast."""
+    return _share(one, one.sliced / 2)
 
 
 def _share(one: Iteration, gemms: float) -> float:

@@ -1,0 +1,215 @@
+"""Writes docs/reproduction.md from the recorded results: `python docs/reproduction.py`.
+
+A row is a claim of a paper with the paper's number, ours, and the verdict. Studies make the claims from their records
+(`weft.studies`), and `_measured_...` here from records of GPUs. `reproduction.toml` beside this file has the reason for each
+claim that is not reproduced, and what nobody builds. It has no results. A test compares the page with what this writes, and a
+claim without a reason is refused. Nothing here is installed with weft.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.bench.core import records as files
+from weft.bench.core.tables import Record, geomean, markdown_table
+from weft.bench.report import speedups
+from weft.studies import ficco, ficco_claims, fused_embedding, losses, pgas, t3_hardware
+from weft.studies.claims import POINTS, RATIO, Claim
+
+HERE = Path(__file__).parent
+PAGE, REASONS = HERE / "reproduction.md", HERE / "reproduction.toml"
+_RESULTS = HERE.parent / "benchmarks" / "results"
+
+
+class Row(NamedTuple):
+    claim: Claim
+    on: str
+
+
+def read(name: str) -> list[Record]:
+    return files.read([_RESULTS / f"{name}.jsonl"])
+
+
+def _on(record: Record) -> str:
+    """Return the machine of a record, and if it was simulated."""
+    if record["device"] != "simulated":
+        return f"measured, {record['machine']}"
+    ranks = f"{record['ranks']} x " if record.get("study") is None else ""
+    return f"simulated, {ranks}{record['machine']}"
+
+
+# --- the papers' claims ---
+
+
+def of_fused_embedding() -> Iterator[Row]:
+    found = read("sim-fused-embedding")
+    for claim in fused_embedding.claims(fused_embedding.rows_of(found)):
+        yield Row(claim, _on(found[-1]))
+    yield from _measured_zero_copy()
+
+
+def _measured_zero_copy() -> Iterator[Row]:
+    """Figure 14's baseline is a kernel for each table, then the all-to-all and a shuffle: the variant embedding_bag."""
+    found = read("h200-2-ranks")
+    gains = list(speedups(found, "queued", "fp32", "direct", "embedding_bag").values())
+    where, on = "4.3, figure 14", _on(found[-1])
+    mean = geomean(gains) or 1.0
+    yield Row(
+        Claim("zero-copy on two GPUs, measured: time below the baseline's, mean", where, 25, 100 * (1 - 1 / mean), "%"),
+        on,
+    )
+    yield Row(
+        Claim("zero-copy on two GPUs, measured: time below, most", where, 35, 100 * (1 - 1 / max(gains)), "%"), on
+    )
+    for order, variant, paper in (("natural", "direct-natural", 7), ("remote first", "direct", 1)):
+        mine = [r for r in found if (r["mode"], r["dtype"], r["variant"]) == ("queued", "fp32", variant)]
+        skew = sum(r["skew_ms"] / r["p50_ms"] for r in mine) / len(mine)
+        name = f"skew of ranks in a host, {order} order (the paper's is between nodes)"
+        yield Row(Claim(name, "4.2, figure 13", paper, 100 * skew, "%"), on)
+
+
+def t3() -> Iterator[Row]:
+    found = read("sim-t3-hardware")
+    for claim in t3_hardware.claims(t3_hardware.rows_of(found)):
+        yield Row(claim, _on(found[-1]))
+
+
+def of_ficco() -> Iterator[Row]:
+    yield from _measured_losses()
+    found = read("sim-ficco")
+    for claim in ficco_claims.claims(ficco.rows_of(found)):
+        yield Row(claim, _on(found[-1]))
+
+
+def _measured_losses() -> Iterator[Row]:
+    found = read("h200-inefficiency")
+    rows, on = losses.rows_of(found), _on(found[-1])
+    names = {
+        losses.gather_name("dma"): ("decomposition loss of the all-gather, geomean", "IV-C2, figure 8"),
+        losses.gemm_beside("dma"): ("contention loss of the GEMM, geomean", "IV-D1, figure 9"),
+        losses.gather_beside("dma"): ("contention loss of the all-gather, geomean", "IV-D2, figure 9"),
+    }
+    for variant, (what, where) in names.items():
+        mean = geomean([loss for row in rows if (loss := row.loss(variant)) is not None]) or 1.0
+        paper = round(100 * (losses.PAPER_MEANS[variant] - 1), 9)
+        yield Row(Claim(f"{what} (by copy engines)", where, paper, 100 * (mean - 1), "%"), on)
+    for claim in losses.claims(rows):
+        if claim.where != "not in the paper":
+            yield Row(Claim(claim.text, claim.where, "yes", claim.numbers, held=bool(claim.held)), on)
+
+
+def of_pgas() -> Iterator[Row]:
+    simulated = read("sim-pgas")
+    for claim in pgas.claims(pgas.rows_of(simulated)):
+        yield Row(claim, f"simulated, {simulated[-1]['machine']}")
+    found = read("h200-2-ranks")
+    gains = speedups(found, "queued", "fp32", "direct", "embedding_bag")
+    for config, what, where, paper in (
+        ("pgas-weak", "weak scaling", "IV-A1", 2.10), ("pgas-strong", "strong scaling", "IV-B1", 2.95),
+    ):  # fmt: skip
+        yield Row(
+            Claim(f"{what}, 2 GPUs: speedup over the baseline, measured", where, paper, gains[config], "x"),
+            _on(found[-1]),
+        )
+
+
+PAPERS = {
+    "fused_embedding": (
+        "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", of_fused_embedding,
+        "The study is [fused embedding + all-to-all](studies/fused-embedding.md).",
+    ),
+    "t3": (
+        "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", t3,
+        "The study is [T3 on its own hardware](studies/t3-hardware.md).",
+    ),
+    "ficco": (
+        "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", of_ficco,
+        "The studies are [FiCCO's evaluation](studies/ficco.md) and [what overlap costs](characterisation.md).",
+    ),
+    "pgas": (
+        "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems",
+        of_pgas,
+        "The study is [PGAS embedding retrieval](studies/pgas.md).",
+    ),
+}  # fmt: skip
+"""Titles, claims and sentences on the studies, by the keys of `reproduction.toml`."""
+
+
+# --- the page ---
+
+
+def page() -> str:
+    """Return the page; raise `ValueError` for a claim that needs a reason, and for a reason of no claim."""
+    reasons = tomllib.loads(REASONS.read_text())
+    rows = {paper: list(of()) for paper, (_, of, _) in PAPERS.items()}
+    for paper, found in rows.items():
+        check(paper, [row.claim for row in found], reasons[paper]["why"])
+    parts = [_HEAD.format(points=POINTS, ratio=100 * RATIO), _summary(rows)]
+    for paper, (title, _, study) in PAPERS.items():
+        parts.append(f"## {title}\n\n{study}".rstrip() + f"\n\n{_table(rows[paper], reasons[paper]['why'])}")
+        items = [(one["item"], one["what"], one["why"]) for one in reasons[paper]["not_built"]]
+        parts.append("Not built:\n\n" + _left(("item", "what it is", "why not"), items))
+    return "\n\n".join(parts) + "\n"
+
+
+_HEAD = """<!-- Generated from benchmarks/results and docs/reproduction.toml by `python docs/reproduction.py`: edit there. -->
+
+# The four papers, claim by claim
+
+Which numbers of the papers that weft builds on does it reproduce? Each row is a claim: a figure, a table or a number of the text.
+Our numbers come from recorded runs. *Simulated* numbers are those of a model of the paper's machine, and *measured* ones are from
+GPUs that the papers do not use. `weft reproduce all` makes the simulated ones anew.
+
+A claim is reproduced if the deviation is within the study's limit. Without a limit, {points:g} points are allowed for
+percentages, and {ratio:g}% for other numbers. Claims without a number are judged by what the row says. The papers' figures are
+pictures: a number that is in no text is compared nowhere."""
+
+
+def check(paper: str, claims: Sequence[Claim], why: dict[str, str]) -> None:
+    """Raise `ValueError` for a name that two claims share, a claim that needs a reason, and a reason of no claim."""
+    names = [claim.what for claim in claims]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{paper}: several claims have the name {twice[0]!r}: name what differs")
+    if bare := [claim.what for claim in claims if not claim.reproduced and claim.what not in why]:
+        raise ValueError(f"{paper}: not reproduced, without a reason in {REASONS.name}: {'; '.join(bare)}")
+    if unknown := sorted(set(why) - set(names)):
+        raise ValueError(f"{paper}: {REASONS.name} has reasons for no claim: {'; '.join(unknown)}")
+
+
+def _summary(rows: dict[str, list[Row]]) -> str:
+    cells: list[Sequence[str]] = []
+    for paper, (title, _, _) in PAPERS.items():
+        of = rows[paper]
+        yes = sum(bool(row.claim.reproduced) for row in of)
+        simulated = [row for row in of if row.on.startswith("simulated")]
+        cells.append((
+            title, str(len(of)), str(yes), str(len(of) - yes),
+            f"{sum(bool(row.claim.reproduced) for row in simulated)} of {len(simulated)}",
+        ))  # fmt: skip
+    return markdown_table(("paper", "claims", "reproduced", "not", "reproduced of the simulated"), cells)
+
+
+def _table(rows: Sequence[Row], why: dict[str, str]) -> str:
+    cells = [
+        (
+            one.what, one.where, one.number(one.paper), one.number(one.ours), one.deviation,
+            "yes" if one.reproduced else "**no**", on, why.get(one.what, ""),
+        )
+        for one, on in rows
+    ]  # fmt: skip
+    return _left(("claim", "section", "paper", "ours", "deviation", "reproduced", "on", "why, or what differs"), cells)
+
+
+def _left(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    return markdown_table(header, cells).replace("|---:", "|---")
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A closed-form chooser for FiCCO's schedules: formulas over the machine's numbers, without simulation and without thresholds.
+
+A rank sends the pieces of its shard one after the other, so that piece s has arrived everywhere after s + 1 copies:
+
+    arrived(s) = (s + 1) copy + signal        copy = latency + the longer of (engine, fullest link)
+    end(0) = own shard's GEMM (hetero) or 0
+    end(s + 1) = max(end(s), arrived(s)) + step(s)
+    time = the later of the last end and the last arrival
+
+`step` is a step's GEMMs by the wave model (`Model.matmul`), its gathers and scatters. Until the last piece has arrived a step takes
+`slowdown` times as long, by what copies take of a GPU. All numbers are the machine file's; none is fitted to schedules or GEMMs.
+
+The formulas leave out: memory shared by copies and GEMMs, and the credits between calls. So they predict times up to 7% too long
+or short on eight MI300X, and less for the difference between two schedules (docs/studies/ficco.md has the picks beside the
+simulator's).
+
+Source of schedules and losses: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from weft.builders import AllGatherMatmul
+from weft.schedule import ITEM_BYTES
+from weft.sim import Model
+from weft.sim.collectives import algorithms
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A schedule of FiCCO: 1D or 2D, hetero or uniform, fused or unfused."""
+
+    dim: str
+    start: str
+    gemms: str
+
+    @property
+    def name(self) -> str:
+        return f"ficco_{self.dim}[start={self.start},gemms={self.gemms},steps=0,by=dma]"
+
+
+_EIGHT = tuple(
+    _Shape(dim, start, gemms)
+    for dim, start, gemms in product(("1d", "2d"), ("uniform", "hetero"), ("fused", "unfused"))
+)
+
+
+def closed_form_pick(problem: AllGatherMatmul, model: Model) -> str:
+    """Return the name of the fastest of FiCCO's eight schedules by the formulas; raise `ValueError` as `closed_form_us`."""
+    times = closed_form_us(problem, model)
+    return min(times, key=lambda name: times[name])
+
+
+def closed_form_us(problem: AllGatherMatmul, model: Model) -> dict[str, float]:
+    """Return the microseconds of FiCCO's eight schedules by name, with as many steps as ranks and copies by engine.
+
+    Raises `ValueError` for ranks with different numbers of rows, and for shards that ranks do not divide.
+    """
+    world, rows = problem.world_size, problem.m // problem.world_size
+    if len(set(problem.rows)) > 1 or world < 2:
+        raise ValueError(f"{problem.text}: the closed form needs at least 2 ranks with as many rows each")
+    if rows % world or problem.k % world:
+        raise ValueError(
+            f"{rows} rows of a shard and K={problem.k} must be divisible by {world} ranks: pad, or plan with the simulator"
+        )
+    return {shape.name: _time_us(shape, problem, model) for shape in _EIGHT}
+
+
+def _time_us(shape: _Shape, p: AllGatherMatmul, model: Model) -> float:
+    world, shard, item = p.world_size, p.m // p.world_size, ITEM_BYTES[p.dtype]
+    by_rows, hetero, fused = shape.dim == "1d", shape.start == "hetero", shape.gemms == "fused"
+    rows, k = (shard // world, p.k) if by_rows else (shard, p.k // world)
+    copy_us, slowdown = _copy_us(rows * k * item, 0 if by_rows else rows, world, model)
+    sources = world - hetero  # chunks of a step that a fused GEMM multiplies
+    end_us = _Clock(world * copy_us, slowdown)
+    if hetero:
+        end_us.work(_gemms_us(model, shard, p.n, p.k, p.dtype, update=False))
+    for s in range(world):
+        update = not by_rows and s > 0
+        if not hetero and not fused:
+            end_us.work(_gemms_us(model, rows, p.n, k, p.dtype, update))
+        end_us.wait((s + 1) * copy_us + model.signal_remote_us)
+        if not fused:
+            end_us.work((world - 1) * _gemms_us(model, rows, p.n, k, p.dtype, update))
+            continue
+        gathered_us = 0.0 if hetero else _moves_us(model, [rows * k * item])
+        scattered_us = sources * _moves_us(model, [rows * n * item for n in p.n]) if by_rows else 0.0
+        end_us.work(gathered_us + _gemms_us(model, sources * rows, p.n, k, p.dtype, update) + scattered_us)
+    if fused and hetero and not by_rows:
+        end_us.work((world - 1) * _moves_us(model, [shard * n * item for n in p.n]))
+    return max(end_us.now, end_us.busy_until)
+
+
+class _Clock:
+    """The time of a rank's compute lane. Work takes `slowdown` times as long until `busy_until`, when copies end."""
+
+    def __init__(self, busy_until: float, slowdown: float) -> None:
+        self.now, self.busy_until, self._slowdown = 0.0, busy_until, slowdown
+
+    def wait(self, until: float) -> None:
+        self.now = max(self.now, until)
+
+    def work(self, us: float) -> None:
+        done_us = max(0.0, self.busy_until - self.now) / self._slowdown
+        self.now += us * self._slowdown if us <= done_us else us + done_us * (self._slowdown - 1)
+
+
+def _copy_us(count: int, rows: int, world: int, model: Model) -> tuple[float, float]:
+    """Return the time of a copy of `count` bytes to each peer at once, and the slowdown of GEMMs beside it.
+
+    rows: of a two-dimensional copy, each of which takes an engine some time; else 0.
+    """
+    (direct,) = (one for one in algorithms(model.wiring.of(world), "all_gather") if one.name == "direct")
+    us = max(model.transfer_us("copy", count), world * count * direct.us_per_byte) + rows * model.copy_row_us
+    us += model.copy_latency_us
+    lost = min(0.9, 2 * model.copy_disturbance * (world - 1) * count / us)
+    return us, 1 / (1 - lost)
+
+
+def _gemms_us(model: Model, m: int, widths: Sequence[int], k: int, dtype: str, update: bool) -> float:
+    """Return the time of a GEMM for each weight, with launches. update: they read their results and add to them."""
+    us = 0.0
+    for n in widths:
+        out_us = m * n * ITEM_BYTES[dtype] / model.hbm_bytes_per_us
+        found = model.matmul(m, n, k, dtype)
+        us += max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us + update * out_us)
+        us += model.launch_us + update * out_us
+    return us
+
+
+def _moves_us(model: Model, counts: Sequence[int]) -> float:
+    """Return the time of kernels that copy these numbers of bytes within the memory of a GPU, one after the other."""
+    return sum(model.launch_us + 2 * count / model.hbm_bytes_per_us for count in counts)

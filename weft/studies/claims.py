@@ -1,0 +1,85 @@
+"""A paper's claims beside the numbers of a study, as its tables, `weft reproduce all` and docs/reproduction.md show them.
+
+A claim with numbers is reproduced if the deviation is allowed: by the limit of the claim, or else by 5 points for percentages and
+10% for other numbers. A claim without numbers says itself if it is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.bench.core.tables import ResultTable, table
+
+POINTS, RATIO = 5.0, 0.1
+"""Allowed deviations of claims that have no limit: in points for percentages, else as a fraction."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, ours, and the deviation that the project allows.
+
+    unit: "%" (deviations are points), "x", "us" and so on (deviations are fractions). limit: 0 for exact, None for a claim that
+    the project has no bar for. held: the verdict on a claim whose `paper` or `ours` is a text.
+    """
+
+    what: str
+    where: str
+    paper: float | str
+    ours: float | str
+    unit: str = ""
+    limit: float | None = None
+    held: bool | None = None
+
+    @property
+    def off(self) -> float | None:
+        """The deviation: points for percentages, a fraction for other numbers; None without numbers."""
+        if isinstance(self.paper, str) or isinstance(self.ours, str):
+            return None
+        return self.ours - self.paper if self.unit == "%" or not self.paper else self.ours / self.paper - 1
+
+    @property
+    def reproduced(self) -> bool | None:
+        if self.held is not None or self.off is None:
+            return self.held
+        allowed = self.limit if self.limit is not None else POINTS if self.unit == "%" else RATIO
+        return abs(self.off) <= allowed + 1e-9
+
+    @property
+    def said(self) -> str:
+        """The verdict on a claim with a limit."""
+        return "" if self.limit is None else "yes" if self.reproduced else "no"
+
+    def number(self, value: float | str) -> str:
+        if isinstance(value, str):
+            return value
+        if self.unit == "%":
+            return f"{value:.1f}%".replace(".0%", "%") if value is self.paper else f"{value:.1f}%"
+        return f"{value:.2f}x" if self.unit == "x" else f"{value:.3g} {self.unit}".strip()
+
+    @property
+    def deviation(self) -> str:
+        if self.off is None:
+            return ""
+        return f"{self.off:+.1f} points" if self.unit == "%" else f"{100 * self.off:+.0f}%"
+
+    @property
+    def allowed(self) -> str:
+        if self.limit is None:
+            return ""
+        return f"{self.limit:g} points" if self.unit == "%" else f"{100 * self.limit:g}%"
+
+
+def claims_table(title: str, found: Sequence[Claim]) -> ResultTable:
+    """Return the claims with the verdicts on those that have a limit; without any limit, with all verdicts."""
+    limited = any(claim.limit is not None for claim in found)
+    columns: dict[str, Callable[[Claim], str]] = {
+        "claim": lambda c: c.what,
+        "section": lambda c: c.where,
+        "paper": lambda c: c.number(c.paper),
+        "ours": lambda c: c.number(c.ours),
+        "deviation": lambda c: c.deviation,
+        "allowed": lambda c: c.allowed,
+        "within" if limited else "reproduced": lambda c: c.said if limited else "yes" if c.reproduced else "no",
+    }
+    return table(title, found, columns)

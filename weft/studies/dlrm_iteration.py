@@ -1,0 +1,148 @@
+"""A training iteration of a DLRM as a graph of tasks on a GPU and a network, with and without fused embedding + all-to-all.
+
+    forward    embedding, all-to-all | bottom MLP, interaction, top MLP
+    backward   top MLP, interaction, all-to-all of gradients | bottom MLP, update of the embedding
+               all-reduce of the MLPs' gradients, beside what follows
+
+All ranks do the same. A resource takes one task at a time, in the order in which they become ready. In the baseline the forward
+all-to-all begins after the embedding; the fused kernel begins it with the embedding, and it ends no earlier than the embedding
+plus a slice. So no gain is above the exposed part of the all-to-all.
+
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 4.4 and table 2; the order of tasks is
+that of DLRM's training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from weft.hw.topology.links import Topology, torus
+from weft.sim.collectives import algorithm, algorithms
+from weft.studies.fused_embedding_model import FLOAT
+from weft.studies.numbers import Numbers
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of `us` on a resource. beside: it begins with that task, if its resource is free, and does not end before it."""
+
+    name: str
+    on: str
+    us: float
+    after: tuple[str, ...] = ()
+    beside: str = ""
+
+
+def ends_us(tasks: Sequence[Task]) -> dict[str, float]:
+    """Return the end of each task; raise `ValueError` for tasks that wait for each other or for none."""
+    starts: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    free = dict.fromkeys((task.on for task in tasks), 0.0)
+    left = list(tasks)
+    while left:
+        ready = [
+            (max([starts[t.beside] if t.beside else 0.0, *(ends[name] for name in t.after)]), i)
+            for i, t in enumerate(left)
+            if all(name in ends for name in t.after) and (not t.beside or t.beside in ends)
+        ]
+        if not ready:
+            raise ValueError(
+                f"these tasks wait for each other, or for one that is not there: {', '.join(t.name for t in left)}"
+            )
+        # The task that can start first; of those, the one that is ready first, then the first in the list.
+        start, _, i = min((max(at, free[left[i].on]), at, i) for at, i in ready)
+        task = left.pop(i)
+        starts[task.name] = start
+        ends[task.name] = max(start + task.us, ends.get(task.beside, 0.0))
+        free[task.on] = ends[task.name]
+    return ends
+
+
+@dataclass(frozen=True)
+class Dlrm:
+    """A DLRM of table 2 on the paper's torus. samples, tables: of a node."""
+
+    samples: int
+    tables: int
+    numbers: Numbers
+
+    @property
+    def embedding_us(self) -> float:
+        """Pooling for all nodes' samples, by one kernel."""
+        n = self.numbers
+        bags = self.samples * n["scale.nodes"] * self.tables
+        rate = n["memory.bandwidth"] * n["memory.share"]
+        return n.us("gpu.launch") + 1e6 * bags * n["model.pooling"] * n["scale.dim"] * FLOAT / rate
+
+    @property
+    def exchange_bytes(self) -> float:
+        """Pooled vectors of a node, for all nodes."""
+        n = self.numbers
+        return self.samples * n["scale.nodes"] * self.tables * n["scale.dim"] * FLOAT
+
+    @property
+    def exchange_us(self) -> float:
+        n = self.numbers
+        (direct,) = algorithms(_torus(n), "all_to_all")
+        return n.us("nic.collective") + direct.time_us(self.exchange_bytes)
+
+    def mlp_us(self, layers: float, times: float = 1.0) -> float:
+        n = self.numbers
+        flop = 2 * self.samples * n["scale.width"] ** 2
+        return layers * max(n.us("gpu.launch"), 1e6 * flop / (n["gpu.fp32"] * n["gpu.fp32_share"])) * times
+
+    def reduce_us(self, layers: float) -> float:
+        """All-reduce of the gradients of MLP layers."""
+        n = self.numbers
+        count = layers * n["scale.width"] ** 2 * FLOAT
+        return n.us("nic.collective") + algorithm(_torus(n), "all_reduce", count).time_us(count)
+
+    def tasks(self, fused: bool) -> list[Task]:
+        n = self.numbers
+        bottom = n["scale.bottom"]
+        top = n["scale.layers"] - bottom
+        vectors = self.samples * n["scale.nodes"] * self.tables + self.samples
+        interaction_us = n.us("gpu.launch") + 2e6 * vectors * n["scale.dim"] * FLOAT / (
+            n["memory.bandwidth"] * n["memory.share"]
+        )
+        exchange = Task("all-to-all", "network", self.exchange_us, ("embedding",))
+        if fused:
+            exchange = Task("all-to-all", "network", self.exchange_us, beside="embedding")
+        return [
+            Task("embedding", "gpu", self.embedding_us),
+            exchange,
+            Task("bottom", "gpu", self.mlp_us(bottom)),
+            Task("interaction", "gpu", interaction_us, ("all-to-all", "bottom")),
+            Task("top", "gpu", self.mlp_us(top), ("interaction",)),
+            Task("top back", "gpu", self.mlp_us(top, 2), ("top",)),
+            Task("interaction back", "gpu", interaction_us, ("top back",)),
+            Task("all-to-all back", "network", self.exchange_us, ("interaction back",)),
+            Task("bottom back", "gpu", self.mlp_us(bottom, 2), ("interaction back",)),
+            Task("reduce", "network", self.reduce_us(n["scale.layers"]), ("bottom back",)),
+            Task("update", "gpu", n["scale.update"] * self.embedding_us, ("all-to-all back",)),
+        ]
+
+    def iteration_us(self, fused: bool) -> float:
+        return max(ends_us(self.tasks(fused)).values())
+
+    @property
+    def gain(self) -> float:
+        """The fraction of the iteration that the fused operator saves."""
+        return 1 - self.iteration_us(True) / self.iteration_us(False)
+
+    @property
+    def exposed_us(self) -> float:
+        """The part of the forward all-to-all that nothing hides in the baseline."""
+        return max(0.0, self.exchange_us - self.mlp_us(self.numbers["scale.bottom"]))
+
+
+def _torus(numbers: Numbers) -> Topology:
+    return _torus_of(
+        numbers.count("scale.nodes"), 1e-6 * numbers["scale.bandwidth"], numbers.us("scale.latency"),
+        numbers.count("scale.columns"),
+    )  # fmt: skip
+
+
+_torus_of = cache(torus)

@@ -1,0 +1,90 @@
+"""FiCCO's schedules by the paper's names, and a row of its evaluation: one GEMM's times by schedule.
+
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V and VI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.bench.table_1 import GatheredGemm
+from weft.plan import AUTOTUNE
+
+SHARD = "shard[chunks=1,send=in_turn,by=dma]"
+"""The paper's shard overlap: one peer at a time, whole shards."""
+ASYNCTP, SERIAL, WEFT = "asynctp", "serial", "weft"
+NEAR = 0.03
+
+
+def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
+    """Return the candidate's name, with as many steps as ranks."""
+    if by == "collective":
+        return f"ficco_{shape}_collective[start={start},gemms={gemms},steps=0]"
+    return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"
+
+
+def _all_of(*shapes: str, by: str = "dma") -> dict[str, str]:
+    """Return candidates by the paper's names, such as "hetero-fused-1D"."""
+    return {
+        f"{start}-{gemms}-{shape.upper()}": ficco(shape, start, gemms, by)
+        for shape in shapes for start in ("uniform", "hetero") for gemms in ("fused", "unfused")
+    }  # fmt: skip
+
+
+NAMED = _all_of("1d", "2d")
+EIGHT = tuple(NAMED.values())
+STUDIED = {
+    name: NAMED[name] for name in ("uniform-fused-1D", "hetero-fused-1D", "hetero-unfused-1D", "uniform-fused-2D")
+}
+"""The four schedules that the paper studies."""
+KINDS: dict[str, tuple[str, ...]] = {
+    "shard": (SHARD,),
+    "shard, to all at once": ("shard[chunks=1,send=at_once,by=dma]",),
+    "AsyncTP": (ASYNCTP,),
+    "FiCCO 1D": EIGHT[:4],
+    "FiCCO 2D": EIGHT[4:],
+    "FiCCO by collectives": tuple(_all_of("1d", "2d", by="collective").values()),
+    "FiCCO by a kernel": tuple(_all_of("1d", "2d", by="kernel").values()),
+    "weft's choice": (WEFT,),
+    "weft, autotuned": (AUTOTUNE,),
+}
+"""Kinds of overlap and their variants. For each GEMM, the fastest variant of a kind counts (figure 14)."""
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One GEMM, as it was run: N divided by the ranks, M possibly smaller.
+
+    pick: the heuristic's pick, by the machine's file, or by the file of the paper's machine. ms: the milliseconds by variant,
+    with serial. closed: the closed form's pick, if it was recorded.
+    """
+
+    config: str
+    gemm: GatheredGemm
+    pick: str
+    ms: Mapping[str, float]
+    gemm_ms: float
+    communication_ms: float
+    closed: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return self.gemm_ms / self.communication_ms
+
+    @property
+    def ideal(self) -> float:
+        return self.ms[SERIAL] / max(self.gemm_ms, self.communication_ms)
+
+    def best(self, among: Sequence[str]) -> str | None:
+        return min((name for name in among if name in self.ms), key=lambda name: self.ms[name], default=None)
+
+    def speedup(self, *among: str) -> float | None:
+        """Return the speedup of the fastest of `among` over serial; None if none was recorded."""
+        best = self.best(among)
+        return None if best is None else self.ms[SERIAL] / self.ms[best]
+
+    def lost(self, chosen: str, among: Sequence[str]) -> float | None:
+        """Return the fraction of the best speedup that `chosen` loses; None if either was not recorded."""
+        best, mine = self.speedup(*among), self.speedup(chosen)
+        return None if best is None or mine is None else max(0.0, 1 - mine / best)

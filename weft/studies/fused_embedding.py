@@ -1,0 +1,354 @@
+"""Fused embedding + all-to-all: the evaluation of the paper on a model of its machines; records, tables and pictures.
+
+`weft.studies.fused_embedding_model` has two nodes and four GPUs of one (figures 10 to 14), `weft.studies.dlrm_iteration` the
+training pass on 128 nodes (figure 15). The numbers are those of `fused_embedding.toml`.
+
+Source: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.4 and 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from weft.bench.core.tables import Record, ResultTable, table
+from weft.studies.claims import Claim, claims_table
+from weft.studies.dlrm_iteration import Dlrm, ends_us
+from weft.studies.fused_embedding_model import SLICE, Order, Setting, Times, between_nodes, in_a_node, with_pooling
+from weft.studies.numbers import Numbers, load_numbers, numbers_table
+from weft.studies.pages import block, figure, head_of
+
+STUDY = "fused_embedding"
+BETWEEN = tuple(Setting(b, t) for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64)))
+"""Figure 10's axis labels are in no text: these are the presets fused-inter of weft's benchmark."""
+WITHIN = tuple(Setting(b, t, 4) for b in (512, 1024, 2048, 4096) for t in (64, 256))
+ONE = Setting(1024, 256)
+"""The configuration of figures 11 and 12."""
+OCCUPANCIES = (0.25, 0.5, 0.75, 0.875)
+SLICES = (2, 4, 8, 16, 32, 64, 128)
+ORDERS: tuple[Order, Order] = ("natural", "remote_first")
+POOLINGS = (5.5, 10, 20, 35, 70)
+SAMPLES, TABLES = tuple(2**i for i in range(6, 13)), tuple(2**i for i in range(7))
+REAL, REAL_SMALL = (512, 7), (64, 7)
+"""Samples and tables of each of 128 nodes: 856 tables, those of Meta's public traces of 2021 (facebookresearch/dlrm_datasets), and
+65,536 or 8,192 samples in all."""
+
+
+def our_numbers() -> Numbers:
+    return load_numbers("fused_embedding.toml")
+
+
+def simulated(*, progress: Callable[[str, float], None] = lambda what, share: None) -> list[Record]:
+    """Return a record for each figure, and one each for the poolings, the parts of an iteration, and the sensitivity."""
+    numbers = our_numbers()
+    common = {
+        **head_of("embedding_all_to_all", numbers.name, numbers.assumed), "study": STUDY, "dtype": "fp32",
+        "ranks": numbers.count("scale.nodes"), "topology": "torus", "baseline": "serial",
+    }  # fmt: skip
+    makers: tuple[Callable[[Numbers], Record], ...] = (
+        _between, _occupancies, _slices, _skew, _within, _poolings, _surface, _parts, _sensitivity,
+    )  # fmt: skip
+    found = []
+    for make in makers:
+        record = make(numbers)
+        progress(f"fused embedding: {record['figure']}", 1 / len(makers))
+        found.append({**common, "config": record["figure"], "variant": "fused", **record})
+    return found
+
+
+def _line(name: str, times: Times) -> list[Any]:
+    return [name, times.pooling, times.exchange, times.shuffle, *times.fused, times.saved]
+
+
+def _between(numbers: Numbers) -> Record:
+    return {"figure": "10", "lines": [_line(one.name, between_nodes(one, numbers)) for one in BETWEEN]}
+
+
+def _occupancies(numbers: Numbers) -> Record:
+    us = [max(between_nodes(ONE, numbers, occupancy=of).fused) for of in OCCUPANCIES]
+    return {"figure": "11", "lines": [[of, time] for of, time in zip(OCCUPANCIES, us, strict=True)]}
+
+
+def _slices(numbers: Numbers) -> Record:
+    return {"figure": "12", "lines": [[of, max(between_nodes(ONE, numbers, slice_size=of).fused)] for of in SLICES]}
+
+
+def _skew(numbers: Numbers) -> Record:
+    lines = []
+    for setting in BETWEEN:
+        runs = [between_nodes(setting, numbers, order=order) for order in ORDERS]
+        lines.append([setting.name, *(us for run in runs for us in run.fused), *(run.skew for run in runs)])
+    return {"figure": "13", "lines": lines}
+
+
+def _within(numbers: Numbers) -> Record:
+    return {"figure": "14", "lines": [_line(one.name, in_a_node(one, numbers)) for one in WITHIN]}
+
+
+def _poolings(numbers: Numbers) -> Record:
+    return {"figure": "poolings", "lines": [[of, headline(with_pooling(numbers, of))] for of in POOLINGS]}
+
+
+def _surface(numbers: Numbers) -> Record:
+    gains = [[Dlrm(samples, tables, numbers).gain for samples in SAMPLES] for tables in TABLES]
+    real = [Dlrm(*point, numbers).gain for point in (REAL_SMALL, REAL)]
+    return {"figure": "15", "samples": SAMPLES, "tables": TABLES, "gains": gains, "real": real}
+
+
+def _parts(numbers: Numbers) -> Record:
+    dlrm = Dlrm(*REAL, numbers)
+    ends = {name: ends_us(dlrm.tasks(fused)) for name, fused in (("baseline", False), ("fused", True))}
+    return {
+        "figure": "iteration", "tasks": [[task.name, task.on, task.us] for task in dlrm.tasks(False)], "ends": ends,
+        "exposed_us": dlrm.exposed_us,
+    }  # fmt: skip
+
+
+def _sensitivity(numbers: Numbers) -> Record:
+    lines: list[list[Any]] = [["as it is", None, headline(numbers)]]
+    for key in numbers.of_source("assumed", "derived"):
+        for factor in (0.8, 1.2):
+            if key != "scale.columns":  # a torus has whole rows
+                lines.append([key, factor, headline(numbers.scaled(key, factor))])
+    return {"figure": "sensitivity", "lines": lines}
+
+
+PAPER: Mapping[str, tuple[str, str, float, float | None]] = {
+    "between": ("time below the baseline's between nodes, mean", "4.2, figure 10", 31, None),
+    "between_most": ("time below the baseline's between nodes, most", "4.2, figure 10", 58, None),
+    "occupancy": ("time saved by an occupancy of 75% instead of 25%", "4.2, figure 11", 46, None),
+    "contention": ("time added by 87.5% instead of 75%", "4.2, figure 11", 25, None),
+    "slices": ("slices of 64 instead of 4: time saved (gave the NIC's time for a message)", "4.2, figure 12", 55, None),
+    "beyond": ("slices of 128 instead of 64: time saved", "4.2, figure 12", 0, None),
+    "skew": ("skew of nodes, oblivious order, mean", "4.2, figure 13", 7, None),
+    "skew_first": ("skew of nodes, remote first, mean", "4.2, figure 13", 1, None),
+    "within": ("zero-copy in a node of four: time below the baseline's, mean", "4.3, figure 14", 25, None),
+    "within_most": ("zero-copy in a node of four: time below, most", "4.3, figure 14", 35, None),
+    "scale": ("training pass shorter on 128 nodes (ours: 856 tables, 65,536 samples)", "4.4, figure 15", 10, None),
+}
+"""Claims, sections, percent, and the allowed points, by the keys of `headline`. Figure 12 "saturates beyond 64"."""
+
+
+def headline(numbers: Numbers) -> dict[str, float]:
+    """Return the model's percentages of all claims."""
+    between = [between_nodes(one, numbers).saved for one in BETWEEN]
+    within = [in_a_node(one, numbers).saved for one in WITHIN]
+    us = {of: max(between_nodes(ONE, numbers, occupancy=of).fused) for of in OCCUPANCIES}
+    slices = {of: max(between_nodes(ONE, numbers, slice_size=of).fused) for of in SLICES}
+    natural, first = (fmean(between_nodes(one, numbers, order=order).skew for one in BETWEEN) for order in ORDERS)
+    fractions = {
+        "between": fmean(between), "between_most": max(between), "occupancy": 1 - us[0.75] / us[0.25],
+        "contention": us[0.875] / us[0.75] - 1, "slices": 1 - slices[64] / slices[4], "beyond": 1 - slices[128] / slices[64],
+        "skew": natural, "skew_first": first, "within": fmean(within), "within_most": max(within),
+        "scale": Dlrm(*REAL, numbers).gain,
+    }  # fmt: skip
+    return {name: 100 * value for name, value in fractions.items()}
+
+
+# --- records to rows, claims, tables ---
+
+
+def is_mine(record: Record) -> bool:
+    return record.get("study") == STUDY
+
+
+def rows_of(records: Sequence[Record]) -> dict[str, Record]:
+    """Return the last run's records by figure; raise `ValueError` if there is none."""
+    mine = [record for record in records if is_mine(record)]
+    if not mine:
+        raise ValueError("no records of fused embedding: run weft reproduce fused-embedding --json FILE")
+    return {record["figure"]: record for record in mine if record["run"] == mine[-1]["run"]}
+
+
+def claims(rows: Mapping[str, Record]) -> list[Claim]:
+    """Return the paper's claims beside the model's numbers."""
+    ours = rows["sensitivity"]["lines"][0][2]
+    found = [Claim(what, where, paper, ours[key], "%", limit) for key, (what, where, paper, limit) in PAPER.items()]
+    small, *_, large = sorted(rows["10"]["lines"], key=lambda line: int(line[0].partition("|")[0]))
+    full = [line[6] - (line[2] + line[3]) / sum(line[1:4]) for line in (small, large)]
+    said = f"{100 * full[0]:+.0f} points at batch {small[0]}, {100 * full[1]:+.0f} at {large[0]}"
+    what = "small batches gain more than by full overlap: one kernel instead of one for each table"
+    found.append(Claim(what, "4.2, figure 10", "yes", said, held=full[0] > 0 and full[0] > full[1]))
+    of = rows["15"]
+    flat = [gain for line in of["gains"] for gain in line]
+    real = " and ".join(f"{gain:.1%}" for gain in of["real"])
+    said = f"{100 * min(flat):.0f} to {100 * max(flat):.0f}%; from 10% on: {_where(of, 0.10)} (samples x tables of a node); "
+    said += f"856 tables: {real} with {REAL_SMALL[0]} and {REAL[0]} samples"
+    held = min(flat) <= 0.10 <= max(flat)
+    found.append(
+        Claim("the paper's 10% is on the surface over samples and tables", "4.4, figure 15", "10%", said, held=held)
+    )
+    parts = rows["iteration"]
+    saved = max(parts["ends"]["baseline"].values()) - max(parts["ends"]["fused"].values())
+    pooled = next(us for name, _, us in parts["tasks"] if name == "embedding")
+    said = f"saved {saved / 1e3:.1f} ms of {pooled / 1e3:.1f} ms pooling, {parts['exposed_us'] / 1e3:.1f} ms exposed"
+    held = 0.9 * pooled <= saved <= min(pooled, parts["exposed_us"]) + 1e-6
+    found.append(Claim("most of the embedding is hidden behind the all-to-all", "4.4", "yes", said, held=held))
+    return found
+
+
+def _where(surface: Record, gain: float) -> str:
+    """Return, for each number of samples, the fewest tables of a node with at least this gain, as samples x tables."""
+    found = []
+    for i, samples in enumerate(surface["samples"]):
+        enough = [tables for tables, line in zip(surface["tables"], surface["gains"], strict=True) if line[i] >= gain]
+        if enough:
+            found.append(f"{samples} x {min(enough)}")
+    return ", ".join(found)
+
+
+def tables(rows: Mapping[str, Record]) -> list[ResultTable]:
+    numbers = our_numbers()
+    return [
+        claims_table("The paper's numbers and ours", claims(rows)),
+        _times_table(rows["10"], f"Two nodes, slices of {SLICE} vectors, us (figure 10)"),
+        _pairs_table(rows["11"], "occupancy", lambda of: f"{of:.1%}", "Occupancy of the fused kernel, 1024|256 (figure 11)"),
+        _pairs_table(rows["12"], "vectors of a slice", str, "Size of slices, 1024|256 (figure 12)"),
+        _skew_table(rows["13"]),
+        _times_table(rows["14"], "Zero-copy on four GPUs of a node, a kernel for each table, us (figure 14)"),
+        _headlines_table(rows["poolings"]["lines"], "rows of a bag", "The same claims with other numbers of rows a bag"),
+        _surface_table(rows["15"]),
+        _iteration_table(rows["iteration"]),
+        _headlines_table(
+            [[_named(key, factor), ours] for key, factor, ours in rows["sensitivity"]["lines"]], "number",
+            "The claims with one assumed or derived number 20% smaller and larger",
+        ),
+        numbers_table("The machines (tables 1 and 2) and what the paper leaves open", numbers),
+    ]  # fmt: skip
+
+
+def _named(key: str, factor: float | None) -> str:
+    return key if factor is None else f"{key} x {factor:g}"
+
+
+def _times_table(record: Record, title: str) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "batch \\| tables": lambda line: line[0].replace("|", " | "),
+        "pooling": lambda line: f"{line[1]:.0f}",
+        "all-to-all": lambda line: f"{line[2]:.0f}",
+        "shuffle": lambda line: f"{line[3]:.0f}",
+        "fused": lambda line: f"{max(line[4:-1]):.0f}",
+        "saved": lambda line: f"{line[-1]:.0%}",
+    }
+    mean = {"batch \\| tables": "mean", "saved": f"{fmean(line[-1] for line in record['lines']):.0%}"}
+    made = table(title, record["lines"], columns, [mean])
+    return made._replace(columns=("batch | tables", *made.columns[1:]))
+
+
+def _pairs_table(record: Record, what: str, form: Callable[[Any], str], title: str) -> ResultTable:
+    most = max(us for _, us in record["lines"])
+    columns: dict[str, Callable[[Any], str]] = {
+        what: lambda line: form(line[0]),
+        "us": lambda line: f"{line[1]:.0f}",
+        "of the longest": lambda line: f"{line[1] / most:.0%}",
+    }
+    return table(title, record["lines"], columns)
+
+
+def _skew_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "batch, tables": lambda line: line[0],
+        "oblivious: node 0 us": lambda line: f"{line[1]:.0f}",
+        "node 1 us": lambda line: f"{line[2]:.0f}",
+        "skew": lambda line: f"{line[5]:.1%}",
+        "remote first: node 0 us": lambda line: f"{line[3]:.0f}",
+        "node 1 us ": lambda line: f"{line[4]:.0f}",
+        "skew ": lambda line: f"{line[6]:.1%}",
+    }
+    return table("Skew of two nodes by the order of slices (figure 13)", record["lines"], columns)
+
+
+def _headlines_table(lines: Sequence[Any], what: str, title: str) -> ResultTable:
+    shown = {
+        "between nodes": "between", "most": "between_most", "occupancy": "occupancy", "slices": "slices", "skew": "skew",
+        "remote first": "skew_first", "in a node": "within", "most ": "within_most", "128 nodes": "scale",
+    }  # fmt: skip
+    columns: dict[str, Callable[[Any], str]] = {what: lambda line: str(line[0])}
+    for name, key in shown.items():
+        columns[name] = lambda line, key=key: f"{line[1][key]:.0f}%"  # type: ignore[misc]
+    papers = {name: f"{PAPER[key][2]:.0f}%" for name, key in shown.items()}
+    return table(title, lines, columns, [{what: "paper's", **papers}])
+
+
+def _surface_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {"tables of a node": lambda line: str(line[0])}
+    for i, samples in enumerate(record["samples"]):
+        columns[f"{samples} samples"] = lambda line, i=i: f"{line[1][i]:.1%}"  # type: ignore[misc]
+    title = "Shorter training pass on 128 nodes, by samples and tables of a node (figure 15; the paper's mean is 10%)"
+    return table(title, list(zip(record["tables"], record["gains"], strict=True)), columns)
+
+
+def _iteration_table(record: Record) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "task": lambda task: task[0],
+        "on": lambda task: task[1],
+        "us": lambda task: f"{task[2]:.0f}",
+        "ends, baseline": lambda task: f"{record['ends']['baseline'][task[0]]:.0f}",
+        "ends, fused": lambda task: f"{record['ends']['fused'][task[0]]:.0f}",
+    }
+    return table(
+        f"An iteration with {REAL[0]} samples and {REAL[1]} tables on each of 128 nodes, us", record["tasks"], columns
+    )
+
+
+def conclusions(rows: Mapping[str, Record]) -> list[str]:
+    """Return a sentence on how many claims are reproduced, and on what the means depend on."""
+    found = claims(rows)
+    met = [claim.what for claim in found if claim.reproduced]
+    return [f"{len(met)} of {len(found)} claims are reproduced. {_poolings_say(rows['poolings'])}"]
+
+
+def _poolings_say(record: Record) -> str:
+    keys = ("between", "within")
+    off = {rows: max(abs(ours[key] - PAPER[key][2]) for key in keys) for rows, ours in record["lines"]}
+    best = min(off, key=lambda rows: off[rows])
+    return (
+        f"The means of figures 10 and 14 depend on the rows of a bag. With {best:g} both are within {off[best]:.0f} points of the "
+        f"paper's. With the {POOLINGS[-1]:g} of table 2 they are up to {off[POOLINGS[-1]]:.0f} points off."
+    )
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    last = [record for record in records if is_mine(record)][-1]
+    assumed, known = last["assumed"]
+    return [
+        f"Simulated: {last['machine']}, two nodes, four GPUs of one, and {last['ranks']} nodes, {last['dtype']}; commit "
+        f"{last['commit']}, {last['date'][:10]}. Nothing was measured for this. {assumed} of the {known} numbers are assumed."
+    ]
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Return a page's block."""
+    rows = rows_of(records)
+    return block(notes(records), tables(rows), conclusions(rows))
+
+
+def draw(directory: Path, rows: Mapping[str, Record], title: str) -> list[Path]:
+    """Write figures 11 to 13 and the surface of figure 15 as PNG files into `directory`, created if needed."""
+    paths = [directory / "figure-12-slices.png", directory / "figure-15-surface.png"]
+    with figure(paths[0], f"{title} (figures 11, 12, 13)", (9, 9), 3) as (occupancy, slices, skew):
+        for axis, name, form in ((occupancy, "11", "occupancy"), (slices, "12", "vectors of a slice")):
+            axis.plot(*zip(*rows[name]["lines"], strict=True), "o-", color="#4063a3", label="fused kernel, 1024|256")
+            axis.set_xlabel(form, fontsize=9)
+            axis.set_ylabel("us", fontsize=9)
+            axis.set_ylim(bottom=0)
+        slices.set_xscale("log", base=2)
+        slices.xaxis.set_major_formatter("{x:g}")
+        lines = rows["13"]["lines"]
+        for shift, column, name, colour in ((-0.2, 5, "oblivious", "#b8432f"), (0.2, 6, "remote first", "#2f7d5b")):
+            at = [i + shift for i in range(len(lines))]
+            skew.bar(at, [100 * line[column] for line in lines], 0.36, color=colour, label=name)
+        skew.set_xticks(range(len(lines)), [line[0] for line in lines], fontsize=8)
+        skew.set_ylabel("skew of nodes, %", fontsize=9)
+    with figure(paths[1], f"{title} (figure 15)", (9, 4.5)) as (axis,):
+        of = rows["15"]
+        for tables_of, line in zip(of["tables"], of["gains"], strict=True):
+            axis.plot(of["samples"], [100 * gain for gain in line], "o-", markersize=3, label=f"{tables_of} tables")
+        axis.axhline(10, color="black", linewidth=0.8, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("samples of a node", fontsize=9)
+        axis.set_ylabel("shorter training pass, %; dotted: the paper's mean", fontsize=9)
+    return paths

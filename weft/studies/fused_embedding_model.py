@@ -1,0 +1,151 @@
+"""A model of the paper's fused embedding kernel on two nodes and on four GPUs of one, beside its baseline.
+
+A GPU pools bags at the rate of its memory, or as fast as its wavefronts' loads return (Little's law):
+
+    rate(occupancy) = min(share * bandwidth, occupancy * units * waves * bytes in flight / latency)
+
+Slices are pooled one after the other. A remote slice goes to the NIC when it is pooled, and the NIC takes
+
+    slice / bandwidth + message
+
+for each, in order. A node's kernel ends when it has pooled all slices and its peer's last slice has arrived. Work-groups that
+send go on pooling (4.2). The baseline launches a kernel for each table, then the all-to-all, then a shuffle of its result (4.1). A
+kernel of few bags fills only a part of a GPU.
+
+The rate has no contention: more occupancy is never slower. Source: "GPU-initiated Fine-grained Overlap of Collective Communication
+with Computation", 3.2 to 4.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from weft.studies.numbers import Numbers
+
+FLOAT = 4
+SLICE = 32
+Order = Literal["remote_first", "natural"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration of figures 10 to 14: <global batch | tables of a GPU>."""
+
+    batch: int
+    tables: int
+    ranks: int = 2
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch}|{self.tables}"
+
+    @property
+    def vectors(self) -> int:
+        """Pooled vectors of a GPU, for all ranks."""
+        return self.batch * self.tables
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of the baseline's parts, and of the fused kernel on each node."""
+
+    pooling: float
+    exchange: float
+    shuffle: float
+    fused: tuple[float, ...]
+
+    @property
+    def baseline(self) -> float:
+        return self.pooling + self.exchange + self.shuffle
+
+    @property
+    def saved(self) -> float:
+        """The fraction of the baseline that the slowest node saves."""
+        return 1 - max(self.fused) / self.baseline
+
+    @property
+    def skew(self) -> float:
+        return max(self.fused) / min(self.fused) - 1
+
+
+def rate(numbers: Numbers, occupancy: float) -> float:
+    """Return the bytes/us that a GPU pools with this fraction of its wavefronts."""
+    waves = occupancy * numbers["gpu.units"] * numbers["gpu.waves"]
+    in_flight = waves * numbers["gpu.loads"] / numbers["memory.latency"]
+    return 1e-6 * min(numbers["memory.bandwidth"] * numbers["memory.share"], in_flight)
+
+
+def bag_bytes(numbers: Numbers) -> float:
+    return numbers["model.pooling"] * numbers["model.dim"] * FLOAT
+
+
+def between_nodes(
+    setting: Setting,
+    numbers: Numbers,
+    *,
+    slice_size: int = SLICE,
+    order: Order = "remote_first",
+    occupancy: float = 0.0,
+) -> Times:
+    """Return the times of two nodes with a GPU each. occupancy: of the fused kernel; 0: the paper's."""
+    sent = setting.vectors * numbers["model.dim"] * FLOAT / 2
+    exchange_us = numbers.us("nic.collective") + 1e6 * sent / numbers["nic.bandwidth"]
+    pooled = rate(numbers, occupancy or numbers["gpu.occupancy"])
+    slice_us = slice_size * bag_bytes(numbers) / pooled
+    remote = setting.vectors // 2 // slice_size
+    local_first = [order == "natural", False]  # node 1 has node 0's samples first in both orders (figure 7)
+    ends = []
+    for late in local_first:
+        ready = (np.arange(remote) + 1 + (remote if late else 0)) * slice_us
+        ends.append(_sent_us(ready, slice_size, numbers))
+    all_pooled_us = 2 * remote * slice_us
+    fused = tuple(numbers.us("gpu.launch") + max(all_pooled_us, arrived) for arrived in reversed(ends))
+    return Times(_unfused_pooling_us(setting, numbers), exchange_us, _shuffle_us(setting, numbers), fused)
+
+
+def _sent_us(ready_us: np.ndarray, slice_size: int, numbers: Numbers) -> float:
+    """Return when the last slice arrives: the NIC takes them in order, each when it is ready and the one before has left."""
+    bytes_us = 1e6 * slice_size * numbers["model.dim"] * FLOAT / numbers["nic.bandwidth"]
+    each_us = bytes_us + numbers.us("nic.message")
+    places = np.arange(len(ready_us))
+    left_us = np.maximum.accumulate(ready_us - places * each_us)[-1] + len(ready_us) * each_us
+    return float(left_us) + numbers.us("nic.latency")
+
+
+def in_a_node(setting: Setting, numbers: Numbers) -> Times:
+    """Return the times of GPUs of one node: zero-copy stores by a kernel for each table, which need no NIC and no shuffle."""
+    peers = setting.ranks - 1
+    over_link = setting.vectors * numbers["model.dim"] * FLOAT / setting.ranks
+    exchange_us = numbers.us("nic.collective") + 1e6 * over_link / numbers["xgmi.bandwidth"]
+    read_us, launches_us = _tables_us(setting, numbers)
+    stored = setting.vectors * numbers["model.dim"] * FLOAT * (1 - peers / setting.ranks)
+    fused_us = launches_us + max(read_us + _memory_us(stored, numbers), 1e6 * over_link / numbers["xgmi.bandwidth"])
+    return Times(_unfused_pooling_us(setting, numbers), exchange_us, _shuffle_us(setting, numbers), (fused_us,))
+
+
+def _tables_us(setting: Setting, numbers: Numbers) -> tuple[float, float]:
+    """Return the time to read rows by a kernel for each table, and the time of its launches."""
+    waves = setting.batch * numbers["model.dim"] / 64  # a wavefront for 64 columns of a bag
+    filled = min(1.0, waves / (numbers["gpu.units"] * numbers["gpu.waves"]))
+    return setting.vectors * bag_bytes(numbers) / rate(numbers, filled), setting.tables * numbers.us("gpu.launch")
+
+
+def _unfused_pooling_us(setting: Setting, numbers: Numbers) -> float:
+    return sum(_tables_us(setting, numbers)) + _memory_us(setting.vectors * numbers["model.dim"] * FLOAT, numbers)
+
+
+def _shuffle_us(setting: Setting, numbers: Numbers) -> float:
+    """Return the time to read and write the received vectors."""
+    return numbers.us("gpu.launch") + _memory_us(2 * setting.vectors * numbers["model.dim"] * FLOAT, numbers)
+
+
+def _memory_us(count: float, numbers: Numbers) -> float:
+    return 1e6 * count / (numbers["memory.bandwidth"] * numbers["memory.share"])
+
+
+def with_pooling(numbers: Numbers, rows: float) -> Numbers:
+    pooling = replace(numbers.quantities["model.pooling"], value=rows)
+    return replace(numbers, quantities={**numbers.quantities, "model.pooling": pooling})

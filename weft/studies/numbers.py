@@ -1,0 +1,74 @@
+"""The numbers of a study's model, each with its unit and source, from a TOML file beside the study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from weft.bench.core.tables import ResultTable, table
+from weft.hw.quantity import SOURCES, UNITS, Quantity
+from weft.reading import parse_toml
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Quantities by key, in bytes, seconds, bytes/s or FLOP/s.
+
+    numbers = load_numbers("fused_embedding.toml")
+    numbers["nic.bandwidth"]               20e9
+    numbers.scaled("nic.bandwidth", 0.8)   the same with another value
+    """
+
+    name: str
+    quantities: Mapping[str, Quantity]
+
+    def __getitem__(self, key: str) -> float:
+        if key not in self.quantities:
+            raise KeyError(f"{key} is no number of {self.name}: use one of {', '.join(self.quantities)}")
+        return self.quantities[key].si
+
+    def count(self, key: str) -> int:
+        return int(self[key])
+
+    def us(self, key: str) -> float:
+        return 1e6 * self[key]
+
+    def scaled(self, key: str, factor: float) -> Numbers:
+        self[key]
+        changed = replace(self.quantities[key], value=self.quantities[key].value * factor)
+        return replace(self, quantities={**self.quantities, key: changed})
+
+    def of_source(self, *sources: str) -> Iterator[str]:
+        return (key for key, quantity in self.quantities.items() if quantity.source in sources)
+
+    @property
+    def assumed(self) -> list[int]:
+        """Return [assumed numbers, all numbers], as records have them."""
+        return [len(list(self.of_source("assumed"))), len(self.quantities)]
+
+
+@cache
+def load_numbers(file: str) -> Numbers:
+    """Return the numbers of a file in this folder; raise `ValueError` for an unknown unit or source, or a value below 0."""
+    data = parse_toml(files(__package__).joinpath(file).read_text(), file)
+    name = data.pop("name")
+    found = {f"{group}.{key}": Quantity(**fields) for group, entries in data.items() for key, fields in entries.items()}
+    for key, one in found.items():
+        if one.unit not in UNITS or one.source not in SOURCES or one.si < 0:
+            raise ValueError(
+                f"{file}: {key} = {one}: use a known unit, a source of {', '.join(SOURCES)}, and at least 0"
+            )
+    return Numbers(name, found)
+
+
+def numbers_table(title: str, numbers: Numbers) -> ResultTable:
+    columns: dict[str, Callable[[Any], str]] = {
+        "number": lambda item: item[0],
+        "value": lambda item: f"{item[1].value:g}" + (f" {item[1].unit}" if item[1].unit != "1" else ""),
+        "source": lambda item: item[1].source,
+        "note": lambda item: item[1].note,
+    }
+    return table(title, list(numbers.quantities.items()), columns)
