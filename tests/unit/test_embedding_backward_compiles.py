@@ -73,7 +73,7 @@ def test_kernels_compile(name: str, target: str) -> None:
         )
         extra = F32 if case["rule"] == 6 else I64
         update = device_code.update_rows_kernel.warmup(
-            *data, I64, I32, F32, I64, F32, extra, I64, 5, GROUP=case["group"], **of_tile, **rules, **options
+            *data, I64, I32, F32, I64, F32, F32, extra, I64, 5, GROUP=case["group"], **of_tile, **rules, **options
         )
         weights = device_code.gradients_of_weights_kernel.warmup(
             case["keys"], I32, grads, I64, F32, 1000, 10**6, 5,

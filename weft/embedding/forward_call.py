@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,11 @@ class Tables(NamedTuple):
     learning_rate: torch.Tensor
     step: torch.Tensor
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tables, and then their states."""
+        return [*self.weights, *[state for states in self.states for state in states]]
+
     def require_intact(self, sharding: EmbeddingSharding, rank: int) -> None:
         """Raise `ValueError` if a table or a state has another dtype, shape, layout or device than in forward, or no memory."""
         check_weights(self.weights, sharding, rank)
@@ -40,7 +46,7 @@ class Tables(NamedTuple):
                         f"state {name!r} is {state.dtype} {list(state.shape)} with strides {state.stride()}: it must stay "
                         f"contiguous {torch.float32} {list(wanted)}"
                     )
-        for tensor in (*self.weights, *(state for states in self.states for state in states)):
+        for tensor in self.tensors:
             if tensor.device != self.step.device:
                 raise ValueError(f"a table or state is on {tensor.device} and its optimizer on {self.step.device}")
 
@@ -64,6 +70,8 @@ class ForwardCall:
     versions: tuple[int, ...] | None = None
     """The versions of tables in forward, if gradients of per-sample weights need values that an optimizer may change."""
     is_updated: bool = field(default=False)
+    layout: Hashable = field(default=None, init=False, repr=False)
+    """The layouts and addresses of tables and states when they were checked last (`weft.runtime.layouts`); None if unknown."""
     sorted_ahead: Any = field(default=None, init=False, repr=False)
     """On GPUs, the ids that are being sorted on another stream (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
 

@@ -43,7 +43,7 @@ class FusedUpdate:
         if not math.isfinite(self.factor):
             raise ValueError(f"factor={factor} must be a finite number, such as 1 / world size")
         device = weights[0].device if len(weights) else torch.device("cpu" if device is None else device)
-        self._shapes = [tuple(weight.shape) for weight in weights]
+        self._shapes = [weight.shape for weight in weights]
         self._written_lr = optimizer.lr  # for tables on meta, which keep no values
         self.learning_rate = torch.tensor(optimizer.lr, dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
@@ -79,11 +79,11 @@ class FusedUpdate:
 
     def require_tables(self, weights: Sequence[torch.Tensor]) -> None:
         """Raise `ValueError` unless the states are of tables of these shapes, on their device."""
-        shapes = [tuple(getattr(weight, "shape", ())) for weight in weights]
+        shapes = [getattr(weight, "shape", None) for weight in weights]
         if shapes != self._shapes:
+            made, given = ([tuple(shape or ()) for shape in of] for of in (self._shapes, shapes))
             raise ValueError(
-                f"update was created for tables of shapes {self._shapes}, but weights have shapes {shapes}: pass "
-                "the same tables"
+                f"update was created for tables of shapes {made}, but weights have shapes {given}: pass the same tables"
             )
         if shapes and weights[0].device != self.step.device:
             raise ValueError(

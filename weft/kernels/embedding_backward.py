@@ -28,11 +28,10 @@ from weft.kernels.embedding_runs import LONG_RUNS, SEGMENTS
 # number of the table.
 TABLE_FIELDS = 8
 # The numbers (float32).
-NUMBERS = 11
-RATE, FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2, CLIP = range(NUMBERS)
+NUMBERS = 10
+FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2, CLIP = range(NUMBERS)
 
 _TABLE_FIELDS = tl.constexpr(TABLE_FIELDS)
-_RATE = tl.constexpr(RATE)
 _FACTOR = tl.constexpr(FACTOR)
 _EPS = tl.constexpr(EPS)
 _DECAY = tl.constexpr(DECAY)
@@ -158,7 +157,8 @@ def _gradient(
 
 @triton.jit(do_not_specialize=["count_of_tables"])
 def update_rows_kernel(
-    run_keys, places, scales, grads, starts, runs, first_segment, partials, tables, numbers, extra, skipped, count_of_tables,
+    run_keys, places, scales, grads, starts, runs, first_segment, partials, tables, numbers, learning_rate, extra, skipped,
+    count_of_tables,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -168,11 +168,11 @@ def update_rows_kernel(
     run_keys: (linear row) * SPLIT + a number below SPLIT, ascending. RULE: of `EmbeddingOptimizer`; 0 writes the gradient
     to the output, SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares to the element of the run
     in `extra`, fp32. UNIFORM: all tables have BLOCK_D columns. ALIGN: divides widths and places. count_of_tables, STEPS:
-    see `_table_of`. DTYPE: of the tables, and of the output of rule 0. skipped: int64, counts rows that SKIP left alone.
-    extra: for STOCHASTIC the seed, int64 [1].
+    see `_table_of`. DTYPE: of the tables, and of the output of rule 0. learning_rate: fp32 []. skipped: int64, counts rows
+    that SKIP left alone. extra: for STOCHASTIC the seed, int64 [1].
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
-    factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(numbers + _RATE), tl.load(numbers + _CLIP)
+    factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)
     total_runs = tl.load(runs)
     stride = tl.num_programs(0) * GROUP
     begin = tl.program_id(0) * GROUP
