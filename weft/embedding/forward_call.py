@@ -11,7 +11,7 @@ import torch
 from weft.arguments import check_tensor
 from weft.embedding.check import CheckedInput, check_weights
 from weft.embedding.jagged import JaggedInput, offsets_of
-from weft.embedding.optimizers import EmbeddingOptimizer, state_shape
+from weft.embedding.optimizers import SGD, EmbeddingOptimizer, state_shape
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import WeftError
@@ -57,7 +57,7 @@ class ForwardCall:
 
     number: the number of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
     optimizer; then gradients are returned, as sparse COO tensors if `sparse`. factor: the number by which every reduced
-    gradient is multiplied.
+    gradient is multiplied. deterministic: of a `FusedUpdate`.
     """
 
     plan: EmbeddingPlan
@@ -67,6 +67,7 @@ class ForwardCall:
     tables: Tables | None
     factor: float
     sparse: bool
+    deterministic: bool = True
     versions: tuple[int, ...] | None = None
     """The versions of tables in forward, if gradients of per-sample weights need values that an optimizer may change."""
     is_updated: bool = field(default=False)
@@ -74,6 +75,15 @@ class ForwardCall:
     """The layouts and addresses of tables and states when they were checked last (`weft.runtime.layouts`); None if unknown."""
     sorted_ahead: Any = field(default=None, init=False, repr=False)
     """On GPUs, the ids that are being sorted on another stream (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
+
+    @property
+    def adds_each(self) -> bool:
+        """True if a GPU may add the gradient of each id to its row by atomics: SGD that needs no sum of a row's gradients."""
+        if self.deterministic or self.tables is None or self.plan.sharding.dtype != torch.float32:
+            return False
+        one = self.tables.optimizer
+        clips = one.clip_value is not None or one.clip_norm is not None
+        return isinstance(one, SGD) and one.weight_decay == 0 and not clips and one.nonfinite != "skip"
 
     @property
     def collected(self) -> list[Collected] | None:

@@ -286,6 +286,40 @@ def update_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "no_row", "count_of_tables"])
+def add_each_kernel(
+    keys, places, scales, grads, tables, numbers, learning_rate, ok, count, no_row, count_of_tables,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
+    SPLIT: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Add -rate * factor * gradient of each occurrence to its row, fp32, by atomics: SGD without a sort.
+
+    keys: not sorted. The order of additions to a row, and so its last bits, differ from run to run. ok: int64 [1], 0 adds nothing.
+    Grid: strides over occurrences.
+    """
+    columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
+    rate = tl.load(learning_rate)
+    step = rate * tl.load(numbers + _FACTOR)
+    last = count
+    if (rate == 0) | (tl.load(ok) == 0):
+        last = count * 0
+    for i in range(tl.program_id(0) * ROWS, last, tl.num_programs(0) * ROWS):
+        at = i + lanes
+        key = tl.load(keys + at, mask=at < count, other=no_row)
+        there = (at < count) & (key != no_row)
+        linear = tl.where(there, key.to(tl.int64) // SPLIT, 0)
+        entry = _table_of(tables, count_of_tables, linear, STEPS)
+        row = linear - tl.load(entry + 4)
+        dim = tl.full([ROWS], BLOCK_D, tl.int64)
+        if not UNIFORM:
+            dim = tl.multiple_of(tl.load(entry + 5), ALIGN)
+        inside = columns[None, :] < dim[:, None]
+        g = _gradient(places, scales, grads, at, there, columns, inside, SCALED, ALIGN)
+        weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.float32)), ALIGN * 4)
+        where = weight[:, None] + tl.multiple_of(row * dim, ALIGN)[:, None] + columns[None, :]
+        tl.atomic_add(where, -step * g, mask=there[:, None] & inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count", "no_row", "count_of_tables"])
 def gradients_of_weights_kernel(
     keys, places, grads, tables, out, count, no_row, count_of_tables,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,

@@ -77,10 +77,10 @@ def embedding_all_to_all(
     one thread per rank may call at a time.
 
     Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row
-    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks. Gradients are sums over all
-    samples of all ranks. With `update`, backward updates the tables; otherwise tables that require gradients get them.
-    Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get none. Second derivatives are an
-    error.
+    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks, unless `update` allows others.
+    Gradients are sums over all samples of all ranks. With `update`, backward updates the tables; otherwise tables that
+    require gradients get them. Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get none.
+    Second derivatives are an error.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in the
         order of `sharding.local_tables(rank)`.
@@ -195,6 +195,7 @@ class _Call(NamedTuple):
     optimizer: str
     factor: float
     sparse: bool
+    deterministic: bool
     sharding: str
     transport: str
     order: str
@@ -363,7 +364,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
         if tables is not None and call.per_sample_weights is not None and call.per_sample_weights.requires_grad:
             versions = tuple(weight._version for weight in call.weights)
         jagged, checked = _checked(call) if inputs is None else inputs["bags"]
-        made = ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse, versions)
+        made = ForwardCall(
+            _plan(call), call.rank, checked, number, tables, call.factor, call.sparse, call.deterministic, versions
+        )
         if tables is not None and inputs is not None:
             embedding_backward.sort_ahead(made, jagged)
         return made

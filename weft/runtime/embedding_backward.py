@@ -180,6 +180,10 @@ def _update(
     of, tables = call.of, call.of.tables
     assert tables is not None
     device = device_code(call.received.device)
+    if of.adds_each and call.received.device.type == "cuda":
+        tables.step.add_(1)
+        device.add_each(of, tables, call.jagged, call.received, ok)
+        return
     rows, scale = device.sorted_rows(of, call.jagged), None
     if ok is not None:
         rows = replace(rows, runs=rows.runs * ok)
@@ -262,7 +266,7 @@ def to_owners(
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     """Begin to sort the ids of a forward call for its backward, on GPUs: behind forward, and beside what follows."""
-    if jagged.values.device.type == "cuda" and of.collected is None:
+    if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
 
 

@@ -18,11 +18,19 @@ from weft.embedding import JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.kernels import embedding_backward as device_code
 from weft.runtime.capture import keep_for_graphs
-from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, occurrences, shape_of, sort_ahead, sorted_rows
+from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, Shape, occurrences, shape_of, sort_ahead, sorted_rows
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.symm.lasting import lasting
 
-__all__ = ["gradients_of_tables", "gradients_of_weights", "sort_ahead", "sorted_rows", "sum_of_squares", "update"]
+__all__ = [
+    "add_each",
+    "gradients_of_tables",
+    "gradients_of_weights",
+    "sort_ahead",
+    "sorted_rows",
+    "sum_of_squares",
+    "update",
+]
 
 _GROUP = 512  # elements of the rows that a warp updates at once
 _ROWS = 8192  # elements of the sums that a program adds at once, of the longest runs
@@ -37,7 +45,7 @@ def update(
 
     scale: a number on the device, times every gradient."""
     optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
-    numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows, received.device)
+    numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows.shape, received.device)
     if optimizer.rounding == "stochastic" and dtype != torch.float32:
         seed = (tables.step * _GOLDEN + optimizer.seed).view(1)  # wraps around as `seed_of_update` does
     skip = optimizer.nonfinite == "skip"
@@ -47,18 +55,37 @@ def update(
     return skipped
 
 
+def add_each(
+    of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, ok: torch.Tensor | None = None
+) -> None:
+    """Add SGD's update of each id to its row by atomics, for fp32 tables. ok: 0 on the device leaves them as they are."""
+    shape, ids, device = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged), received.device
+    count = ids.keys.numel()
+    if count:
+        table = _table_of_update(of, tables, shape, device)
+        is_aligned = table.is_aligned and received.data_ptr() % 16 == 0
+        device_code.add_each_kernel[shape.programs(device, -(-count // shape.lanes)), 1, 1](
+            ids.keys, ids.places, received if ids.scales is None else ids.scales, received, table.lines,
+            _fixed_numbers((), of.factor, math.inf, device), tables.learning_rate, _one(device) if ok is None else ok, count,
+            shape.no_row, table.size, ROWS=shape.lanes, BLOCK_D=shape.block_d, UNIFORM=shape.uniform,
+            ALIGN=shape.align if is_aligned else 1, SCALED=ids.scales is not None, SPLIT=shape.split, STEPS=_steps(table.size),
+            num_warps=shape.warps,
+        )  # fmt: skip
+    torch.autograd.graph.increment_version(tables.weights)
+
+
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of all gradients that an update would use, float64 [], on the device."""
     device = received.device
     squares = torch.zeros(rows.count, dtype=torch.float32, device=device)
     # The update's own table of tables: a graph's capture cannot copy another one from the host.
-    table, skip = _table_of_update(of, tables, rows, device), tables.optimizer.nonfinite == "skip"
+    table, skip = _table_of_update(of, tables, rows.shape, device), tables.optimizer.nonfinite == "skip"
     numbers, dtype = _fixed_numbers((), of.factor, math.inf, device), of.plan.sharding.dtype
     _launched(rows, received, table, numbers, _SQUARES, False, skip, dtype, squares=squares)
     return squares.sum(dtype=torch.float64)
 
 
-def _table_of_update(of: ForwardCall, tables: Tables, rows: Rows, device: torch.device) -> _DeviceTable:
+def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torch.device) -> _DeviceTable:
     """Return the table of tables of an update. A known layout of them says all that it depends on, without reading each."""
     key = device, of.plan, of.rank, of.layout
     if of.layout is not None and (known := _device_tables.get(key)) is not None:
@@ -66,7 +93,7 @@ def _table_of_update(of: ForwardCall, tables: Tables, rows: Rows, device: torch.
         return known
     lines = []
     number_of = of.plan.sharding.local_tables(of.rank)
-    for base, weight, states, number in zip(rows.shape.bases, tables.weights, tables.states, number_of, strict=True):
+    for base, weight, states, number in zip(shape.bases, tables.weights, tables.states, number_of, strict=True):
         addresses = [state.data_ptr() for state in states] + [0] * (2 - len(states))
         lines.append([weight.data_ptr(), *addresses, 0, base, weight.shape[1], 0, number])
     table = _device_table(lines, device)
@@ -177,6 +204,11 @@ def _launched(
         **of_tile,
     )  # fmt: skip
     return skipped
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return lasting(device, lambda: torch.ones(1, dtype=torch.int64, device=device))
 
 
 @functools.cache
