@@ -66,6 +66,7 @@ def measured(name: str, all_sizes: bool) -> dict[str, float]:
     tables = Tables(update.optimizer, weights, states, update.learning_rate, update.step)
     of = ForwardCall(plan_of(sharding, EmbeddingOptions("direct")), rank, checked, 0, tables, 1.0, False)
     received = torch.randn(config.global_batch, sum(w.shape[1] for w in weights), device=DEVICE)
+    sgd = tables._replace(optimizer=weft.SGD(lr=0.01), states=[[] for _ in weights])
     ids, found = embedding_runs.occurrences(of, jagged), embedding_runs.sorted_rows(of, jagged)
     runs = int(found.runs)
     ms = {
@@ -74,6 +75,8 @@ def measured(name: str, all_sizes: bool) -> dict[str, float]:
         "torch.sort": milliseconds(lambda: torch.sort(ids.keys, stable=True)),
         "sort, all": milliseconds(lambda: embedding_runs.sorted_rows(of, jagged)),
         "update": milliseconds(lambda: embedding_backward.update(of, tables, found, received)),
+        "SGD": milliseconds(lambda: embedding_backward.update(of, sgd, found, received)),
+        "SGD by atomics": milliseconds(lambda: embedding_backward.add_each(of, sgd, jagged, received)),
     }  # fmt: skip
     usual = embedding_backward._GROUP, embedding_runs._PROGRAMS_PER_SM
     for group, programs in SIZES if all_sizes else []:

@@ -144,8 +144,11 @@ def test_a_step_in_a_graph(pair: Pool) -> None:
     assert pair.run(replayed, timeout_s=120) == [True, True]
 
 
-def goes_back_alone(group: dist.ProcessGroup) -> tuple[str, str, bool]:
-    """Rank 0 goes back, rank 1 does not: rank 0's tables stay, and its next call says why."""
+def goes_back_alone(group: dist.ProcessGroup, of_call: float | None) -> tuple[str, str, bool]:
+    """Rank 0 goes back, rank 1 does not: rank 0's tables stay, and its next call says why.
+
+    of_call: the call's own deadline; None for the environment's, which backward reads.
+    """
     os.environ["WEFT_PUSH_GRADIENTS"] = "1"
     p, rank = problem(2, (8, 4), 6), group.rank()
     weights = ranks.here(p.local_weights(rank))
@@ -155,8 +158,9 @@ def goes_back_alone(group: dist.ProcessGroup) -> tuple[str, str, bool]:
         weft.embedding_all_to_all(*given, group=group, update=update).sum().backward()
     torch.cuda.synchronize()
     before = [weight.clone() for weight in weights]
-    y = weft.embedding_all_to_all(*given, group=group, update=update)
-    os.environ["WEFT_DEADLINE_S"] = "2"  # of backward
+    y = weft.embedding_all_to_all(*given, group=group, update=update, deadline_s=of_call)
+    if of_call is None:
+        os.environ["WEFT_DEADLINE_S"] = "2"
     if rank == 0:
         y.sum().backward()
     torch.cuda.synchronize()
@@ -166,9 +170,10 @@ def goes_back_alone(group: dist.ProcessGroup) -> tuple[str, str, bool]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_go_back(pair: Pool) -> None:
+@pytest.mark.parametrize("of_call", [None, 2.0])
+def test_a_rank_that_does_not_go_back(pair: Pool, of_call: float | None) -> None:
     with Pool(2, backend="nccl") as alone:
-        (kind, text, same), (other_kind, _, _) = alone.run(goes_back_alone, timeout_s=60)
+        (kind, text, same), (other_kind, _, _) = alone.run(goes_back_alone, of_call, timeout_s=60)
     assert same, "nothing is updated without all gradients"
     assert kind in ("DeadlineError", "PoisonedGroupError")
     assert "gradients" in text

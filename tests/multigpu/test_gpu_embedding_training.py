@@ -83,6 +83,28 @@ def test_updates(pair: Pool, optimizer: EmbeddingOptimizer) -> None:
         assert_as_exact_as_torch(weight, torchs, wanted)
 
 
+@pytest.mark.parametrize("name", [*PROBLEMS, "hot rows"])
+def test_updates_by_atomics(pair: Pool, name: str) -> None:
+    p = PROBLEMS.get(name) or problem(2, (8, 33, 64), 200, longest=150)
+    steps, optimizer = Steps(p, 2, is_hot=name == "hot rows"), weft.SGD(lr=0.1)
+    found = of_tables(p, pair.run(training.trained, steps, optimizer, 0.0, 1, False, ranks=2, timeout_s=120))
+    exact = training.trained_by_torch(steps, optimizer, torch.float64)
+    in_fp32 = training.trained_by_torch(steps, optimizer, torch.float32)
+    for (weight,), wanted, torchs in zip(found, exact, in_fp32, strict=True):
+        # An addition for each id, where torch sums the gradients of a row first: more roundings of the row.
+        error, other = (float((one.double() - wanted).norm()) for one in (weight, torchs))
+        assert error <= 4 * other + 8 * torch.finfo(torch.float32).eps * float(wanted.norm())
+
+
+@pytest.mark.parametrize("optimizer", [weft.RowwiseAdagrad(lr=0.1), weft.SGD(lr=0.1, weight_decay=0.1)], ids=str)
+def test_updates_that_need_sums_have_the_same_bits_either_way(pair: Pool, optimizer: EmbeddingOptimizer) -> None:
+    steps, found = Steps(problem(2, (8, 3, 16), 21, rows=40), is_hot=True), []
+    for deterministic in (True, False):
+        per_rank = pair.run(training.trained, steps, optimizer, 0.0, 1, deterministic, ranks=2, timeout_s=120)
+        found.append([tensor for of_table in of_tables(steps.p, per_rank) for tensor in of_table])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_updates_of_16_bit_tables(pair: Pool, dtype: torch.dtype) -> None:
     steps, optimizer = Steps(problem(2, (8, 16), 21, dtype=dtype), 1), weft.RowwiseAdagrad(lr=0.1)
@@ -119,7 +141,7 @@ def test_bits_do_not_depend_on_ranks_placement_or_delays(pair: Pool, dims: tuple
         assert all(torch.equal(one, two) for one, two in zip(first, found, strict=True)), (world, placement)
 
 
-def large(group: dist.ProcessGroup, ids: str) -> float:
+def large(group: dist.ProcessGroup, ids: str, deterministic: bool) -> float:
     """The largest error of updated rows, relative to what torch's float32 makes of it in float64. 2 million ids."""
     device, rows, dim, batch, length = ranks.device(), 100_000, 64, 16384, 64
     generator = torch.Generator().manual_seed(group.rank())
@@ -130,7 +152,7 @@ def large(group: dist.ProcessGroup, ids: str) -> float:
         values[torch.rand(len(values), generator=generator) < 0.5] = 7
     values, offsets = values.to(device), (torch.arange(batch + 1) * length).to(device)
     weight = torch.randn(rows, dim, generator=generator).to(device)
-    before, update = weight.clone(), FusedUpdate(weft.SGD(lr=1.0), [weight])
+    before, update = weight.clone(), FusedUpdate(weft.SGD(lr=1.0), [weight], deterministic=deterministic)
     y = weft.embedding_all_to_all([weight], (values, offsets), sharding, group=group, update=update)
     upstream = torch.randn(batch, 2 * dim, generator=torch.Generator().manual_seed(9)).to(device)
     half = batch // 2
@@ -142,9 +164,10 @@ def large(group: dist.ProcessGroup, ids: str) -> float:
     return float((error / (1 + wanted.abs())).max())
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("ids", ["uniform", "hot"])
-def test_a_large_batch(pair: Pool, ids: str) -> None:
-    for error in pair.run(large, ids, timeout_s=120):
+def test_a_large_batch(pair: Pool, ids: str, deterministic: bool) -> None:
+    for error in pair.run(large, ids, deterministic, timeout_s=120):
         assert error < 1e-3
 
 

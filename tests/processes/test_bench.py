@@ -86,7 +86,7 @@ def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -
 
 def test_column_runs_merge_neighbours_of_one_rank() -> None:
     tables = tuple(EmbeddingBagConfig(5, dim, f"t{i}", (f"f{i}",)) for i, dim in enumerate((4, 8, 2, 6)))
-    assert column_runs(EmbeddingSharding(tables, (0, 0, 1, 0), 2)) == [(0, 0, 12), (1, 0, 2), (0, 12, 18)]
+    assert column_runs(EmbeddingSharding(tables, (0, 0, 1, 0), 2)) == ((0, 0, 12), (1, 0, 2), (0, 12, 18))
 
 
 def test_the_reference_is_embedding_bag_in_float64() -> None:

@@ -183,6 +183,14 @@ def test_bits_do_not_depend_on_ranks_placement_threads_or_delays(pool: Pool, dim
         assert all(torch.equal(one, two) for one, two in zip(first, found, strict=True)), (world, placement, threads)
 
 
+def test_bits_repeat_on_cpu_without_the_promise_too(pool: Pool) -> None:
+    steps, found = Steps(problem(2, (8, 3), 21, rows=40), is_hot=True), []
+    for deterministic in (True, False):
+        per_rank = pool.run(training.trained, steps, weft.SGD(lr=0.1), 0.0, 1, deterministic, ranks=2)
+        found.append([weight for (weight,) in of_tables(steps.p, per_rank)])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
 def test_a_learning_rate_of_zero_leaves_bits(pool: Pool) -> None:
     """The sign of zeros, too. States change."""
     p = problem(2, (8, 3), 9)

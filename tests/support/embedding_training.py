@@ -60,12 +60,12 @@ def on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
 
 def trained(
     group: dist.ProcessGroup, steps: Steps, optimizer: EmbeddingOptimizer, delay_s: float = 0.0, threads: int = 1,
-    **options: Any,
+    deterministic: bool = True, **options: Any,
 ) -> list[list[torch.Tensor]]:  # fmt: skip
     """Return this rank's tables after the steps, each with its states."""
     p, rank, device = steps.p, group.rank(), device_of(group)
     weights = [weight.clone() for weight in on(device, p.local_weights(rank))]
-    update = FusedUpdate(optimizer, weights, device=device)
+    update = FusedUpdate(optimizer, weights, deterministic=deterministic, device=device)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     for step, upstream in steps:

@@ -73,13 +73,17 @@ def test_kernels_compile(name: str, target: str) -> None:
         )
         extra = F32 if case["rule"] == 6 else I64
         update = device_code.update_rows_kernel.warmup(
-            *data, I64, I32, F32, I64, F32, extra, I64, 5, GROUP=case["group"], **of_tile, **rules, **options
+            *data, I64, I32, F32, I64, F32, F32, extra, I64, 5, GROUP=case["group"], **of_tile, **rules, **options
         )
+        added = device_code.add_each_kernel.warmup(
+            case["keys"], I32, F32, grads, I64, F32, F32, I64, 1000, 10**6, 5, ROWS=case["lanes"],
+            **{name: value for name, value in of_tile.items() if name != "SEGMENT"}, **options,
+        )  # fmt: skip
         weights = device_code.gradients_of_weights_kernel.warmup(
             case["keys"], I32, grads, I64, F32, 1000, 10**6, 5,
             ROWS=case["lanes"], BLOCK_D=case["block_d"], SPLIT=case["split"], STEPS=3, DTYPE=TRITON_TYPE[dtype], **options,
         )  # fmt: skip
-    assert all(kernel.asm[_binary(target)] for kernel in (sums, of_runs, update, weights))
+    assert all(kernel.asm[_binary(target)] for kernel in (sums, of_runs, update, added, weights))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
 }
 
 
-OTHERS = ("rows of several tables", "data-parallel tables")
+OTHERS = ("rows of several tables", "data-parallel tables", "added by atomics")
 
 
 def test_backward() -> None:
@@ -280,6 +280,43 @@ def _clipped(rows: Any, given: list[Any], tables: Tables) -> None:
     rows.update_rows(given, tables, 0.5, Alone(), None)
 
 
+def play_atomics() -> None:
+    """SGD without a sort, against float64; bad ids add nothing, and neither do a learning rate of 0 and missing gradients."""
+    from weft.runtime.cuda import embedding_backward as device
+
+    shared = Problem(SHARED, (0, 0, 0), (7,), longest=40, weighted=True)
+    for p in (training.hot(shared), problem(1, (16, 16), 9, hash=True), problem(1, (8, 4), 5, longest=0)):
+        plan, jagged = EmbeddingPlan(p.sharding, EmbeddingOptions(hash=p.hash)), _input_of(Case(p), p, 0)
+        checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, p.weights)
+        upstream = torch.randn(sum(p.batch_sizes), p.sharding.total_dim, generator=torch.Generator().manual_seed(5))
+        grads = gradients_by_torch(p, upstream, [weight.double() for weight in p.weights])
+        for rate, ok in ((0.5, None), (0.0, None), (0.5, 0), (0.5, 1)):
+            weights = [weight.clone() for weight in p.weights]
+            update = FusedUpdate(weft.SGD(lr=rate), weights, factor=0.25, deterministic=False)
+            tables = Tables(update.optimizer, weights, [[] for _ in weights], update.learning_rate, update.step)
+            of = ForwardCall(plan, 0, checked, 1, tables, 0.25, False, deterministic=False)
+            assert of.adds_each
+            device.add_each(of, tables, jagged, upstream, None if ok is None else torch.tensor([ok]))
+            for found, before, grad in zip(weights, p.weights, grads, strict=True):
+                if rate == 0 or ok == 0:
+                    assert torch.equal(found, before)
+                else:
+                    torch.testing.assert_close(
+                        found.double(), before.double() - rate * 0.25 * grad, rtol=1e-5, atol=1e-5
+                    )
+    p = problem(1, (8, 3), 7)
+    for bad, expected in ((0, False), (len(p.bags[p.sharding.slots[0].feature].values), True)):
+        jagged = _input_of(Case(p), p, 0)
+        jagged.values[:bad] = torch.tensor([-1, 10**6, 2**40]).repeat(bad)[:bad]
+        plan, weights = EmbeddingPlan(p.sharding, EmbeddingOptions()), [weight.clone() for weight in p.weights]
+        update = FusedUpdate(weft.SGD(lr=0.5), weights, deterministic=False)
+        tables = Tables(update.optimizer, weights, [[] for _ in weights], update.learning_rate, update.step)
+        checked = check_jagged(jagged, p.sharding, 0, p.batch_sizes, weights)
+        of = ForwardCall(plan, 0, checked, 1, tables, 1.0, False, deterministic=False)
+        device.add_each(of, tables, jagged, torch.ones(7, p.sharding.total_dim))
+        assert torch.equal(weights[0], p.weights[0]) == expected
+
+
 def play_replicated() -> None:
     """The local gradients of data-parallel tables, with the rows that were read."""
     from weft.runtime import embedding_replicated as replicated
@@ -350,5 +387,5 @@ def _check_weights(p: Problem, rank: int, found: torch.Tensor, upstream: torch.T
 
 
 if __name__ == "__main__":
-    others = dict(zip(OTHERS, (play_rows, play_replicated), strict=True))
+    others = dict(zip(OTHERS, (play_rows, play_replicated, play_atomics), strict=True))
     play_all({name: lambda case=case: play(case) for name, case in CASES.items()} | others)  # type: ignore[misc]

@@ -50,7 +50,7 @@ class Ranks:
 
         self.push, self.code, self.case = push, device_code, case
         self.sharding, self.sizes = case.p.sharding, case.p.batch_sizes
-        self.world, self.columns = self.sharding.world_size, push.columns_of(self.sharding)
+        self.world, self.columns = self.sharding.world_size, self.sharding.columns_of_ranks
         elements = max(1, sum(self.sizes) * max(self.columns)) + 3
         self.dtype = min(self.sharding.dtype, case.dtype, key=lambda one: one.itemsize)
         self.inbox = torch.full((self.world, elements), PATTERN, dtype=self.dtype)

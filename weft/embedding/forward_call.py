@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from weft.arguments import check_tensor
 from weft.embedding.check import CheckedInput, check_weights
 from weft.embedding.jagged import JaggedInput, offsets_of
-from weft.embedding.optimizers import EmbeddingOptimizer, state_shape
+from weft.embedding.optimizers import SGD, EmbeddingOptimizer, state_shape
 from weft.embedding.plan import EmbeddingPlan
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import WeftError
@@ -28,6 +29,11 @@ class Tables(NamedTuple):
     learning_rate: torch.Tensor
     step: torch.Tensor
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tables, and then their states."""
+        return [*self.weights, *[state for states in self.states for state in states]]
+
     def require_intact(self, sharding: EmbeddingSharding, rank: int) -> None:
         """Raise `ValueError` if a table or a state has another dtype, shape, layout or device than in forward, or no memory."""
         check_weights(self.weights, sharding, rank)
@@ -40,7 +46,7 @@ class Tables(NamedTuple):
                         f"state {name!r} is {state.dtype} {list(state.shape)} with strides {state.stride()}: it must stay "
                         f"contiguous {torch.float32} {list(wanted)}"
                     )
-        for tensor in (*self.weights, *(state for states in self.states for state in states)):
+        for tensor in self.tensors:
             if tensor.device != self.step.device:
                 raise ValueError(f"a table or state is on {tensor.device} and its optimizer on {self.step.device}")
 
@@ -51,7 +57,7 @@ class ForwardCall:
 
     number: the number of this call among the differentiated calls of the group; 0 in a compiled program. tables: None without an
     optimizer; then gradients are returned, as sparse COO tensors if `sparse`. factor: the number by which every reduced
-    gradient is multiplied.
+    gradient is multiplied. deterministic: of a `FusedUpdate`.
     """
 
     plan: EmbeddingPlan
@@ -61,11 +67,23 @@ class ForwardCall:
     tables: Tables | None
     factor: float
     sparse: bool
+    deterministic: bool = True
     versions: tuple[int, ...] | None = None
     """The versions of tables in forward, if gradients of per-sample weights need values that an optimizer may change."""
     is_updated: bool = field(default=False)
+    layout: Hashable = field(default=None, init=False, repr=False)
+    """The layouts and addresses of tables and states when they were checked last (`weft.runtime.layouts`); None if unknown."""
     sorted_ahead: Any = field(default=None, init=False, repr=False)
     """On GPUs, the ids that are being sorted on another stream (`weft.runtime.cuda.embedding_runs.SortedAhead`)."""
+
+    @property
+    def adds_each(self) -> bool:
+        """True if a GPU may add the gradient of each id to its row by atomics: SGD that needs no sum of a row's gradients."""
+        if self.deterministic or self.tables is None or self.plan.sharding.dtype != torch.float32:
+            return False
+        one = self.tables.optimizer
+        clips = one.clip_value is not None or one.clip_norm is not None
+        return isinstance(one, SGD) and one.weight_decay == 0 and not clips and one.nonfinite != "skip"
 
     @property
     def collected(self) -> list[Collected] | None:

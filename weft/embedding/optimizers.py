@@ -22,6 +22,7 @@ for weight decay of Adam, which FBGEMM applies beside the gradient. They stand i
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -103,14 +104,14 @@ class EmbeddingOptimizer:
             elif value < 0:
                 raise ValueError(f"{type(self).__name__}: {field.name}={value} must not be negative")
 
-    @property
+    @functools.cached_property
     def written(self) -> str:
         """The rule and its numbers without the learning rate as JSON: see `optimizer_of`."""
         numbers = asdict(self)
         del numbers["lr"]
         return json.dumps([type(self).__name__, numbers])
 
-    @property
+    @functools.cached_property
     def numbers(self) -> dict[str, float]:
         """The numbers of the rule, except for the learning rate."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_OF_THE_RULE}
@@ -196,6 +197,7 @@ OPTIMIZERS: dict[str, type[EmbeddingOptimizer]] = {
 }
 
 
+@functools.lru_cache(maxsize=256)
 def optimizer_of(written: str) -> EmbeddingOptimizer:
     """Return the optimizer that `EmbeddingOptimizer.written` describes, with learning rate 0."""
     name, numbers = json.loads(written)

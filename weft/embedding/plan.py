@@ -75,6 +75,11 @@ class EmbeddingPlan:
         return {}
 
     @cached_property
+    def intact_tables(self) -> dict[int, list[Hashable]]:
+        """For each rank, the layouts of tables and states that its last backwards have found valid."""
+        return {}
+
+    @cached_property
     def schedule(self) -> Schedule:
         """The schedule of one sample per rank: more samples make kernels longer, but need no other kernels."""
         p, transport = _problem(self.sharding), self.options.transport

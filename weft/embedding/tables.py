@@ -280,6 +280,11 @@ class EmbeddingSharding:
         """Return the blocks of output columns that `rank` computes, in column order."""
         return self._of_rank[self._checked(rank)][1]
 
+    @cached_property
+    def columns_of_ranks(self) -> tuple[int, ...]:
+        """The number of output columns that each rank computes."""
+        return tuple(sum(slot.dim for slot in self.local_slots(rank)) for rank in range(self.world_size))
+
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank} is not in this sharding: ranks are 0 to {self.world_size - 1}")
@@ -332,7 +337,7 @@ class EmbeddingSharding:
         ]
         for rank in range(self.world_size):
             mine = self.local_tables(rank)
-            columns = sum(slot.dim for slot in self.local_slots(rank))
+            columns = self.columns_of_ranks[rank]
             memory = sum(self.tables[i].nbytes for i in mine)
             share = sum(costs[i] for i in mine) / sum(costs)
             owned = self._runs_text(mine)
@@ -362,7 +367,8 @@ def sharding_of(written: str) -> EmbeddingSharding:
     return EmbeddingSharding(configs, tuple(rank_of_table), world_size, rows_read)
 
 
-def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
+@functools.lru_cache(maxsize=64)
+def column_runs(sharding: EmbeddingSharding) -> tuple[tuple[int, int, int], ...]:
     """Return the output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []
@@ -373,7 +379,7 @@ def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
             runs[-1] = (slot.rank, runs[-1][1], end)
         else:
             runs.append((slot.rank, start, end))
-    return runs
+    return tuple(runs)
 
 
 def check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:

@@ -17,7 +17,7 @@ class Training(NamedTuple):
 
     states, learning_rate, step: of a `FusedUpdate`. anchor: an empty tensor that requires a gradient, so that autograd
     calls backward even if no table requires one. optimizer: `EmbeddingOptimizer.written`, or "". factor: the number by
-    which reduced gradients are multiplied.
+    which reduced gradients are multiplied. deterministic: of a `FusedUpdate`.
     """
 
     states: list[torch.Tensor]
@@ -27,6 +27,7 @@ class Training(NamedTuple):
     optimizer: str
     factor: float
     sparse: bool
+    deterministic: bool = True
 
 
 NOT_TRAINED = Training([], None, None, None, "", 1.0, False)
@@ -65,7 +66,8 @@ def training_of(
             "backward that changes the tables. Call it in a function decorated with torch.compiler.disable"
         )
     written = update.optimizer.written
-    return Training(update.tensors, update.learning_rate, update.step, _anchor(device), written, update.factor, False)
+    anchor, rate = _anchor(device), update.learning_rate
+    return Training(update.tensors, rate, update.step, anchor, written, update.factor, False, update.deterministic)
 
 
 @functools.lru_cache(maxsize=64)
@@ -74,15 +76,16 @@ def _anchor(device: torch.device) -> torch.Tensor:
         return torch.empty(0, device=device, requires_grad=True)
 
 
-def check_module_options(optimizer: Any, sparse: Any, gradients: Any) -> None:
+def check_module_options(optimizer: Any, sparse: Any, gradients: Any, deterministic: Any = True) -> None:
     """Raise `ValueError` for options of a module that are invalid or exclude each other."""
     if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
         raise ValueError(
             f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...) or another of weft's, or None and "
             "give the parameters to an optimizer of torch"
         )
-    if not isinstance(sparse, bool):
-        raise ValueError(f"sparse={sparse!r} must be True or False")
+    for name, value in (("sparse", sparse), ("deterministic", deterministic)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
     if sparse and optimizer is not None:
         raise ValueError(
             "sparse=True with an optimizer: an optimizer in backward leaves no gradient, so pass "

@@ -20,10 +20,13 @@ class FusedUpdate:
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`.
     weights: the tables, [num_embeddings, embedding_dim] each, on one device. They need not require gradients.
     factor: times every reduced gradient, for example 1 / world size.
+    deterministic: False allows updates whose bits differ from run to run, where they are faster: `weft.SGD` on GPUs adds the
+        gradient of each id to its row by atomics, without sorting ids. It needs fp32 tables, and neither weight decay, nor
+        clipping, nor nonfinite="skip". Otherwise, and on CPU, it means the same as True.
 
     Memory: the states that the optimizer documents, float32.
 
-    Raises `TypeError` for another optimizer or a single tensor, `ValueError` for a factor that is not finite.
+    Raises `TypeError` for another optimizer, a single tensor or a flag that is none, `ValueError` for a factor that is not finite.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class FusedUpdate:
         weights: Sequence[torch.Tensor],
         *,
         factor: float = 1.0,
+        deterministic: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         """device: the device of a rank without tables."""
@@ -39,11 +43,13 @@ class FusedUpdate:
             raise TypeError(f"optimizer is {kind(optimizer)}: pass weft.SGD(lr=...), weft.RowwiseAdagrad(lr=...), ...")
         if isinstance(weights, torch.Tensor):
             raise TypeError("weights is a tensor: pass a list with this rank's tables")
-        self.optimizer, self.factor = optimizer, float(factor)
+        if not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic={deterministic!r} must be True or False")
+        self.optimizer, self.factor, self.deterministic = optimizer, float(factor), deterministic
         if not math.isfinite(self.factor):
             raise ValueError(f"factor={factor} must be a finite number, such as 1 / world size")
         device = weights[0].device if len(weights) else torch.device("cpu" if device is None else device)
-        self._shapes = [tuple(weight.shape) for weight in weights]
+        self._shapes = [weight.shape for weight in weights]
         self._written_lr = optimizer.lr  # for tables on meta, which keep no values
         self.learning_rate = torch.tensor(optimizer.lr, dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
@@ -79,11 +85,11 @@ class FusedUpdate:
 
     def require_tables(self, weights: Sequence[torch.Tensor]) -> None:
         """Raise `ValueError` unless the states are of tables of these shapes, on their device."""
-        shapes = [tuple(getattr(weight, "shape", ())) for weight in weights]
+        shapes = [getattr(weight, "shape", None) for weight in weights]
         if shapes != self._shapes:
+            made, given = ([tuple(shape or ()) for shape in of] for of in (self._shapes, shapes))
             raise ValueError(
-                f"update was created for tables of shapes {self._shapes}, but weights have shapes {shapes}: pass "
-                "the same tables"
+                f"update was created for tables of shapes {made}, but weights have shapes {given}: pass the same tables"
             )
         if shapes and weights[0].device != self.step.device:
             raise ValueError(

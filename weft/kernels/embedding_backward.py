@@ -28,11 +28,10 @@ from weft.kernels.embedding_runs import LONG_RUNS, SEGMENTS
 # number of the table.
 TABLE_FIELDS = 8
 # The numbers (float32).
-NUMBERS = 11
-RATE, FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2, CLIP = range(NUMBERS)
+NUMBERS = 10
+FACTOR, EPS, DECAY, BETA1, BETA2, REST1, REST2, CORRECTION1, CORRECTION2, CLIP = range(NUMBERS)
 
 _TABLE_FIELDS = tl.constexpr(TABLE_FIELDS)
-_RATE = tl.constexpr(RATE)
 _FACTOR = tl.constexpr(FACTOR)
 _EPS = tl.constexpr(EPS)
 _DECAY = tl.constexpr(DECAY)
@@ -158,7 +157,8 @@ def _gradient(
 
 @triton.jit(do_not_specialize=["count_of_tables"])
 def update_rows_kernel(
-    run_keys, places, scales, grads, starts, runs, first_segment, partials, tables, numbers, extra, skipped, count_of_tables,
+    run_keys, places, scales, grads, starts, runs, first_segment, partials, tables, numbers, learning_rate, extra, skipped,
+    count_of_tables,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
     SEGMENT: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, RULE: tl.constexpr, SPARSE: tl.constexpr, SKIP: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -168,11 +168,11 @@ def update_rows_kernel(
     run_keys: (linear row) * SPLIT + a number below SPLIT, ascending. RULE: of `EmbeddingOptimizer`; 0 writes the gradient
     to the output, SPARSE to the row of the run in it; 6 writes the sum of the gradient's squares to the element of the run
     in `extra`, fp32. UNIFORM: all tables have BLOCK_D columns. ALIGN: divides widths and places. count_of_tables, STEPS:
-    see `_table_of`. DTYPE: of the tables, and of the output of rule 0. skipped: int64, counts rows that SKIP left alone.
-    extra: for STOCHASTIC the seed, int64 [1].
+    see `_table_of`. DTYPE: of the tables, and of the output of rule 0. learning_rate: fp32 []. skipped: int64, counts rows
+    that SKIP left alone. extra: for STOCHASTIC the seed, int64 [1].
     """
     columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, GROUP)
-    factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(numbers + _RATE), tl.load(numbers + _CLIP)
+    factor, rate, clip = tl.load(numbers + _FACTOR), tl.load(learning_rate), tl.load(numbers + _CLIP)
     total_runs = tl.load(runs)
     stride = tl.num_programs(0) * GROUP
     begin = tl.program_id(0) * GROUP
@@ -283,6 +283,40 @@ def update_rows_kernel(
         first = next_first
         end = next_end
         key = next_key
+
+
+@triton.jit(do_not_specialize=["count", "no_row", "count_of_tables"])
+def add_each_kernel(
+    keys, places, scales, grads, tables, numbers, learning_rate, ok, count, no_row, count_of_tables,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
+    SPLIT: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Add -rate * factor * gradient of each occurrence to its row, fp32, by atomics: SGD without a sort.
+
+    keys: not sorted. The order of additions to a row, and so its last bits, differ from run to run. ok: int64 [1], 0 adds nothing.
+    Grid: strides over occurrences.
+    """
+    columns, lanes = tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
+    rate = tl.load(learning_rate)
+    step = rate * tl.load(numbers + _FACTOR)
+    last = count
+    if (rate == 0) | (tl.load(ok) == 0):
+        last = count * 0
+    for i in range(tl.program_id(0) * ROWS, last, tl.num_programs(0) * ROWS):
+        at = i + lanes
+        key = tl.load(keys + at, mask=at < count, other=no_row)
+        there = (at < count) & (key != no_row)
+        linear = tl.where(there, key.to(tl.int64) // SPLIT, 0)
+        entry = _table_of(tables, count_of_tables, linear, STEPS)
+        row = linear - tl.load(entry + 4)
+        dim = tl.full([ROWS], BLOCK_D, tl.int64)
+        if not UNIFORM:
+            dim = tl.multiple_of(tl.load(entry + 5), ALIGN)
+        inside = columns[None, :] < dim[:, None]
+        g = _gradient(places, scales, grads, at, there, columns, inside, SCALED, ALIGN)
+        weight = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.float32)), ALIGN * 4)
+        where = weight[:, None] + tl.multiple_of(row * dim, ALIGN)[:, None] + columns[None, :]
+        tl.atomic_add(where, -step * g, mask=there[:, None] & inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count", "no_row", "count_of_tables"])

@@ -57,11 +57,11 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     the others raise `DeadlineError` or `PeerLostError`.
 
     Backward is collective too: all ranks must run backward of the same calls, in the same order. Gradients are reduced
-    in a fixed order, so that equal inputs give equal bits. With an `optimizer`, backward updates the tables, which then
-    have no gradients. `fused_optimizer` has the learning rate. A second backward of one call raises `WeftError`. Calls
-    in `torch.no_grad()` update nothing. Without an optimizer the tables require gradients, as those of
-    `nn.EmbeddingBag` do. Call `weft.nn.ignore_tables(model)` before DistributedDataParallel. Under torch.compile a call
-    that wants gradients breaks the graph.
+    in a fixed order, so that equal inputs give equal bits, unless `deterministic=False`. With an `optimizer`, backward
+    updates the tables, which then have no gradients. `fused_optimizer` has the learning rate. A second backward of one
+    call raises `WeftError`. Calls in `torch.no_grad()` update nothing. Without an optimizer the tables require
+    gradients, as those of `nn.EmbeddingBag` do. Call `weft.nn.ignore_tables(model)` before DistributedDataParallel.
+    Under torch.compile a call that wants gradients breaks the graph.
 
     Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]. A rank has only
     its own tables, and its `state_dict()` contains only these. The config of a table sets its initial values
@@ -95,6 +95,8 @@ class ShardedEmbeddingBagCollection(TrainedTables):
     optimizer: `weft.SGD`, `weft.RowwiseAdagrad`, `weft.Adagrad`, `weft.Adam` or `weft.PartialRowwiseAdam`, which update rows in
         backward. None leaves gradients for an optimizer of torch.
     sparse: without an optimizer, gradients are sparse COO tensors, as `nn.EmbeddingBag(sparse=True)` makes them.
+    deterministic: with an optimizer, True gives equal bits for equal inputs. False allows other bits where that is faster, as
+        `weft.embedding.FusedUpdate` says: `weft.SGD` on GPUs then adds by atomics, without sorting ids.
     gradients: "mean" divides the sum of gradients over ranks by the number of ranks, as DistributedDataParallel does for the other
         parameters and TorchRec for tables; "sum" does not.
     max_ids: the largest number of ids that a rank may receive in a call, with input="local_batch". If any rank would
@@ -120,6 +122,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         is_weighted: bool = False,
         optimizer: EmbeddingOptimizer | None = None,
         sparse: bool = False,
+        deterministic: bool = True,
         gradients: Literal["mean", "sum"] = "mean",
         transport: Transport = "auto",
         order: Order = "remote_first",
@@ -136,7 +139,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         self.input = input
         self.deadline_s: float | None = None
         self._is_weighted = is_weighted
-        self._optimizer, self._sparse, self._factor = optimizer, sparse, 1.0
+        self._optimizer, self._sparse, self._factor, self._deterministic = optimizer, sparse, 1.0, deterministic
         self._update, self._fused_optimizer = None, None
         self._batches = BatchesInFlight()
         self._prefetched: Prefetched | None = None
@@ -147,7 +150,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
         try:
             self.deadline_s = checked_deadline(deadline_s)
             check_input_options(input, is_weighted, max_ids)
-            check_module_options(optimizer, sparse, gradients)
+            check_module_options(optimizer, sparse, gradients, deterministic)
             device = device_for(group, device)
             ranks = cast("Mapping[str, int] | Sequence[int] | None", placement)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=ranks)
@@ -159,6 +162,7 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
         said |= {"max_ids": max_ids, "optimizer": repr(optimizer), "sparse": sparse, "gradients": gradients}
+        said["deterministic"] = deterministic
         if sharding is not None:
             said["first values"] = [first_values(table) for table in sharding.tables]
         sharding, seed = agree_on_module(group, device, sharding, said, refusal, self.deadline_s, type(self).__name__)
@@ -389,7 +393,9 @@ class ShardedEmbeddingBagCollection(TrainedTables):
             return
         if self._update is None:
             weights = self._weights()
-            self._update = FusedUpdate(self._optimizer, weights, factor=self._factor, device=self.device)
+            self._update = FusedUpdate(
+                self._optimizer, weights, factor=self._factor, deterministic=self._deterministic, device=self.device
+            )
         elif self._update.step.device != self.device:
             self._update.move(self.device)
             self._fused_optimizer = None

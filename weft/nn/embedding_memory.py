@@ -54,7 +54,8 @@ class BatchesInFlight:
     """The input of a module's differentiated calls, as long as autograd keeps it."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[StorageWeakRef, int]] = []
+        self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most = 64  # storages to keep before those that are gone are dropped
         self.last: tuple[int, int] = 0, 0
         """Ids and samples of the last call that was noted."""
 
@@ -65,16 +66,19 @@ class BatchesInFlight:
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Count the bytes of these tensors as long as anything refers to them."""
-        self._kept = [one for one in self._kept if not one[0].expired()]
+        if len(self._kept) > self._most:
+            self._kept = {address: one for address, one in self._kept.items() if not one[0].expired()}
+            self._most = max(64, 2 * len(self._kept))
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._kept.append((StorageWeakRef(storage), storage.nbytes()))
+                ref = StorageWeakRef(storage)
+                self._kept[ref.cdata] = ref, storage.nbytes()
 
     @property
     def nbytes(self) -> int:
         """Bytes of inputs that are still referenced, each storage once."""
-        return sum({ref.cdata: nbytes for ref, nbytes in self._kept if not ref.expired()}.values())
+        return sum(nbytes for ref, nbytes in self._kept.values() if not ref.expired())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchesInFlight:
         return BatchesInFlight()

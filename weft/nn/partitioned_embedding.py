@@ -51,7 +51,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         rows_read: Sequence[float] | Mapping[str, float] | None = None,
         input: Literal["local_batch", "global_batch"] = "local_batch", is_weighted: bool = False,
         optimizer: EmbeddingOptimizer | None = None, sparse: bool = False, gradients: Literal["mean", "sum"] = "mean",
-        hash: bool = False, max_ids: int | None = None, deadline_s: float | None = None, **options: Any,
+        deterministic: bool = True, hash: bool = False, max_ids: int | None = None, deadline_s: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         self.rank, self.group, self.input = rank_in(group), group, input
@@ -63,7 +63,7 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         try:
             self.deadline_s = checked_deadline(deadline_s)
             check_input_options(input, is_weighted, max_ids)
-            check_module_options(optimizer, sparse, gradients)
+            check_module_options(optimizer, sparse, gradients, deterministic)
             device = device_for(group, device)
             partition = partition_tables(
                 tables, group.size(), placement=placement, rows_read=rows_read, hash=hash is True
@@ -78,12 +78,12 @@ class PartitionedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             "optimizer": repr(optimizer),
             "sparse": sparse,
         }
-        said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, **options}
+        said |= {"gradients": gradients, "hash": hash, "max_ids": max_ids, "deterministic": deterministic, **options}
         seed = agree_on_parts(group, device, partition, said, refusal, self.deadline_s, NAME)
         self.partition, self._seed = cast(Partition, partition), seed
         self._factor = 1 / group.size() if gradients == "mean" else 1.0
         self.device = cast(torch.device, device)
-        self._make(gradients, {**options, "max_ids": max_ids})
+        self._make(gradients, {**options, "max_ids": max_ids, "deterministic": deterministic})
         for parameter in self.parameters():
             parameter.requires_grad_(self._is_trained)
         self._mark_tables()

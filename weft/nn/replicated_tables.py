@@ -87,7 +87,7 @@ class ReplicatedTables:
         versions = None
         if tables is not None and per_sample is not None and per_sample.requires_grad:
             versions = tuple(weight._version for weight in tables.weights)
-        return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions)
+        return ForwardCall(self.plan, 0, checked, 0, tables, self._factor, self.sparse, versions=versions)
 
     def apply(self, of: ForwardCall, flat: torch.Tensor, step: torch.Tensor | None) -> None:
         """Update the tables by the sum of all ranks' gradients. step: the number of updates of sharded tables, before theirs."""

@@ -145,7 +145,7 @@ def _called(
     table, signature = TABLES[op.name], _signature(op, call, schedule)
     if signature is not None and (known := table.again(group, signature)) is not None:
         if known.differentiated:
-            require_kept(op.name, op.tensors(call))
+            require_kept(op.name, op.tracked(call))
             return _differentiated(op, table, known.prepared, call, deadline_s, timeline)
         inputs = known.inputs(call)
         inputs = op.inputs(known.prepared.p, call) if inputs is None else inputs
@@ -157,7 +157,7 @@ def _called(
     checked, wanted = op.checked(call, group), op.wanted(call)
     differentiated = True in wanted
     if differentiated:
-        require_kept(op.name, op.tensors(checked))
+        require_kept(op.name, op.tracked(checked))
     prepared = prepared_for(op, checked, group, schedule, deadline_s, wanted)
     inputs = None if differentiated else op.inputs(prepared.p, checked)
     if signature is not None and (checked is call or op.has_executors) and not prepared.passes:
@@ -183,7 +183,7 @@ def _differentiated(
     op: Operator[Any], table: Table[CompiledOperator], prepared: CompiledOperator, call: Any, deadline_s: float | None,
     timeline: Timeline | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    results = list(_Function.apply(prepared, call, deadline_s, timeline, *op.tensors(call)))
+    results = list(_Function.apply(prepared, call, deadline_s, timeline, *op.tracked(call)))
     if timeline is None:
         seen(op, table, prepared, call, None, deadline_s, results, _Function.apply)
     return results
@@ -293,11 +293,12 @@ class _Function(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         op = prepared.op
         prepared.require_room(call, deadline_s)  # unfused calls need no memory, but backward may run a schedule
-        results = prepared(call, deadline_s, timeline)
+        inputs = op.inputs(prepared.p, call)
+        results = prepared(call, deadline_s, timeline, inputs)
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
         ctx.flops = flops_of(op, call, results) if is_counter_there() else None
         saved = op.saved(call, results, ctx.needs_input_grad[4:])
-        ctx.beside = op.beside(call, prepared.group, saved)
+        ctx.beside = op.beside(call, prepared.group, saved, inputs)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         return tuple(results)

@@ -302,8 +302,10 @@ class CompiledOperator:
         return settled
 
     def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn:
-        """Return the `Turn` that runs the collectives of an unfused call."""
-        if self._turns is None and timeline is None:
+        """Return the `Turn` that runs the collectives of an unfused call, or of a backward."""
+        # An operator's own kernels wait in backward too, with the deadline of the call.
+        waits = self.op.has_executors and deadline_s is not None
+        if self._turns is None and timeline is None and not waits:
             return STRAIGHT
         return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, self.rank, self.device))
 

@@ -127,7 +127,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         def found() -> tuple[CompiledOperator, Any]:
             call = op.checked(op.form(*given), group)
             prepared = prepared_for(op, call, group, schedule or None, deadline_s or None, None)
-            return prepared, op.beside(call, group, saved, in_backward=True)
+            return prepared, op.beside(call, group, saved, None)
 
         made = gradients_of_call(op, group, grads[0].device, found, saved, list(grads), wanted, deadline_s or None)
         tensors = op.tensors(op.form(*given))

@@ -187,16 +187,21 @@ class Operator(ABC, Generic[C]):
 
     # --- gradients ---
 
+    def tracked(self, call: C) -> list[torch.Tensor | None]:
+        """Return the tensors that autograd tracks in eager mode. Each costs time in every call. Default: the call's tensors."""
+        return self.tensors(call)
+
     def saved(self, call: C, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Return the tensors that `gradients` needs. Default: the call's tensors. wanted: the requested gradients, in the order
-        of these tensors."""
+        of `tracked`; in a compiled call, of the call's tensors."""
         return self.tensors(call)
 
     def beside(
-        self, call: C, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], in_backward: bool = False
+        self, call: C, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Tensors | None
     ) -> Any:
-        """Begin additional work for backward right after the call, and return it. in_backward: True for a compiled call, which
-        has no place for it before its backward.
+        """Begin additional work for backward right after the call, and return it.
+
+        inputs: those of the call; None for a compiled call, which has no place for this work before its backward.
 
         What it returns lives as long as the graph: keep tensors of the call only through `saved`, unless autograd must not
         watch them.
@@ -209,7 +214,7 @@ class Operator(ABC, Generic[C]):
         self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
         turn: Turn, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Return the wanted gradients, one for each tensor of the call. All ranks want the same gradients. Gradients are sums
+        """Return the wanted gradients, one for each entry of `wanted`. All ranks want the same gradients. Gradients are sums
         over ranks, not means.
 
         grads: the gradients of the results.

@@ -248,9 +248,7 @@ class _AllToAllMatmul(Operator[_Call]):
         it is changed."""
         return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
 
-    def beside(
-        self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], in_backward: bool = False
-    ) -> Sizes:
+    def beside(self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Any) -> Sizes:
         """Fetch the sizes, so that backward finds them on the host."""
         _, _, splits, received = saved
         assert splits is not None

@@ -77,10 +77,10 @@ def embedding_all_to_all(
     one thread per rank may call at a time.
 
     Backward is collective too. Gradients of pooled vectors travel to the owners of the tables, which reduce them by row
-    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks. Gradients are sums over all
-    samples of all ranks. With `update`, backward updates the tables; otherwise tables that require gradients get them.
-    Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get none. Second derivatives are an
-    error.
+    in a fixed order, in fp32. So equal inputs give equal bits, for any number of ranks, unless `update` allows others.
+    Gradients are sums over all samples of all ranks. With `update`, backward updates the tables; otherwise tables that
+    require gradients get them. Weights of type fp16 and bf16 get gradients rounded once. Out-of-range ids get none.
+    Second derivatives are an error.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in the
         order of `sharding.local_tables(rank)`.
@@ -195,6 +195,7 @@ class _Call(NamedTuple):
     optimizer: str
     factor: float
     sparse: bool
+    deterministic: bool
     sharding: str
     transport: str
     order: str
@@ -248,6 +249,8 @@ def _plan(call: _Call) -> EmbeddingPlan:
 _FORM = _Call._fields.index("sharding")
 _OF_VALUES = 2
 """The index of per-sample weights among a call's tensors: they follow the tables. The last tensor is the anchor."""
+_TRACKED = 4
+"""The tensors of a call with an optimizer that autograd tracks."""
 
 
 def _batch_size(call: _Call, sharding: EmbeddingSharding, rank: int) -> int:
@@ -335,17 +338,23 @@ class _EmbeddingAllToAll(Operator[_Call]):
 
     # --- gradients ---
 
+    def tracked(self, call: _Call) -> list[torch.Tensor | None]:
+        """Leave out tables and states that an optimizer updates: they have no gradients."""
+        if not call.optimizer:
+            return self.tensors(call)
+        return [call.values, call.offsets, call.per_sample_weights, call.anchor]
+
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Save ids, offsets and per-sample weights. Save tables too if per-sample weights need gradients and there is no
         optimizer: an optimizer changes the tables while other calls wait for their backward."""
-        is_read = wanted[len(call.weights) + _OF_VALUES] and not call.optimizer
+        is_read = not call.optimizer and wanted[len(call.weights) + _OF_VALUES]
         return [call.values, call.offsets, call.per_sample_weights, *(call.weights if is_read else [])]
 
     def beside(
-        self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], in_backward: bool = False
+        self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: dict[str, Any] | None
     ) -> ForwardCall:
         """Return what backward needs of the call."""
-        number = 0 if in_backward else next(self._numbers.setdefault(group, itertools.count(1)))
+        number = 0 if inputs is None else next(self._numbers.setdefault(group, itertools.count(1)))
         tables = None
         if call.optimizer:
             assert call.learning_rate is not None
@@ -357,9 +366,11 @@ class _EmbeddingAllToAll(Operator[_Call]):
         versions = None
         if tables is not None and call.per_sample_weights is not None and call.per_sample_weights.requires_grad:
             versions = tuple(weight._version for weight in call.weights)
-        jagged, checked = _checked(call)
-        made = ForwardCall(_plan(call), call.rank, checked, number, tables, call.factor, call.sparse, versions)
-        if tables is not None and not in_backward:
+        jagged, checked = _checked(call) if inputs is None else inputs["bags"]
+        made = ForwardCall(
+            _plan(call), call.rank, checked, number, tables, call.factor, call.sparse, call.deterministic, versions
+        )
+        if tables is not None and inputs is not None:
             embedding_backward.sort_ahead(made, jagged)
         return made
 
@@ -372,7 +383,9 @@ class _EmbeddingAllToAll(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients of tables and per-sample weights; with an optimizer, update the tables instead."""
         values, offsets, per_sample_weights, *kept = saved
-        count = len(beside.plan.sharding.local_tables(beside.rank))
+        # Autograd tracks no tables that an optimizer updates (`tracked`).
+        is_short = len(wanted) == _TRACKED and beside.tables is not None
+        count = 0 if is_short else len(beside.plan.sharding.local_tables(beside.rank))
         jagged = JaggedInput(None, values, offsets, per_sample_weights)
         weights = kept if beside.tables is None else beside.tables.weights
         of_tables, of_values = any(wanted[:count]) or wanted[-1], wanted[count + _OF_VALUES]

@@ -275,9 +275,7 @@ class _MatmulAllToAll(Operator[_Call]):
         h = call.h if wanted[1] else call.h.new_empty(call.h.shape[0], 0)
         return [h, call.w, call.received, call.splits]
 
-    def beside(
-        self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], in_backward: bool = False
-    ) -> Sizes:
+    def beside(self, call: _Call, group: dist.ProcessGroup, saved: Sequence[torch.Tensor | None], inputs: Any) -> Sizes:
         """Fetch the sizes, so that backward finds them on the host."""
         _, _, received, splits = saved
         assert received is not None

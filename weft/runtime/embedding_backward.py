@@ -29,18 +29,20 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.embedding import EmbeddingSharding, JaggedInput
 from weft.embedding.check import check_weights
-from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, joined_calls
+from weft.embedding.forward_call import COLLECTED, Collected, ForwardCall, Tables, joined_calls
 from weft.embedding.tables import column_runs
 from weft.embedding.update import FusedUpdate
 from weft.errors import RefusedError
 from weft.runtime.collectives import all_gather_single, all_to_all_single
 from weft.runtime.cpu import embedding_backward as cpu
+from weft.runtime.layouts import layout_of
 from weft.runtime.meeting import Topic, meeting_of
 from weft.runtime.unfused.turn import Turn
 from weft.symm import Communicator
 from weft.words import by_rank, counted
 
 _EXTRA = struct.Struct("<qq")  # the number of the forward call, a hash of the rest
+_KNOWN = 4  # layouts of tables and states to remember: modules and their copies share a plan
 
 
 def gradients(
@@ -147,7 +149,7 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
     """Raise an error if tables or states are not as forward found them: kernels would write or read beyond their memory."""
     try:
         if of.tables is not None:
-            of.tables.require_intact(of.plan.sharding, of.rank)
+            _require_tables(of, of.tables)
         elif reads_tables:
             check_weights(weights, of.plan.sharding, of.rank)
     except ValueError as error:
@@ -156,14 +158,32 @@ def _require_intact(of: ForwardCall, weights: Sequence[torch.Tensor], reads_tabl
         of.require_values_of_forward()
 
 
+def _require_tables(of: ForwardCall, tables: Tables) -> None:
+    """Raise `ValueError` unless tables and states are valid. Their layouts, read natively, say if they were found valid before."""
+    layout = layout_of([*tables.tensors, tables.step])
+    known = of.plan.intact_tables.setdefault(of.rank, [])
+    for one in known:
+        if one == (tables.optimizer.rule, layout):
+            of.layout = one  # this object has a cached hash
+            return
+    tables.require_intact(of.plan.sharding, of.rank)
+    if layout is not None:
+        of.layout = tables.optimizer.rule, layout
+        known.insert(0, of.layout)
+        del known[_KNOWN:]
+
+
 def _update(
     call: Collected, group: dist.ProcessGroup, deadline_s: float | None, ok: torch.Tensor | None = None
 ) -> None:
-    """Update the tables. ok: 0 on the device leaves them as they are."""
+    """Update the tables, which have been checked. ok: 0 on the device leaves them as they are."""
     of, tables = call.of, call.of.tables
     assert tables is not None
-    _require_intact(of, tables.weights, False)
     device = device_code(call.received.device)
+    if of.adds_each and call.received.device.type == "cuda":
+        tables.step.add_(1)
+        device.add_each(of, tables, call.jagged, call.received, ok)
+        return
     rows, scale = device.sorted_rows(of, call.jagged), None
     if ok is not None:
         rows = replace(rows, runs=rows.runs * ok)
@@ -228,12 +248,10 @@ def to_owners(
     world = sharding.world_size
     if world == 1:
         return grad.to(dtype).contiguous()
-    columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(world)]
+    columns, runs = sharding.columns_of_ranks, column_runs(sharding)
     pieces: list[list[torch.Tensor]] = [[] for _ in range(world)]
-    first = 0
-    for r, begin, end in column_runs(sharding):
-        pieces[r].append(grad[:, first : first + end - begin])
-        first += end - begin
+    for (r, _, _), piece in zip(runs, grad.split([end - begin for _, begin, end in runs], dim=1), strict=True):
+        pieces[r].append(piece)
     leaving = [batch_sizes[rank] * count for count in columns]
     send = grad.new_empty(sum(leaving), dtype=dtype)
     for part, of_rank, count in zip(send.split(leaving), pieces, columns, strict=True):
@@ -248,7 +266,7 @@ def to_owners(
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     """Begin to sort the ids of a forward call for its backward, on GPUs: behind forward, and beside what follows."""
-    if jagged.values.device.type == "cuda" and of.collected is None:
+    if jagged.values.device.type == "cuda" and of.collected is None and not of.adds_each:
         device_code(jagged.values.device).sort_ahead(of, jagged)
 
 

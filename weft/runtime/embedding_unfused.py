@@ -41,7 +41,7 @@ class EmbeddingAllToAllUnfused(Executor):
     def __init__(self, plan: EmbeddingPlan, comm: Communicator) -> None:
         self.plan, self.comm, self.schedule = plan, comm, plan.schedule
         sharding, rank = plan.sharding, comm.rank
-        self._columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(comm.world_size)]
+        self._columns = sharding.columns_of_ranks
         self._runs = column_runs(sharding)
         self._alone, self._widest = plan.alone(rank), max(slot.dim for slot in sharding.slots)
         self._topic, self._turns = cpu.topic_of(comm, plan), None

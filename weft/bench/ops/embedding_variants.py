@@ -132,7 +132,7 @@ class SerialVariant:
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool]):
         self.work, sharding = work, work.config.sharding
-        dims = [sum(s.dim for s in sharding.local_slots(r)) for r in range(sharding.world_size)]
+        dims = sharding.columns_of_ranks
         self.send_splits = [size * work.local_dim for size in work.config.batch_sizes]
         self.receive_splits = [work.local_batch * dim for dim in dims]
         self.shapes = [(work.local_batch, dim) for dim in dims]

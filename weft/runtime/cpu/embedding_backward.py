@@ -49,8 +49,7 @@ def update(
     random = optimizer.rounding == "stochastic", seed_of_update(optimizer.seed, step)
     skip = optimizer.nonfinite == "skip"
     skipped = _updated(of, rows, received, memory, optimizer.rule, given, skip, of.plan.sharding.dtype, random)
-    for changed in (*tables.weights, *(state for states in tables.states for state in states)):
-        torch.autograd.graph.increment_version(changed)
+    torch.autograd.graph.increment_version(tables.tensors)
     return skipped
 
 

@@ -18,11 +18,19 @@ from weft.embedding import JaggedInput
 from weft.embedding.forward_call import ForwardCall, Tables
 from weft.kernels import embedding_backward as device_code
 from weft.runtime.capture import keep_for_graphs
-from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, occurrences, shape_of, sort_ahead, sorted_rows
+from weft.runtime.cuda.embedding_runs import SEGMENT, Rows, Shape, occurrences, shape_of, sort_ahead, sorted_rows
 from weft.runtime.cuda.tensor_maps import TRITON_TYPE
 from weft.symm.lasting import lasting
 
-__all__ = ["gradients_of_tables", "gradients_of_weights", "sort_ahead", "sorted_rows", "sum_of_squares", "update"]
+__all__ = [
+    "add_each",
+    "gradients_of_tables",
+    "gradients_of_weights",
+    "sort_ahead",
+    "sorted_rows",
+    "sum_of_squares",
+    "update",
+]
 
 _GROUP = 512  # elements of the rows that a warp updates at once
 _ROWS = 8192  # elements of the sums that a program adds at once, of the longest runs
@@ -37,16 +45,33 @@ def update(
 
     scale: a number on the device, times every gradient."""
     optimizer, dtype, seed = tables.optimizer, of.plan.sharding.dtype, None
-    numbers, table = _numbers(of, tables), _table_of_update(of, tables, rows, received.device)
-    if scale is not None:
-        numbers[device_code.FACTOR] *= scale
+    numbers, table = _numbers(of, tables, scale), _table_of_update(of, tables, rows.shape, received.device)
     if optimizer.rounding == "stochastic" and dtype != torch.float32:
         seed = (tables.step * _GOLDEN + optimizer.seed).view(1)  # wraps around as `seed_of_update` does
     skip = optimizer.nonfinite == "skip"
-    skipped = _launched(rows, received, table, numbers, optimizer.rule, False, skip, dtype, seed)
-    for changed in (*tables.weights, *(state for states in tables.states for state in states)):
-        torch.autograd.graph.increment_version(changed)
+    rate = tables.learning_rate
+    skipped = _launched(rows, received, table, numbers, optimizer.rule, False, skip, dtype, seed, rate=rate)
+    torch.autograd.graph.increment_version(tables.tensors)
     return skipped
+
+
+def add_each(
+    of: ForwardCall, tables: Tables, jagged: JaggedInput, received: torch.Tensor, ok: torch.Tensor | None = None
+) -> None:
+    """Add SGD's update of each id to its row by atomics, for fp32 tables. ok: 0 on the device leaves them as they are."""
+    shape, ids, device = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged), received.device
+    count = ids.keys.numel()
+    if count:
+        table = _table_of_update(of, tables, shape, device)
+        is_aligned = table.is_aligned and received.data_ptr() % 16 == 0
+        device_code.add_each_kernel[shape.programs(device, -(-count // shape.lanes)), 1, 1](
+            ids.keys, ids.places, received if ids.scales is None else ids.scales, received, table.lines,
+            _fixed_numbers((), of.factor, math.inf, device), tables.learning_rate, _one(device) if ok is None else ok, count,
+            shape.no_row, table.size, ROWS=shape.lanes, BLOCK_D=shape.block_d, UNIFORM=shape.uniform,
+            ALIGN=shape.align if is_aligned else 1, SCALED=ids.scales is not None, SPLIT=shape.split, STEPS=_steps(table.size),
+            num_warps=shape.warps,
+        )  # fmt: skip
+    torch.autograd.graph.increment_version(tables.weights)
 
 
 def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.Tensor) -> torch.Tensor:
@@ -54,19 +79,27 @@ def sum_of_squares(of: ForwardCall, tables: Tables, rows: Rows, received: torch.
     device = received.device
     squares = torch.zeros(rows.count, dtype=torch.float32, device=device)
     # The update's own table of tables: a graph's capture cannot copy another one from the host.
-    table, skip = _table_of_update(of, tables, rows, device), tables.optimizer.nonfinite == "skip"
-    numbers, dtype = _numbers_of_gradients(of, device), of.plan.sharding.dtype
+    table, skip = _table_of_update(of, tables, rows.shape, device), tables.optimizer.nonfinite == "skip"
+    numbers, dtype = _fixed_numbers((), of.factor, math.inf, device), of.plan.sharding.dtype
     _launched(rows, received, table, numbers, _SQUARES, False, skip, dtype, squares=squares)
     return squares.sum(dtype=torch.float64)
 
 
-def _table_of_update(of: ForwardCall, tables: Tables, rows: Rows, device: torch.device) -> _DeviceTable:
+def _table_of_update(of: ForwardCall, tables: Tables, shape: Shape, device: torch.device) -> _DeviceTable:
+    """Return the table of tables of an update. A known layout of them says all that it depends on, without reading each."""
+    key = device, of.plan, of.rank, of.layout
+    if of.layout is not None and (known := _device_tables.get(key)) is not None:
+        keep_for_graphs(known.lines)
+        return known
     lines = []
     number_of = of.plan.sharding.local_tables(of.rank)
-    for base, weight, states, number in zip(rows.shape.bases, tables.weights, tables.states, number_of, strict=True):
+    for base, weight, states, number in zip(shape.bases, tables.weights, tables.states, number_of, strict=True):
         addresses = [state.data_ptr() for state in states] + [0] * (2 - len(states))
         lines.append([weight.data_ptr(), *addresses, 0, base, weight.shape[1], 0, number])
-    return _device_table(lines, device)
+    table = _device_table(lines, device)
+    if of.layout is not None:
+        _device_tables[key] = table
+    return table
 
 
 def gradients_of_tables(
@@ -93,7 +126,7 @@ def gradients_of_tables(
         [0, 0, 0, value.data_ptr(), base, value.shape[1], first, 0]
         for value, base, first in zip(values, shape.bases, first_runs, strict=True)
     ]
-    numbers = _numbers_of_gradients(of, device)
+    numbers = _fixed_numbers((), of.factor, math.inf, device)
     _launched(
         rows, received, _device_table(lines, device), numbers, _GRADIENT, of.sparse, False, dtype or sharding.dtype
     )
@@ -134,13 +167,14 @@ def gradients_of_weights(
 def _launched(
     rows: Rows, received: torch.Tensor, tables: _DeviceTable, numbers: torch.Tensor, rule: int, sparse: bool, skip: bool,
     dtype: torch.dtype, seed: torch.Tensor | None = None, squares: torch.Tensor | None = None,
+    rate: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernels. Return how many rows were skipped, on the device.
 
     dtype: the dtype of tables, and of gradients that are written. seed: the seed of random bits, or None to round to nearest.
-    squares: the output of rule 6."""
+    squares: the output of rule 6. rate: the learning rate of an update."""
     shape, device, count = rows.shape, received.device, rows.count
-    skipped = torch.zeros(1, dtype=torch.int64, device=device)
+    skipped = torch.zeros(1, dtype=torch.int64, device=device) if skip else _none_skipped(device)
     if not count:
         return skipped
     segments, warps = rows.run_of_segment.numel(), shape.warps
@@ -165,10 +199,22 @@ def _launched(
     warps = max(1, min(8, group * shape.block_d // _GROUP))
     device_code.update_rows_kernel[shape.programs(device, -(-count // group), warps), 1, 1](
         rows.keys, rows.places, scales, received, rows.starts, rows.runs, rows.first_segment, partials, tables.lines, numbers,
-        extra, skipped, tables.size, GROUP=group, DTYPE=TRITON_TYPE[dtype], ITEM_BYTES=dtype.itemsize, RULE=rule,
-        SPARSE=sparse, SKIP=skip, STOCHASTIC=seed is not None, num_warps=warps, **of_tile,
+        numbers if rate is None else rate, extra, skipped, tables.size, GROUP=group, DTYPE=TRITON_TYPE[dtype],
+        ITEM_BYTES=dtype.itemsize, RULE=rule, SPARSE=sparse, SKIP=skip, STOCHASTIC=seed is not None, num_warps=warps,
+        **of_tile,
     )  # fmt: skip
     return skipped
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return lasting(device, lambda: torch.ones(1, dtype=torch.int64, device=device))
+
+
+@functools.cache
+def _none_skipped(device: torch.device) -> torch.Tensor:
+    """Return a zero that no kernel writes."""
+    return lasting(device, lambda: torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _steps(tables: int) -> int:
@@ -176,32 +222,34 @@ def _steps(tables: int) -> int:
     return max(0, tables - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=64)
 def _fixed_numbers(
-    written: str, numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
+    numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
+) -> torch.Tensor:
+    """Return the numbers of a rule that are the same in all calls; without `numbers`, of a rule that updates nothing."""
+    return keep_for_graphs(_made_numbers(numbers, factor, clip, device))
+
+
+@functools.lru_cache(maxsize=64)
+def _made_numbers(
+    numbers: tuple[tuple[str, float], ...], factor: float, clip: float, device: torch.device
 ) -> torch.Tensor:
     of = dict(numbers)
     beta1, beta2 = of.get("beta1", 0.0), of.get("beta2", 0.0)
-    values = [0.0, factor, of.get("eps", 0.0), of["weight_decay"], beta1, beta2, 1 - beta1, 1 - beta2, 1.0, 1.0, clip]
+    decay = of.get("weight_decay", 0.0)
+    values = [factor, of.get("eps", 0.0), decay, beta1, beta2, 1 - beta1, 1 - beta2, 1.0, 1.0, clip]
     return lasting(device, lambda: torch.tensor(values, dtype=torch.float32, device=device))
 
 
-def _numbers_of_gradients(of: ForwardCall, device: torch.device) -> torch.Tensor:
-    """Return the numbers of a rule that updates nothing."""
-    numbers = torch.zeros(device_code.NUMBERS, dtype=torch.float32, device=device)
-    for place, value in ((device_code.FACTOR, of.factor), (device_code.CLIP, math.inf)):
-        numbers[place].fill_(value)  # an assignment would copy from the host, which a captured graph cannot
-    return numbers
-
-
-def _numbers(of: ForwardCall, tables: Tables) -> torch.Tensor:
-    """Return the rule's numbers. The learning rate and the number of updates are read on the device."""
+def _numbers(of: ForwardCall, tables: Tables, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the rule's numbers. The number of updates is read on the device. scale: times the factor."""
     optimizer, device = tables.optimizer, tables.learning_rate.device
     clip = optimizer.clip_value or math.inf
-    numbers = keep_for_graphs(
-        _fixed_numbers(optimizer.written, tuple(optimizer.numbers.items()), of.factor, clip, device)
-    ).clone()
-    numbers[device_code.RATE] = tables.learning_rate
+    numbers = _fixed_numbers(tuple(optimizer.numbers.items()), of.factor, clip, device)
+    if scale is None and not optimizer.counts:
+        return numbers
+    numbers = numbers.clone()
+    if scale is not None:
+        numbers[device_code.FACTOR] *= scale
     if optimizer.counts:
         step = tables.step.to(torch.float64)
         for place, beta in ((device_code.CORRECTION1, "beta1"), (device_code.CORRECTION2, "beta2")):

@@ -50,7 +50,7 @@ class Pieces(NamedTuple):
 @lru_cache(maxsize=64)
 def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: torch.device) -> Pieces:
     """Return the pieces of a rank's gradients, those for the next ranks first."""
-    columns, found, here = columns_of(sharding), list[list[int]](), 0
+    columns, found, here = sharding.columns_of_ranks, list[list[int]](), 0
     align = 16 // itemsize
     for owner, begin, end in column_runs(sharding):
         for first in range(begin, end, _WIDEST):
@@ -64,11 +64,6 @@ def pieces_of(sharding: EmbeddingSharding, rank: int, itemsize: int, device: tor
     block = triton.next_power_of_2(max((piece[3] for piece in found), default=1))
     table = lasting(device, lambda: torch.tensor(found, dtype=torch.int64, device=device))
     return Pieces(table, max(16, block), align)
-
-
-def columns_of(sharding: EmbeddingSharding) -> list[int]:
-    """Return the columns of each rank's tables."""
-    return [sum(slot.dim for slot in sharding.local_slots(rank)) for rank in range(sharding.world_size)]
 
 
 def launch_push(
@@ -139,7 +134,7 @@ class PushedGradients:
         """
         self.check()
         comm, patience_s = self.comm, deadline_s or env.deadline_s()
-        columns, batch = columns_of(sharding), sum(batch_sizes)
+        columns, batch = sharding.columns_of_ranks, sum(batch_sizes)
         self._reserve(batch * max(columns) * dtype.itemsize, patience_s)
         assert self._inbox is not None
         here, captured = torch.cuda.current_stream(comm.device), is_captured(comm.device)

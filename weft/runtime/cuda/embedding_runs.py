@@ -95,7 +95,7 @@ class Rows:
 
     count: the number of all occurrences. starts, keys: those of each run. runs: the number of runs. places, scales: those of the
     occurrences, run by run. For runs of more than SEGMENT occurrences: first_segment of each, run_of_segment, long_runs, counters
-    (the numbers of the last two).
+    (the numbers of the last two). ends: the numbers of runs that begin in each block of occurrences and all blocks before it.
     """
 
     shape: Shape
@@ -109,13 +109,39 @@ class Rows:
     run_of_segment: torch.Tensor
     long_runs: torch.Tensor
     counters: torch.Tensor
+    ends: torch.Tensor
 
 
-class SortedAhead(NamedTuple):
-    """Rows that another stream computes, and the event at their end; None for rows of the current stream."""
+class SortedAhead:
+    """Rows in memory of the stream `home`, which another stream computes, and the event at their end.
 
-    rows: Rows
-    done: torch.cuda.Event | None
+    home, done: None for rows that the current stream computes.
+    """
+
+    def __init__(self, rows: Rows, home: torch.cuda.Stream | None, side: torch.cuda.Stream | None) -> None:
+        self._rows, self._home, self._side = rows, home, side
+        self._done = None if side is None else side.record_event()
+        self._is_taken = False
+
+    def take(self) -> Rows:
+        """Return the rows, for the current stream."""
+        self._is_taken = True
+        if self._done is not None:
+            here = torch.cuda.current_stream(self._rows.starts.device)
+            here.wait_event(self._done)
+            if here != self._home:
+                self._note(here)
+        return self._rows
+
+    def __del__(self) -> None:
+        """If nobody has waited for the rows, keep the allocator from their memory until they are computed."""
+        if not self._is_taken and self._side is not None:
+            self._note(self._side)
+
+    def _note(self, stream: torch.cuda.Stream) -> None:
+        for tensor in vars(self._rows).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(stream)
 
 
 def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
@@ -127,14 +153,14 @@ def sort_ahead(of: ForwardCall, jagged: JaggedInput) -> None:
     device = jagged.values.device
     if of.sorted_ahead is not None or is_captured(device):
         return
+    room = _room_for(of, jagged)  # of the current stream: memory that two streams use costs the allocator an event each
     if device.type != "cuda":
-        of.sorted_ahead = SortedAhead(_sorted(of, jagged), None)
+        of.sorted_ahead = SortedAhead(_sorted(of, jagged, room), None, None)
         return
-    side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    home, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(home)
     with torch.cuda.stream(side):
-        rows = _sorted(of, jagged)
-        of.sorted_ahead = SortedAhead(rows, side.record_event())
+        of.sorted_ahead = SortedAhead(_sorted(of, jagged, room), home, side)
     for given in (jagged.values, jagged.offsets, jagged.weights):
         if given is not None:
             given.record_stream(side)
@@ -148,73 +174,72 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def sorted_rows(of: ForwardCall, jagged: JaggedInput) -> Rows:
     """Return the ids of this rank's tables, sorted by table, row, slot, sample and place in the bag."""
     ahead, of.sorted_ahead = of.sorted_ahead, None
-    if ahead is None:
-        return _sorted(of, jagged)
-    if ahead.done is not None:
-        here = torch.cuda.current_stream(jagged.values.device)
-        here.wait_event(ahead.done)
-        for tensor in vars(ahead.rows).values():
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(here)
-    return ahead.rows
+    return _sorted(of, jagged) if ahead is None else ahead.take()
 
 
-def _sorted(of: ForwardCall, jagged: JaggedInput) -> Rows:
-    shape, ids = shape_of(of.plan.sharding, of.rank), occurrences(of, jagged)
-    count, device = ids.keys.numel(), ids.keys.device
+def _room_for(of: ForwardCall, jagged: JaggedInput) -> Rows:
+    """Allocate the runs of a call, without values."""
+    shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
+    laid = _laid_out(of, jagged)
+    count = laid.layers * jagged.values.numel()
 
     def new(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    # Sort first: its own memory is free again before the rest is allocated.
-    ordered, order = torch.sort(ids.keys, stable=True)
     at = torch.int32 if count < _MOST_32 else torch.int64
-    starts, keys, places = new(count + 1, at), new(count, ids.keys.dtype), torch.empty_like(ids.places)
-    scales = None if ids.scales is None else torch.empty_like(ids.scales)
     most_long = count // SEGMENT  # a run is cut only if it is longer than a segment
-    first_segment, run_of_segment, long_runs = new(count), new(2 * most_long + 1), new(most_long + 1)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
-    if not count:
-        runs = torch.zeros(1, dtype=torch.int64, device=device)
-        return Rows(shape, 0, starts, keys, runs, places, scales, first_segment, run_of_segment, long_runs, counters)
     blocks = -(-count // _BLOCK)
-    counts = new(blocks, torch.int64)
+    ends = new(blocks, torch.int64) if count else torch.zeros(1, dtype=torch.int64, device=device)
+    return Rows(
+        shape, count, new(count + 1, at), new(count, shape.key_dtype), ends[-1:], new(count, laid.of_places),
+        new(count, torch.float32) if count and (shape.any_mean or jagged.weights is not None) else None,
+        new(count), new(2 * most_long + 1), new(most_long + 1), torch.zeros(2, dtype=torch.int64, device=device),
+        ends,
+    )  # fmt: skip
+
+
+def _sorted(of: ForwardCall, jagged: JaggedInput, room: Rows | None = None) -> Rows:
+    """Sort into `room`, or into new memory, which is allocated last: the sort's own is free by then."""
+    ids = occurrences(of, jagged)
+    count, device = ids.keys.numel(), ids.keys.device
+    if not count:
+        return room or _room_for(of, jagged)
+    ordered, order = torch.sort(ids.keys, stable=True)
+    rows = room or _room_for(of, jagged)
+    shape, ends, scales = rows.shape, rows.ends, rows.scales
+    blocks = len(ends)
+    counts = torch.empty_like(ends)
     device_code.count_runs_kernel[blocks, 1, 1](ordered, counts, count, shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split)
-    ends = counts.cumsum(0)
+    torch.cumsum(counts, 0, out=ends)
     unused = ordered if scales is None else scales
     device_code.runs_kernel[blocks, 1, 1](
-        ordered, order, ids.places, unused if ids.scales is None else ids.scales, ends, starts, keys, places, unused, count,
-        shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split, SCALED=scales is not None,
+        ordered, order, ids.places, unused if ids.scales is None else ids.scales, ends, rows.starts, rows.keys, rows.places,
+        unused, count, shape.no_row, BLOCK=_BLOCK, SPLIT=shape.split, SCALED=scales is not None,
     )  # fmt: skip
-    runs = ends[-1:]
-    if most_long:
+    if count >= SEGMENT:
         programs = shape.programs(device, -(-count // _RUNS), 4)
         device_code.long_runs_kernel[programs, 1, 1](
-            starts, runs, counters, first_segment, run_of_segment, long_runs, BLOCK=_RUNS, SEGMENT=SEGMENT
-        )
-    return Rows(shape, count, starts, keys, runs, places, scales, first_segment, run_of_segment, long_runs, counters)
+            rows.starts, rows.runs, rows.counters, rows.first_segment, rows.run_of_segment, rows.long_runs, BLOCK=_RUNS,
+            SEGMENT=SEGMENT,
+        )  # fmt: skip
+    return rows
 
 
 def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
     """Return all ids of this rank's slots with keys and places."""
     shape, device = shape_of(of.plan.sharding, of.rank), jagged.values.device
     batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
-    local = of.plan.sharding.local_slots(of.rank)
-    stride = sum(slot.dim for slot in local)
-    of_places = torch.int32 if batch * stride < _MOST_32 else torch.int64
-    if not count or bags <= 0 or not local:
+    slots, stride, layers, of_places = _laid_out(of, jagged)
+    if slots is None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Occurrences(nothing.to(shape.key_dtype), nothing.to(of_places), None, None)
-    slots = _Slots(
-        *map(keep_for_graphs, _slots_of(of.plan.sharding, of.rank, of.checked.key_of_slot, bags // batch, device))
-    )
-    size = len(slots.of_key) * count
+    size = layers * count
     keys = torch.empty(size, dtype=shape.key_dtype, device=device)
     places = torch.empty(size, dtype=of_places, device=device)
     over = torch.empty(size, dtype=torch.float32, device=device) if shape.any_mean else None
     weights = jagged.weights
     scales = over if weights is None else torch.empty(size, dtype=torch.float32, device=device)
-    device_code.occurrences_kernel[-(-count // _BLOCK), len(slots.of_key), 1](
+    device_code.occurrences_kernel[-(-count // _BLOCK), layers, 1](
         jagged.values, jagged.offsets, places if weights is None else weights, slots.of_key, slots.table, keys, places,
         places if scales is None else scales, places if over is None else over,
         count, bags, batch, slots.of_key.shape[1], stride, shape.no_row,
@@ -222,6 +247,29 @@ def occurrences(of: ForwardCall, jagged: JaggedInput) -> Occurrences:
         BAG=tl.int32 if bags < _MOST_32 // 2 else tl.int64,
     )  # fmt: skip
     return Occurrences(keys, places, scales, over)
+
+
+class _LaidOut(NamedTuple):
+    """The layout of a call's occurrences: slots (None if there are none), columns of the gradients of a sample, layers of slots,
+    and the type of places."""
+
+    slots: _Slots | None
+    stride: int
+    layers: int
+    of_places: torch.dtype
+
+
+def _laid_out(of: ForwardCall, jagged: JaggedInput) -> _LaidOut:
+    batch, bags, count = of.checked.global_batch, jagged.offsets.numel() - 1, jagged.values.numel()
+    stride = of.plan.sharding.columns_of_ranks[of.rank]
+    of_places = torch.int32 if batch * stride < _MOST_32 else torch.int64
+    if not count or bags <= 0 or not of.plan.sharding.local_slots(of.rank):
+        return _LaidOut(None, stride, 0, of_places)
+    key_of_slot, keys = of.checked.key_of_slot, bags // batch
+    slots = _slots_of(of.plan.sharding, of.rank, key_of_slot, keys, jagged.values.device)
+    keep_for_graphs(slots.of_key)
+    keep_for_graphs(slots.table)
+    return _LaidOut(slots, stride, len(slots.of_key), of_places)
 
 
 @functools.lru_cache(maxsize=64)
