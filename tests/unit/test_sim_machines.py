@@ -109,6 +109,14 @@ def test_losses_tell_cutting_from_disturbing() -> None:
         assert found.over_ideal >= 1
 
 
+def test_losses_count_as_many_ranks_together_as_alone() -> None:
+    """Ranks of this schedule compute different parts, so that all are simulated; their collectives alone are equal."""
+    problem, model = AllGatherMatmul.even(8192, 4096, 4096, 8), gpu("mi300x", 8)
+    schedule = applicable(problem)["ficco_1d_collective[start=hetero,gemms=fused,steps=0]"]
+    assert not simulate(schedule, model).program.symmetric
+    assert 1 - 1e-9 <= inefficiencies(schedule, problem, model).communication_contention < 2
+
+
 def test_one_rank_has_nothing_to_communicate() -> None:
     problem, model = AllGatherMatmul.even(1024, 1024, 1024, 1), gpu("h200", 1)
     found = inefficiencies(applicable(problem)["serial"], problem, model)

@@ -10,6 +10,7 @@ from sim_toys import gpu
 from weft.builders import AllGatherMatmul, AllToAllMatmul, Problem, named
 from weft.schedule import Schedule
 from weft.sim import engine, simulate
+from weft.sim import lower as lowering
 from weft.sim.lower import lower
 from weft.sim.max_min import Load, speeds
 from weft.sim.result import Simulated
@@ -37,7 +38,7 @@ def test_ranks_that_differ_but_share_nothing_scarce_take_speeds_for_each_and_not
     world = 12
     apart, found = _run(machine, world)
     assert not found.program.symmetric
-    monkeypatch.setattr(engine, "parts_of", lambda loads, lanes: [0] * len(lanes))
+    monkeypatch.setattr(lowering, "parts_of", lambda loads, lanes: [0] * len(lanes))
     together, _ = _run(machine, world)
     assert apart.fluid.known <= 18 * world < together.fluid.known
 
@@ -69,8 +70,9 @@ def test_parts_have_the_numbers_of_the_whole(
     schedule, model = named(problem, name).build(), gpu(machine, 3)
     late = (0.0, 1.0, 2.5)  # so that every rank is simulated
     apart = simulate(schedule, model, runs=3, late_us=late)
-    monkeypatch.setattr(engine, "scarce_only", lambda loads, lanes: loads)
-    monkeypatch.setattr(engine, "parts_of", lambda loads, lanes: [0] * len(lanes))
+    monkeypatch.setattr(lowering, "_lowered", {})
+    monkeypatch.setattr(lowering, "scarce_only", lambda loads, lanes: loads)
+    monkeypatch.setattr(lowering, "parts_of", lambda loads, lanes: [0] * len(lanes))
     together = simulate(schedule, model, runs=3, late_us=late)
     for a, b in zip(apart.ends_us, together.ends_us, strict=True):
         assert a == pytest.approx(b, rel=1e-7)

@@ -98,6 +98,7 @@ class _Combine(Draft):
     def __init__(self, name: str, p: MatmulAllToAll) -> None:
         super().__init__(name, p.world_size)
         self.p, self._all, world = p, p.world_size * p.experts, p.world_size
+        self._before: dict[Index, Index] = {}  # the first row in h of a local expert, by the expert
         self.counts = self.buffer("counts", 2 * world, p.experts, "int64", "scratch")
         came = [[n for of_rank in p.splits for n in of_rank[r * p.experts : (r + 1) * p.experts]] for r in range(world)]
         self.holds(self.counts, [[*came[r], *p.splits[r]] for r in range(world)])
@@ -129,9 +130,11 @@ class _Combine(Draft):
 
     def first_in_h(self, source: Index, expert: Index) -> Index:
         """Return the first row in h of a local expert's rows from `source`."""
-        begin: Index = 0
-        for any_source in range(self.world_size):
-            begin = begin + self.received(any_source, 0, expert)
+        if (begin := self._before.get(expert)) is None:  # the same for all sources
+            begin = 0
+            for any_source in range(self.world_size):
+                begin = begin + self.received(any_source, 0, expert)
+            self._before[expert] = begin
         return begin + total("counts", expert, source * self.p.experts + expert, self.p.experts)
 
     def first_in_y(self, rank: Index, expert: Index = 0) -> Index:

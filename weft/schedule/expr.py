@@ -80,9 +80,13 @@ class Expr:
         except (ZeroDivisionError, IndexError, TypeError) as error:  # TypeError: sum(rank[0:1])
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
-    def evaluated_over(self, values: Mapping[str, Any]) -> int | np.ndarray:
-        """Evaluate for many values at once: arrays in, an array out."""
-        return _evaluated_over(self._node, values)
+    def evaluated_over(self, values: Mapping[str, Any], known: dict[int, Any] | None = None) -> int | np.ndarray:
+        """Evaluate for many values at once: arrays in, an array out.
+
+        known: results of parts at these values, by the ids of the parts; the results of this call's parts are added. Expressions
+        that share parts, such as sums over the same ranks, are then evaluated once. They must outlive `known`.
+        """
+        return _evaluated_over(self._node, values, known)
 
     def period(self, name: str) -> int:
         """Return p if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
@@ -307,28 +311,36 @@ def _constant(number: int) -> ast.Constant:
     return ast.Constant(number)
 
 
-def _evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
+def _evaluated_over(node: ast.expr, values: Mapping[str, int | np.ndarray], parts: dict[int, Any] | None = None) -> Any:
     match node:
         case ast.Name(id=name):
             return values[name]
         case ast.UnaryOp(operand=operand):
-            return -_evaluated_over(operand, values)
+            return -_evaluated_over(operand, values, parts)
         case ast.BinOp(left=left, op=sign, right=right):
-            return _OPERATORS[type(sign)](_evaluated_over(left, values), _evaluated_over(right, values))
+            if parts is not None and id(node) in parts:
+                return parts[id(node)]
+            made = _OPERATORS[type(sign)](_evaluated_over(left, values, parts), _evaluated_over(right, values, parts))
+            if parts is not None:
+                parts[id(node)] = made
+            return made
         case ast.Subscript(value=ast.Tuple(elts=entries) as table, slice=index):
             numbers = _numbers_of(table)
             found: np.ndarray = (
-                np.array([_evaluated_over(entry, values) for entry in entries]) if numbers is None else numbers
+                np.array([_evaluated_over(entry, values, parts) for entry in entries]) if numbers is None else numbers
             )
-            return found[_evaluated_over(index, values)]
+            return found[_evaluated_over(index, values, parts)]
         case ast.Call(args=[ast.Subscript(value=held, slice=ast.Slice(lower=lower, upper=upper, step=step))]):
             known: Any = values if isinstance(held, ast.Name) else {}
             contents = (
-                [_evaluated_over(e, values) for e in held.elts] if isinstance(held, ast.Tuple) else known[_name(held)]
+                [_evaluated_over(e, values, parts) for e in held.elts]
+                if isinstance(held, ast.Tuple)
+                else known[_name(held)]
             )
-            stride = 1 if step is None else int(_evaluated_over(step, values))
+            stride = 1 if step is None else int(_evaluated_over(step, values, parts))
             summed = contents if isinstance(contents, PrefixSums) else PrefixSums(contents)
-            return summed.sums(_evaluated_over(_bound(lower), values), _evaluated_over(_bound(upper), values), stride)
+            first, end = (_evaluated_over(_bound(bound), values, parts) for bound in (lower, upper))
+            return summed.sums(first, end, stride)
         case ast.Constant(value=value):
             return value
     raise AssertionError(f"_check lets no {ast.unparse(node)} in")

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias, cast
 from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import ITEM_BYTES, Buffer, Region
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, Lane, Set, Step, Wait, variables_of, walk
+from weft.schedule.steps import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, Lane, Set, Step, Wait, depends, walk
 
 Key: TypeAlias = tuple[str, int]
 """A counter of a rank: the signals' name, and the index."""
@@ -126,7 +126,7 @@ def launches(
         end = behind(sets, Wait) if like else sets
         end = end if may_answer(body, end) else sets
         parts = steps[body:sets]
-        dynamic = held and not variables_of(steps[body]).isdisjoint(held)
+        dynamic = held and depends(steps[body], held)
         return Launch(
             lane,
             at,
@@ -163,7 +163,7 @@ def launches(
 
 def _fixed(step: Step, buffers: Mapping[str, Buffer], held: Collection[str]) -> tuple[Region, bool, int] | None:
     """Return (source, accumulates, row pitch of the target) of a copy by kernel between fixed places; None for other steps."""
-    if step.copies_by != "kernel" or (held and not variables_of(step).isdisjoint(held)):
+    if step.copies_by != "kernel" or (held and depends(step, held)):
         return None
     copy = cast(Copy, step)
     buffer = buffers[copy.dst.buffer]
@@ -198,7 +198,7 @@ def units_of_dynamic_copies(schedule: Schedule, resource: str) -> int:
         return COPY_UNITS
     held = {contents.buffer for contents in schedule.contents}
     lanes = sum(
-        any(step.copies_by == "kernel" and not variables_of(step).isdisjoint(held) for step in walk(lane.steps))
+        any(step.copies_by == "kernel" and depends(step, held) for step in walk(lane.steps))
         for lane in schedule.lanes
         if held and lane.resource == "copy"
     )

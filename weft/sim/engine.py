@@ -30,7 +30,6 @@ from weft.sim.machines import NULL
 from weft.sim.memory import require_memory
 from weft.sim.model import Model
 from weft.sim.result import Simulated, TaskRun
-from weft.sim.scarce import parts_of, scarce_only
 
 
 def simulate(
@@ -75,6 +74,11 @@ def simulate(
     if model != NULL and not any(task.latency_us + task.work_us > 0 for task in works):
         raise ScheduleError(f"schedule {schedule.name} has no work that takes time on {model.name}")
     return result
+
+
+def replayed(program: LoweredSchedule) -> Simulated:
+    """Simulate one queued run of a program made from that of a simulated schedule."""
+    return _Engine(program, (0.0,) * program.schedule.world_size, None, 1).run()
 
 
 _KNOWN_SPEEDS = 1 << 20
@@ -131,9 +135,7 @@ class _Engine:
     ) -> None:
         self.program, self.runs = program, runs
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
-        of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in program.lanes]
-        loads = scarce_only(program.loads, of_lanes)
-        self.fluid = Fluid(loads, parts_of(loads, of_lanes), PULSES, _KNOWN_SPEEDS)
+        self.fluid = Fluid(*program.scarce, PULSES, _KNOWN_SPEEDS)
         self.links = {n for (kind, _), n in program.places.items() if kind not in ("hbm", "compute", "engine")}
         self.lanes: list[_Lane] = []
         for number, lane in enumerate(program.lanes):

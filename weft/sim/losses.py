@@ -20,7 +20,7 @@ from weft.builders import Problem, candidates
 from weft.builders.operands import peer
 from weft.schedule import RANK, Collective, Draft, Schedule, lookup
 from weft.schedule.steps import of_kind, substitute
-from weft.sim.engine import simulate
+from weft.sim.engine import replayed, simulate
 from weft.sim.lower import LoweredSchedule, Work, lower
 from weft.sim.model import Model
 from weft.sim.result import Simulated
@@ -54,7 +54,7 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
     whole_us = communication_us(problem, model)
     decomposed, contended = 1.0, 1.0
     if any(together.intervals_us("peer").values()):
-        undisturbed = simulate(_only_communication(schedule), model, trusted=True)
+        undisturbed = replayed(together.program.only_communication())
         decomposed = undisturbed.end_us / whole_us
         contended = _total(together) / _total(undisturbed)
     return Inefficiencies(
@@ -82,11 +82,11 @@ def communication_us(problem: Problem, model: Model) -> float:
     if problem.world_size == 1:
         return 0.0
     serial = _serial(problem)
-    ways = [_only_communication(serial)]
+    times = [replayed(lower(serial, model).only_communication()).end_us]
     collectives = [step for lane in serial.lanes for step in of_kind(lane.steps, Collective)]
     if all(one.op in ("all_gather", "exchange") for one in collectives):
-        ways.append(_by_engines(serial, collectives))
-    return min(simulate(way, model, trusted=True).end_us for way in ways)
+        times.append(simulate(_by_engines(serial, collectives), model, trusted=True).end_us)
+    return min(times)
 
 
 @lru_cache(maxsize=8)
@@ -135,13 +135,3 @@ def _alone_us(program: LoweredSchedule, launches: bool) -> dict[int, float]:
 
 def _total(result: Simulated) -> float:
     return sum(end - start for intervals in result.intervals_us("peer").values() for start, end in intervals)
-
-
-def _only_communication(schedule: Schedule) -> Schedule:
-    return schedule.map_steps(
-        lambda step: (
-            step
-            if step.awaits or step.meets or (step.copies_by and step.regions[0].at != step.regions[1].at)
-            else step.only_sets()
-        )
-    )

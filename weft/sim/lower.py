@@ -14,16 +14,20 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias, cast
+from functools import cached_property
+from typing import NamedTuple, TypeAlias, TypeGuard, cast
 
 from weft.schedule import Compute, Copy, Schedule, Step, Tiles
 from weft.schedule.spans import span_name
 from weft.schedule.steps import COPY_UNITS
-from weft.sim.costs import Cost, How, Links, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
+from weft.sim.costs import Cost, How, Operand, ResourcePlace, What, cost, cost_of_tiles, rates
+from weft.sim.distances import Distances
 from weft.sim.max_min import Load
 from weft.sim.model import Model
+from weft.sim.scarce import parts_of, scarce_only
 from weft.sim.symmetry import turns_around
-from weft.sim.vectorised import NumberedStep, Numbers, Origin, SetBy, at_rank
+from weft.sim.tiles import SetBy
+from weft.sim.vectorised import NumberedStep, Numbers, Origin, at_rank
 
 PULSES = 16
 """Parts into which a kernel's work is divided: after each, the signals that its tiles have set by then are raised."""
@@ -81,6 +85,10 @@ class Await(NamedTuple):
 Task: TypeAlias = Work | Raise | Await
 
 
+def _computes(task: Task) -> TypeGuard[Work]:
+    return isinstance(task, Work) and task.what != "peer"
+
+
 @dataclass
 class LaneProgram:
     rank: int
@@ -104,6 +112,32 @@ class LoweredSchedule:
     @property
     def symmetric(self) -> bool:
         return len(self.ranks) < self.schedule.world_size
+
+    @cached_property
+    def scarce(self) -> tuple[list[Load], list[int]]:
+        """The loads without resources that cannot run short, and the part of each lane (`weft.sim.scarce`)."""
+        of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in self.lanes]
+        loads = scarce_only(self.loads, of_lanes)
+        return loads, parts_of(loads, of_lanes)
+
+    @property
+    def tasks(self) -> int:
+        return sum(len(lane.tasks) for lane in self.lanes)
+
+    def only_communication(self) -> LoweredSchedule:
+        """Return the program with only transfers between ranks, collectives and signals. Kernels that set signals take no time."""
+        idle = len(self.loads)
+        lanes = []
+        for lane in self.lanes:
+            kept = [
+                (task._replace(work_us=0.0, load=idle, fills=0.0), origin) if _computes(task) else (task, origin)
+                for task, origin in zip(lane.tasks, lane.origins, strict=True)
+                if not _computes(task) or task.raises
+            ]
+            lanes.append(
+                LaneProgram(lane.rank, lane.name, lane.number, [task for task, _ in kept], [one for _, one in kept])
+            )
+        return replace(self, lanes=lanes, loads=[*self.loads, Load(())])
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
         """Return the name of a task in a timeline. rank: whose task, if the lane represents several ranks."""
@@ -168,13 +202,32 @@ _KNOWN_COSTS = 1 << 16
 """Capacity of a model's cache of costs."""
 
 
+class _Present:
+    """The items of a lane that a rank has. Mostly all ranks have all items."""
+
+    def __init__(self, items: list[NumberedStep], different: dict[int, NumberedStep]) -> None:
+        self._items, self._different = items, different
+        self._everywhere = all(isinstance(item.present, int) for item in different.values())
+        self._found: tuple[list[NumberedStep], Counter[int], list[Origin]] | None = None
+
+    def at(self, rank: int) -> tuple[list[NumberedStep], Counter[int], list[Origin]]:
+        """Return the items, how often each occurs, and their origins. Ranks may share the lists."""
+        if self._found is None or not self._everywhere:
+            there = {same: at_rank(item.present, rank) for same, item in self._different.items()}
+            here = [item for item in self._items if there[item.same]]
+            self._found = here, Counter([item.same for item in here]), [item.origin for item in here]
+        return self._found
+
+
 class _Lowering:
     def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
         self._buffers = {b.name: b for b in schedule.buffers}
         self._topology = model.wiring.of(self.world)
         self._period = self.world  # rank r also represents ranks r + period, r + 2 period, ...
-        self._costs: dict[object, tuple[Cost, dict[int, int]]] = {}  # with its load at each rank
+        self._kinds: dict[object, int] = {}  # see `_look`
+        self._looks: dict[int, tuple[int, tuple[Operand, ...], int]] = {}  # of items that are equal at all ranks
+        self._works: dict[tuple[int, int, int, int, bool], Work] = {}
         self._load_ids: dict[Load, int] = {}
         self._places: dict[ResourcePlace, int] = {}
         self._counters: dict[tuple, int] = {}
@@ -199,20 +252,20 @@ class _Lowering:
         self._by_streams = waits & {item.signal for item in on_compute if item.distance is not None}
         if alike and self._topology.period < self.world and turns_around(list(itertools.chain(*items)), self.world):
             self._period = self._topology.period
+        self._distances = Distances(self._topology, self._period)
         ranks = tuple(range(self._period))
         different = [{item.same: item for item in of_lane} for of_lane in items]
         placed: list[tuple[LaneProgram, list[NumberedStep], dict[int, Raised]]] = []
         sets: Counter[int] = Counter()
+        present = [_Present(its, of_lane) for its, of_lane in zip(items, different, strict=True)]
         for rank in ranks:
-            for number, (lane, its) in enumerate(zip(self.schedule.lanes, items, strict=True)):
-                there = {same: at_rank(item.present, rank) for same, item in different[number].items()}
-                here = [item for item in its if there[item.same]]
-                times = Counter([item.same for item in here])
+            for number, lane in enumerate(self.schedule.lanes):
+                here, times, origins = present[number].at(rank)
                 raised = {same: self._raised(different[number][same], rank) for same in times}
                 for same, of_one in raised.items():
                     for counter, one in of_one:
                         sets[counter] += one.times * times[same]
-                placed.append((LaneProgram(rank, lane.name, number, [], [item.origin for item in here]), here, raised))
+                placed.append((LaneProgram(rank, lane.name, number, [], origins), here, raised))
         for program, _, raised in placed:
             for item in (different[program.number][same] for same in raised):
                 if item.awaited is not None:
@@ -277,7 +330,7 @@ class _Lowering:
         us = self.model.signal_kernel_us if by_kernel else self.model.signal_remote_us
         if self.captured and not by_kernel and item.signal in self._by_streams:
             us += self.model.graph_remote_us
-        return us + Links(self._topology, rank).latency_us(0, distance)
+        return us + self._distances.latency_us(rank, distance)
 
     def _stored(self, step: Tiles, count: int, tiles: SetBy) -> tuple[float, float]:
         """Return the shares of the kernel's work, of `count` tiles, between which these tiles end.
@@ -311,34 +364,57 @@ class _Lowering:
         return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
 
     def _work(self, item: NumberedStep, rank: int) -> Work:
-        step, carried = item.origin.step, item.carried
-        operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
+        kind, operands, distance = self._looks.get(item.same) or self._look(item, rank)
+        first = self._distances.first_like(rank, distance) if distance else 0
         few = item.units if 0 < item.units < COPY_UNITS else 0
+        key = kind, first, few, rank, item.carried
+        work = self._works.get(key)
+        if work is None:
+            if first != distance:
+                operands = tuple([operand._replace(at=first) if operand.at else operand for operand in operands])
+            work = self._works[key] = self._new_work(item, operands, few, rank)
+        step = item.origin.step
+        if self.captured and step.meets:
+            begins = any(lane.steps[0] is step for lane in self.schedule.lanes)
+            more_us = self.model.graph_collective_us if begins else self.model.graph_run_us
+            return work._replace(latency_us=work.latency_us + more_us)
+        return work
+
+    def _look(self, item: NumberedStep, rank: int) -> tuple[int, tuple[Operand, ...], int]:
+        """Return a number for all that determines the cost of an item at `rank` but one distance, its operands, and the distance.
+
+        The distance is 0 if operands are at several peers, or at none."""
+        step = item.origin.step
+        operands = self._operands(step, tuple([at_rank(number, rank) for number in item.numbers]))
+        distances = {operand.at for operand in operands if operand.at}
+        distance = distances.pop() if len(distances) == 1 else 0
+        anywhere = tuple([operand._replace(at=bool(operand.at)) for operand in operands]) if distance else operands
+        kind = self._kinds.setdefault((type(step), step.settings, anywhere, distance == 0), len(self._kinds))
+        found = kind, operands, distance
+        if all(isinstance(number, int) for number in item.numbers):
+            self._looks[item.same] = found
+        return found
+
+    def _new_work(self, item: NumberedStep, operands: tuple[Operand, ...], few: int, rank: int) -> Work:
+        step = item.origin.step
         # What stays on its rank costs the same on all.
         local = type(step) in (Copy, Compute) and not any(operand.at for operand in operands)
         seen_from = 0 if local else self._seen_from(rank)
-        key = (type(step), step.settings, operands, seen_from, few)
-        if key not in self._costs:
-            units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
-            if units not in self._models:
-                self._models[units] = replace(self.model, kernel_copy_units=units)
-            known, kept = self._models[units].costs, (self.world, *key)
-            if kept not in known:
-                if len(known) >= _KNOWN_COSTS:
-                    known.clear()
-                known[kept] = cost(self._models[units], self.world, step, operands, seen_from)
-            self._costs[key] = known[kept], {}
-        found, loads = self._costs[key]
-        if rank not in loads:
-            loads[rank] = self._load(found, rank)
-        latency_us = 0.0 if carried else found.latency_us
-        if self.captured and step.meets:
-            first = any(lane.steps[0] is step for lane in self.schedule.lanes)
-            latency_us += self.model.graph_collective_us if first else self.model.graph_run_us
-        holds = 0.0 if carried else found.holds  # the kernel that carries it has its units already
+        units = min(self.model.kernel_copy_units, few) if few else self.model.kernel_copy_units
+        if units not in self._models:
+            self._models[units] = replace(self.model, kernel_copy_units=units)
+        known, key = self._models[units].costs, (self.world, type(step), step.settings, operands, seen_from, few)
+        if key not in known:
+            if len(known) >= _KNOWN_COSTS:
+                known.clear()
+            known[key] = cost(self._models[units], self.world, step, operands, seen_from)
+        found = known[key]
+        latency_us, holds = found.latency_us, found.holds
+        if item.carried:  # the kernel that carries it runs, and has its units
+            latency_us = holds = 0.0
         return Work(
-            found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes, (), (), holds, found.fills,
-            found.least_us,
+            found.what, latency_us, found.work_us, self._load(found, rank), found.joins, found.sent_bytes, (), (), holds,
+            found.fills, found.least_us,
         )  # fmt: skip
 
     def _seen_from(self, rank: int) -> int:

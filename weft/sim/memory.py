@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+import numpy as np
 
 from weft.errors import ScheduleError
 from weft.schedule import ITEM_BYTES, Schedule
 from weft.sim.model import Model
+from weft.sim.vectorised import Numbers
 
 
 def memory_bytes(schedule: Schedule) -> int:
@@ -14,10 +15,9 @@ def memory_bytes(schedule: Schedule) -> int:
     even = sum(b.rows * b.cols * ITEM_BYTES[b.dtype] for b in schedule.buffers if isinstance(b.rows, int))
     if all(isinstance(b.rows, int) for b in schedule.buffers):
         return even
-    return max(
-        sum(cast(int, b.rows) * b.cols * ITEM_BYTES[b.dtype] for b in schedule.buffers_of_rank(rank))
-        for rank in range(schedule.world_size)
-    )
+    numbers = Numbers(schedule)
+    sizes = (numbers.vector(b.rows, ()) * b.cols * ITEM_BYTES[b.dtype] for b in schedule.buffers)
+    return int(np.max(sum(sizes)))
 
 
 def too_large(schedule: Schedule, model: Model) -> str:

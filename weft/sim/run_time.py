@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from weft.schedule import Schedule, Tiles
-from weft.schedule.steps import of_kind, substitute, variables_of
+from weft.schedule.steps import depends, of_kind, substitute
 from weft.sim.engine import simulate
 from weft.sim.model import Model
 from weft.sim.vectorised import values_of_ranks
@@ -42,9 +42,7 @@ def dynamic_steps(schedule: Schedule) -> int:
     held = {contents.buffer for contents in schedule.contents}
     if not held:
         return 0
-    return sum(
-        bool(variables_of(step) & held) for step in schedule.walk() if step.copies_by or step.meets or step.tile_kernel
-    )
+    return sum(depends(step, held) for step in schedule.walk() if step.copies_by or step.meets or step.tile_kernel)
 
 
 def _reading_host_us(schedule: Schedule, model: Model) -> float:

@@ -18,12 +18,14 @@ Uses: TypeAlias = tuple[tuple[int, float], ...]
 
 def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
     """Return `loads` without resources that cannot run short. lanes: the loads of each lane, which has one load at a time."""
+    taken = [_taken(load) for load in loads]
     most: dict[int, float] = {}
     for of_lane in lanes:
         takes: dict[int, float] = {}
         for key in of_lane:
-            for resource, amount in _taken(loads[key]).items():
-                takes[resource] = max(amount, takes.get(resource, 0.0))
+            for resource, amount in taken[key].items():
+                if amount > takes.get(resource, 0.0):
+                    takes[resource] = amount
         for resource, amount in takes.items():
             most[resource] = most.get(resource, 0.0) + amount
     scarce = {resource for resource, amount in most.items() if amount > 1}
@@ -52,10 +54,10 @@ def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
         return lane
 
     first: dict[int, int] = {}
+    resources = [set(_taken(load)) for load in loads]
     for lane, of_lane in enumerate(lanes):
-        for key in of_lane:
-            for resource in _taken(loads[key]):
-                above[part(lane)] = part(first.setdefault(resource, lane))
+        for resource in set().union(*(resources[key] for key in of_lane)):
+            above[part(lane)] = part(first.setdefault(resource, lane))
     numbers: dict[int, int] = {}
     return [numbers.setdefault(part(lane), len(numbers)) for lane in range(len(lanes))]
 

@@ -7,7 +7,17 @@ from typing import Literal, TypeAlias
 
 from weft.schedule.regions import ITEM_BYTES, Buffer, Contents, Norm, Region, Role, Signals, at_text
 from weft.schedule.steps.agreeing import Agree
-from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, substitute, totals_of, variables_of
+from weft.schedule.steps.base import (
+    KINDS,
+    Awaited,
+    CounterId,
+    Counters,
+    Step,
+    depends,
+    substitute,
+    totals_of,
+    variables_of,
+)
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
 from weft.schedule.steps.copies import COPY_UNITS, DYNAMIC_COPY_UNITS, Copy, CopyBy
@@ -63,6 +73,7 @@ __all__ = [
     "Tiles",
     "Wait",
     "at_text",
+    "depends",
     "flattened",
     "iterations",
     "map_steps",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias
@@ -229,6 +229,22 @@ def variables_of(item: Any) -> Set[str]:
     found = set[str]()
     _add_variables(item, found)
     return found
+
+
+def depends(item: Any, names: Collection[str]) -> bool:
+    """True if an expression of a step, region or index has one of these variables: faster than all its variables."""
+    kind = type(item)
+    if kind is int or kind is str:
+        return False
+    if isinstance(item, Expr):
+        return not item.variables().isdisjoint(names)
+    if isinstance(item, tuple):
+        return any(depends(part, names) for part in item)
+    if isinstance(item, Step) and item.own_variables:
+        return not variables_of(item).isdisjoint(names)
+    if isinstance(item, (Step, *_PLAIN)):
+        return any(depends(getattr(item, name), names) for name in _names_of(kind))
+    return False
 
 
 def _add_variables(item: Any, found: set[str]) -> None:

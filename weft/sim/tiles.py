@@ -1,0 +1,277 @@
+"""The numbers of the tiles of a kernel, at many ranks at once: the sizes of what they do, their sets, and what they read.
+
+A kernel may have thousands of tiles on each of dozens of ranks. Most of their numbers repeat from tile to tile, or are equal at all
+ranks. They are evaluated and counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from weft.schedule import Expr, Index, Region, Set, Step, Tiles
+from weft.schedule.expr import Values
+
+AT_ONCE = 1 << 18
+"""Maximal tiles times ranks whose numbers are in memory at once."""
+_FEW_TILES = 512
+"""Number of tiles up to which looking for equal ones takes longer than it saves."""
+_FEW_NUMBERS = 1 << 12
+"""Number of tiles times ranks up to which the values of parts of expressions are kept for the steps that follow."""
+
+Parts: TypeAlias = dict[tuple[str, bytes], dict[int, Any]]
+"""Values of parts of expressions at some ranks, by the name and the places of the tiles, and by the id of the part."""
+
+
+class SetBy(NamedTuple):
+    """The sets of one counter by one rank: place `place` of `signal` at the rank at `distance`, `times` times.
+
+    first, last: the shares of all tiles at which the setting tiles begin and end.
+    """
+
+    signal: str
+    distance: int
+    place: int
+    times: int
+    first: float = 0.0
+    last: float = 1.0
+
+
+class Tiled(NamedTuple):
+    """The tiles of one rank.
+
+    parts: (place in `Tiles.work`, numbers of its operands, count of tiles). sets: those of all tiles together.
+    read_bytes: bytes of its own memory that matmuls read; a region that several tiles read counts once.
+    """
+
+    parts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    sets: tuple[SetBy, ...] = ()
+    read_bytes: int = 0
+
+
+def is_uneven(step: Tiles) -> bool:
+    """True if a number of a tile depends on both tile and rank. A distance to a rank that depends on the tile always does."""
+
+    def depends(number: Index, name: str) -> bool:
+        return isinstance(number, Expr) and number.period(name) != 1
+
+    regions = [region for inner in step.body for region in inner.regions]
+    read = [region for inner in step.work if inner.multiplies for region in inner.regions[:-1]]
+    numbers = [n for region in regions for n in (region.rows, region.cols)]
+    numbers += [n for region in read for n in (region.row, region.col)]
+    numbers += [one.index for one in step.inner_sets]
+    of_ranks = [one.at for one in regions] + [one.at for one in step.inner_sets]
+    return any(depends(at, step.index) for at in of_ranks) or any(
+        depends(number, step.index) and depends(number, "rank") for number in numbers
+    )
+
+
+class _Tiles(NamedTuple):
+    """Tiles that represent all tiles of a kernel, whose numbers they have at every rank.
+
+    at: their numbers. times: how often each occurs. last: the share of all tiles at which the last tile like it ends.
+    """
+
+    at: np.ndarray
+    times: np.ndarray
+    last: np.ndarray
+
+
+class DifferentTiles:
+    """The tiles of a kernel that differ in some numbers, on whichever rank.
+
+    Most numbers depend only on a tile's place within its sample, so that one sample represents all. In others a few parts
+    depend on the tile, and the rank is added or looked up afterwards: tiles with equal parts are equal at every rank.
+    """
+
+    def __init__(self, tiles: Tiles, extent: int, values: Values) -> None:
+        self.step, self.extent, self.values = tiles, extent, values
+        self._found: dict[tuple[str | int, ...], _Tiles] = {}
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of tiles in `of` for what `_Tables` asks."""
+        if self.extent <= _FEW_TILES:
+            return self.extent
+        numbers = [_extents(step) for step in self.step.work]
+        numbers += [_read(region, step) for step in self.step.work if step.multiplies for region in step.regions[:-1]]
+        numbers += [(one.index, one.at) for one in self.step.inner_sets]
+        return max((len(self.of(one).at) for one in numbers), default=1)
+
+    def of(self, numbers: Sequence[Index]) -> _Tiles:
+        """Return tiles that represent all those that differ in these numbers."""
+        key = tuple(map(text_of, numbers))
+        if key not in self._found:
+            self._found[key] = self._different([n for n in numbers if isinstance(n, Expr)])
+        return self._found[key]
+
+    def _different(self, numbers: list[Expr]) -> _Tiles:
+        index = self.step.index
+        period = math.lcm(*(n.period(index) for n in numbers))
+        at = np.arange(min(period, self.extent) or self.extent)
+        times = self.extent // len(at) + (at < self.extent % len(at))
+        # Representative tiles repeat periodically, so that the last one is near the end.
+        last = (at + 1) / self.extent if len(at) == self.extent else np.ones(len(at))
+        if len(at) > _FEW_TILES and any("rank" in n.text for n in numbers):
+            parts: dict[int, Any] = {}
+            for number in numbers:
+                number.parts_over({**self.values, index: at}, "rank", parts)
+            which = _numbered_alike([np.broadcast_to(part, len(at)) for part in parts.values()], len(at))
+            _, first, which = np.unique(which, return_index=True, return_inverse=True)
+            order = np.argsort(first)  # in the order of the tiles
+            place = np.empty_like(order)
+            place[order] = np.arange(len(order))
+            of_tile, ends = place[which], np.zeros(len(first))
+            np.maximum.at(ends, of_tile, last)
+            at, times, last = first[order], np.bincount(of_tile, weights=times).astype(int), ends
+        return _Tiles(at, times, last)
+
+
+def _numbered_alike(columns: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """Return a number for each of `count` rows, equal for rows that are equal in all columns."""
+    found = np.zeros(count, np.int64)
+    for column in columns:
+        if (column == column[0]).all():
+            continue
+        column = np.unique(column, return_inverse=True)[1]  # small numbers, so that products do not overflow
+        found = np.unique(found * (column.max() + 1) + column, return_inverse=True)[1]
+    return found
+
+
+def _extents(step: Step) -> tuple[Index, ...]:
+    """Return the numbers on which the cost of a step depends."""
+    return tuple(n for region in step.regions for n in (region.rows, region.cols, region.at))
+
+
+def _read(region: Region, matmul: Step) -> tuple[Index, ...]:
+    """Return the numbers on which the bytes of a region that a matmul reads depend."""
+    return matmul.regions[-1].rows, region.at, region.row, region.col, region.rows, region.cols
+
+
+class Tables:
+    """The numbers in a step's tiles at some ranks, which have the same count of tiles and the same contents.
+
+    Most numbers are equal at all these ranks. They are then counted and sorted for one rank only.
+    """
+
+    def __init__(self, tiles: DifferentTiles, ranks: list[int], world: int, parts: Parts) -> None:
+        self._different, self._tiles, self._extent, self._world = tiles, tiles.step, tiles.extent, world
+        self._ranks = np.array(ranks)[:, None]
+        self._values = {**tiles.values, "rank": self._ranks}
+        self._columns: dict[tuple[str, int], np.ndarray] = {}  # by expression and identity of the tiles
+        self._parts = parts
+
+    def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
+        """Return the `Tiled` of each rank, or one for all ranks."""
+        parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # by step, then by rank (or one for all ranks)
+        sets = [self._sets(inner) for inner in self._tiles.inner_sets]
+        for place, inner in enumerate(self._tiles.work):
+            parts.append([[(place, *one) for one in of_rank] for of_rank in self._counted(*_extents(inner))])
+        read = self._read_bytes(item_bytes)
+        differing = max([len(read), *map(len, parts), *map(len, sets)])
+        return [
+            Tiled(tuple(_joined(parts, i)), tuple(sorted(_joined(sets, i))), read[i if len(read) > 1 else 0])
+            for i in range(differing)
+        ]
+
+    def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
+        """Return by rank, or once for all ranks, (values of `numbers`, count of tiles with them), by rising values.
+
+        Every third number is a rank, and is replaced by its distance.
+        """
+        table, tiles = self._table(numbers, ranks=slice(2, None, 3))
+        found: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}  # most ranks have the same numbers
+        counted = []
+        for of_rank in np.moveaxis(table, 1, 0):
+            key = of_rank.tobytes()
+            if key not in found:
+                found[key] = _occurring(of_rank, tiles.times)
+            counted.append(found[key])
+        return counted
+
+    def _sets(self, step: Set) -> list[list[SetBy]]:
+        """Return the sets of `step` by rank, or once for all ranks.
+
+        Tiles run in order: a counter that only the first tiles set is complete once they are done.
+        """
+        (places, distances), tiles = self._table((step.index, step.at), ranks=slice(1, 2))
+        found = []
+        for of_rank in places * self._world + distances:  # one number sorts faster than two
+            values, first, which = np.unique(of_rank, return_index=True, return_inverse=True)
+            last = np.zeros(len(values))
+            np.maximum.at(last, which, tiles.last)
+            count = np.bincount(which, weights=tiles.times).astype(int)
+            where = (values % self._world, values // self._world, count, tiles.at[first] / self._extent, last)
+            found.append([SetBy(step.signal, *one) for one in zip(*(w.tolist() for w in where), strict=True)])
+        return found
+
+    def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, _Tiles]:
+        """Return ([numbers, ranks, representative tiles], these tiles).
+
+        There is one rank if all have the same numbers. ranks: which of the numbers are ranks; distances replace them.
+        """
+        tiles = self._different.of(numbers)
+        columns = [self._column(number, tiles.at) for number in numbers]
+        columns[ranks] = [(column - self._ranks) % self._world for column in columns[ranks]]
+        columns = [column[:1] if column.ndim > 1 and (column == column[:1]).all() else column for column in columns]
+        rows = max(len(column) if column.ndim > 1 else 1 for column in columns)
+        table = np.empty((len(columns), rows, len(tiles.at)), np.int64)
+        for column, found in zip(table, columns, strict=True):
+            column[...] = found
+        return table, tiles
+
+    def _column(self, number: Index, at: np.ndarray) -> np.ndarray:
+        if not isinstance(number, Expr):
+            return np.asarray(number, np.int64)
+        key = (number.text, id(at))
+        if key not in self._columns:
+            values = {**self._values, self._tiles.index: at}
+            few = len(at) * len(self._ranks) <= _FEW_NUMBERS
+            known = self._parts.setdefault((self._tiles.index, at.tobytes()), {}) if few else None
+            self._columns[key] = np.asarray(number.evaluated_over(values, known), np.int64)
+        return self._columns[key]
+
+    def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
+        """Return, by rank or once for all ranks, the bytes that matmuls read in the rank's own memory."""
+        found: dict[str, list[np.ndarray]] = {}  # by buffer, the regions that tiles read
+        for matmul in (step for step in self._tiles.work if step.multiplies):
+            for region in matmul.regions[:-1]:
+                found.setdefault(region.buffer, []).append(self._table(_read(region, matmul), ranks=slice(1, 2))[0])
+        ranks = max((table.shape[1] for tables in found.values() for table in tables), default=1)
+        total = np.zeros(ranks, np.int64)
+        for buffer, tables in found.items():
+            table = np.concatenate([np.broadcast_to(t, (len(t), ranks, t.shape[2])) for t in tables], axis=2)
+            rank, tile = ((table[0] != 0) & (table[1] == 0)).nonzero()
+            row, col, rows, cols = table[2:, rank, tile]
+            count = rows * cols
+            order = np.lexsort((count, col, row, rank))  # regions at one place together, the largest last
+            place = np.stack([rank, row, col])[:, order]
+            last = np.flatnonzero(np.diff(place, append=-1).any(0))
+            np.add.at(total, place[0, last], count[order[last]] * item_bytes[buffer])
+        found_bytes: list[int] = total.tolist()
+        return found_bytes if len(set(found_bytes)) > 1 else found_bytes[:1]
+
+
+def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
+    """Return the concatenated lists of the `number`th rank. A step with a single list has it for all ranks."""
+    return [one for of_ranks in of_steps for one in of_ranks[number if len(of_ranks) > 1 else 0]]
+
+
+NO_TILES = Tiled()
+
+
+def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
+    """Return (a column of `table`, count of tiles with it), by rising values."""
+    order = np.lexsort(table[::-1])
+    table = table[:, order]
+    begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
+    counts = np.add.reduceat(times[order], begins).tolist()
+    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), counts, strict=True)]
+
+
+def text_of(index: Index) -> int | str:
+    """Return a substitute for `index` in a key: hashing an expression is slower than hashing its text."""
+    return index.text if isinstance(index, Expr) else index
