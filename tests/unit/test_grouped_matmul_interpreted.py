@@ -395,7 +395,7 @@ def play_shared_tiles() -> None:
         launcher = grouped_matmul.GroupedMatmulLauncher(
             held.inbox, held.counts, held.splits, rank=held.rank, slot_rows=held.slot_rows, config=case.config
         )
-        launcher._partials.fill_(NAN)
+        launcher._scratch.memory.fill_(NAN)
         results = []
         for _ in range(2):
             y = torch.full((int(held.counts.sum()) + 5, case.n), NAN, dtype=case.dtype)
@@ -404,7 +404,7 @@ def play_shared_tiles() -> None:
             results.append(y)
         assert same(*results)
         assert not launcher._arrived.any(), "the next launch begins with programs that have arrived"
-        shared += not launcher._partials.isnan().all()
+        shared += not launcher._scratch.memory.isnan().all()
     assert shared >= 5, shared
 
 

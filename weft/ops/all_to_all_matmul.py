@@ -90,8 +90,8 @@ def all_to_all_matmul(
 
     Memory: y, an eighth larger if it is allocated before its rows are known. Also symmetric memory of (W - 1) x capacity x K
     elements: on CPU for the largest shape, on GPUs for each of the last 64 shapes. Shapes captured in a CUDA graph are kept in
-    addition to the 64; large shapes that are no longer called are freed sooner. The serial schedule instead takes twice the
-    arriving rows, K wide.
+    addition to the 64; large shapes that are no longer called are freed sooner. Schedules for few rows take up to 128 KiB for each
+    multiprocessor too, for partial sums. The serial schedule instead takes twice the arriving rows, K wide.
 
     Calls on one group must come from one thread at a time.
 

@@ -17,6 +17,7 @@ operations. They stand between native operations in one list (`weft.runtime.cuda
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.move import CopyLaunch, CopyShape
 from weft.runtime.cuda.regions import Regions
+from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.sizes import DynamicCopy, HostRead, ReadAhead, Totals, is_dynamic
 from weft.runtime.cuda.tile_kernels import Gemms, Tracked
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -55,7 +57,7 @@ class Compiler:
     """The state that `emit` and `emit_tiles` work on.
 
     program, items: what a run issues. sizes: where the device finds the three numbers of a copy by kernel of dynamic size, by the
-    copy's identity. ahead: by lane, the reader of sizes that waits only after the GEMMs are issued.
+    copy's identity. ahead: by lane, the reader of sizes that waits only after the GEMMs are issued. scratch: by lane.
     """
 
     def __init__(self, context: Context, timed: bool) -> None:
@@ -66,6 +68,7 @@ class Compiler:
         self._event_of: dict[Key, int] = {}
         self.ahead: dict[int, ReadAhead] = {}
         self.sizes: dict[int, int] = {}
+        self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
         self._computes = [resources[name] == "compute" for name in context.lanes]
@@ -424,7 +427,9 @@ def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compil
     last = [s for at, s in context.order if at == name and s.tile_kernel][-1]
     beside = sending and (step is not last or isinstance(kernel, ReturningMatmul))
     spare = DYNAMIC_COPY_UNITS // 2 if beside else 0
-    call = Gemms(context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare)
+    call = Gemms(
+        context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare, compiler.scratch[lane]
+    )
     compiler.items.prepares.append(call.prepare)
     compiler.items.dynamic(lane, call)
     if ahead := compiler.ahead.get(lane):

@@ -13,7 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.kernels import grouped_matmul as device_code
 from weft.kernels.grouped_matmul import Config, choose_config
 from weft.runtime.cuda.kernel_call import loaded
+from weft.runtime.cuda.scratch import Scratch
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
+from weft.symm.lasting import lasting
 from weft.words import counted
 
 __all__ = ["Config", "GroupedMatmulLauncher", "choose_config", "launch", "prepare"]
@@ -143,7 +145,7 @@ class GroupedMatmulLauncher:
     first_source, n_sources: the sources (rank + i) % W for i from first_source on (default: up to the last). first_expert,
     n_experts: likewise for experts. spare: multiprocessors that are left to other kernels. back: read rows by expert and store
     them by source into `slots`, which then has N columns. adds: add to the rows of y, in fp32; not with `back`. config: a
-    parameter of the compiled kernel, see `prepare`.
+    parameter of the compiled kernel, see `prepare`. scratch: memory shared with other launches on the same stream.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class GroupedMatmulLauncher:
         spare: int = 0,
         back: bool = False,
         adds: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         if back and adds:
             raise ValueError("back=True stores rows and cannot add to them: pass back or adds, not both")
@@ -173,11 +176,11 @@ class GroupedMatmulLauncher:
         self._segments = n_sources * n_experts
         self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
         self._back, self._adds = back, adds
+        self._scratch = scratch or Scratch()
         shares = config.splits > 1 and not adds
-        # For the tiles that programs share: partial sums, and how many programs have stored theirs.
-        tile = config.block_m * config.block_n
-        self._partials = torch.empty(self._programs * tile if shares else 1, dtype=torch.float32, device=counts.device)
-        self._arrived = torch.zeros(self._programs if shares else 1, dtype=torch.int32, device=counts.device)
+        self._scratch.require(counts.device, self._programs * config.block_m * config.block_n if shares else 1)
+        count = self._programs if shares else 1  # one number for each shared tile: programs that have stored their part
+        self._arrived = lasting(counts.device, lambda: torch.zeros(count, dtype=torch.int32, device=counts.device))
         # Tensor maps and the kernel for the last tensors: mostly the next tensors lie at the same addresses.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
@@ -204,7 +207,7 @@ class GroupedMatmulLauncher:
             own.shape[0], slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), slots.stride(0), whole.stride(0),
             w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(),
         )  # fmt: skip
-        self._kernel(grid, (*self._maps, self._counts, self._splits, self._partials, self._arrived, *numbers))
+        self._kernel(grid, (*self._maps, self._counts, self._splits, self._scratch.memory, self._arrived, *numbers))
 
     def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
         """Rebind only y, the only change in most calls, perhaps with another number of rows. Return False if more has

@@ -10,13 +10,15 @@ import torch
 from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions
+from weft.runtime.cuda.scratch import Scratch
 from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Expr, Index, Set, Tiles
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TrackedMatmul
 from weft.schedule.steps import variables_of
 
 
 class Gemms:
-    """One launch of `GroupedMatmul` or `ReturningMatmul`. spare: multiprocessors that are left to copies."""
+    """One launch of `GroupedMatmul` or `ReturningMatmul`. spare: multiprocessors that are left to copies. scratch: memory of the
+    lane's launches."""
 
     def __init__(
         self,
@@ -25,6 +27,7 @@ class Gemms:
         s: GroupedMatmul | ReturningMatmul,
         expected_rows: float,
         spare: int,
+        scratch: Scratch | None = None,
     ) -> None:
         from weft.runtime.cuda import grouped_matmul  # imported here: it needs a newer Triton than the rest
         from weft.runtime.cuda.tensor_maps import tma_and_multiprocessors
@@ -50,7 +53,7 @@ class Gemms:
         self._gemms = grouped_matmul.GroupedMatmulLauncher(
             self._of_k(slots), counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config,
             first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
-            back=self._back, adds=self._adds,
+            back=self._back, adds=self._adds, scratch=scratch,
         )  # fmt: skip
 
     def prepare(self, tensors: Tensors) -> None:
