@@ -4,7 +4,7 @@
 
 namespace weft {
 
-// fp16 without hardware support: exact to fp32, and from fp32 to nearest, ties to even.
+// fp16 without hardware support: exact conversion to fp32, and rounding from fp32 to nearest, ties to even.
 [[maybe_unused]] static inline float from_half(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
     uint32_t bits;

@@ -5,14 +5,14 @@ namespace weft {
 
 namespace {
 
-constexpr int32_t CPU = 1;            // DLPack's
+constexpr int32_t CPU = 1;            // DLPack's device type
 constexpr int64_t LOW = int64_t(1) << 40;  // bytes
 
 }  // namespace
 
 // A storage lacks memory after `untyped_storage().resize_(0)`, by which FSDP frees parameters. The address of such a tensor
-// is its offset, far below the addresses of memory. A call on GPUs takes microseconds, so there only storages of low
-// addresses are asked, which takes 0.2 us each.
+// is its offset, far below the addresses of memory. A call on GPUs takes microseconds, so only storages at low
+// addresses are queried there, at 0.2 us each.
 bool LayoutReader::has_memory(nb::handle object, const TensorView &tensor) const {
     const int64_t begin = address(tensor);
     if (tensor.device_type != CPU && (begin < 0 || begin >= LOW)) return true;

@@ -8,7 +8,7 @@ namespace weft {
 
 namespace {
 
-constexpr int32_t CUDA = 2, ROCM = 10;  // DLPack's
+constexpr int32_t CUDA = 2, ROCM = 10;  // DLPack's device types
 constexpr uint64_t ALIGNMENT = 16;       // bytes: cuBLAS reads row scales only from addresses with this alignment
 
 nb::object call_with(nb::handle function, std::initializer_list<nb::handle> arguments, nb::handle keywords) {
@@ -129,7 +129,7 @@ void PlainSteps::run(std::vector<nb::object> &buffers, nb::handle group) const {
             break;
         }
         }
-        if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // of backends that have not ordered the stream
+        if (work.is_valid() && !work.is_none()) call_method(work, wait_);  // the backend has not ordered the stream itself
     }
 }
 

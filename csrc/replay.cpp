@@ -46,7 +46,7 @@ void set_attribute(nb::handle object, nb::handle name, nb::handle value) {
 struct Surroundings {
     nb::object groups;      // a dict that has every live group
     nb::object coalescing;  // a dict that has groups whose collectives torch collects
-    nb::object is_any_autocast_enabled;  // takes no text, which takes torch a while to read
+    nb::object is_any_autocast_enabled;  // takes no text, which torch would have to parse
     nb::object is_autocast_enabled, is_capturing;
     Names names{};
 };
@@ -75,7 +75,7 @@ class KnownCall {
             for (nb::handle name : results) results_.push_back(steps_->place(name));
     }
 
-    // Makes the call. Returns nothing if it must take the slow path. rows: of calls with any number of rows.
+    // Makes the call. Returns nothing if it must take the slow path. rows: the number of rows, for calls that allow any.
     nb::object repeat(const Given &given, int64_t rows) {
         const Names &names = surroundings_.names;
         const nb::object group = call(group_);
@@ -209,8 +209,8 @@ class KnownCall {
     std::vector<size_t> results_;
 };
 
-// A call that is not known. key: of calls like it; None if they never repeat. family: of such calls with any number
-// of rows.
+// An unknown call. key: shared by equal calls; None if they never repeat. family: shared by calls that differ only in
+// their number of rows.
 struct UnknownCall {
     nb::object key, family;
 };
@@ -257,7 +257,7 @@ class KnownCalls {
     static nb::object found(nb::handle dict, nb::handle key) {
         PyObject *const value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
         if (!value && PyErr_Occurred()) throw nb::python_error();
-        return nb::borrow(value);  // a reference of its own: the call may be forgotten meanwhile
+        return nb::borrow(value);  // its own reference: the call may be forgotten meanwhile
     }
 
     nb::object reader_object_;

@@ -67,7 +67,7 @@ constexpr unsigned wait_value_64 = 4;           // CU_STREAM_MEM_OP_WAIT_VALUE_6
 constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with the memory barrier
 constexpr unsigned wait_value_and = 2;          // CU_STREAM_WAIT_VALUE_AND: (*address & value) != 0
 constexpr Result error_invalid_value = 1;       // CUDA_ERROR_INVALID_VALUE
-constexpr size_t most_parameters = 64;          // of a kernel
+constexpr size_t most_parameters = 64;          // per kernel
 
 struct MemoryOperation {  // CUstreamBatchMemOpParams: its waits and its writes
     unsigned operation;
@@ -107,7 +107,7 @@ struct Driver {
     Result (*error_string)(Result, const char **);
 
     explicit Driver(const std::string &library) {
-        // Never closed: torch uses the same driver, which is not made to be unloaded.
+        // Never closed: torch uses the same driver, and unloading it is not supported.
         void *loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!loaded)
             throw std::runtime_error(
@@ -174,7 +174,7 @@ class KernelCall {
     }
 };
 
-using Event = std::unique_ptr<void, Result (*)(Handle)>;  // an error because the context went first is ignored
+using Event = std::unique_ptr<void, Result (*)(Handle)>;  // ignores the error if the context was destroyed first
 
 // One struct for all kinds: programs are short, and the loop reads them in order.
 struct Operation {
@@ -227,8 +227,8 @@ class StreamProgram {
                        .dst_pitch = dst_pitch, .src_base = src_base, .src_offset = src_offset, .src_pitch = src_pitch,
                        .width_bytes = width_bytes, .rows = rows});
     }
-    // Each is (true if it waits, base, byte offset, number). It waits until the 64-bit word there and `number` have a
-    // common bit, or writes the low 32 bits of `number`.
+    // Each part is (true for a wait, base, byte offset, number). A wait ends when the 64-bit word there and `number` have
+    // a common bit. A write stores the low 32 bits of `number`.
     using Signal = std::tuple<bool, int64_t, int64_t, uint64_t>;
     size_t signal(int64_t stream, const std::vector<Signal> &parts) {
         require(!parts.empty(), "a signal needs at least one wait or write");
@@ -396,7 +396,7 @@ class StreamProgram {
     }
 
     Driver driver_;
-    std::vector<Address> bases_;  // of the last run, like `streams_`
+    std::vector<Address> bases_;  // addresses and streams of the last run
     std::vector<Handle> streams_;
     std::vector<Event> events_;
     std::vector<Operation> operations_;

@@ -360,7 +360,7 @@ def _portable(error: Exception) -> bytes:
 
 
 def _exit_with(sentinel: int, directory: str) -> None:
-    """End this process at once if the process that started it ends, which then cannot have cleaned up."""
+    """End this process at once if its parent process ends, since a parent that ends this way has not cleaned up."""
     connection.wait([sentinel])
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

@@ -18,6 +18,7 @@ from weft.nn import ShardedEmbeddingBagCollection
 
 FP8 = torch.float8_e4m3fn
 Arguments = dict[str, Any]
+Change = Callable[[Arguments], None]
 TABLES = (weft.EmbeddingBagConfig(10, 4, "users", ("u",)), weft.EmbeddingBagConfig(20, 3, "items", ("i",)))
 
 
@@ -36,6 +37,21 @@ class Place:
             arguments[self.name] = value
         else:
             arguments[self.name][self.index] = value
+
+
+def set_to(**options: Any) -> Change:
+    """Return a change that sets arguments."""
+    return lambda arguments: arguments.update(options)
+
+
+def mapped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Return a change of the tensor or of each tensor of a list."""
+
+    def apply(arguments: Arguments) -> None:
+        given = arguments[name]
+        arguments[name] = [change(x) for x in given] if isinstance(given, list) else change(given)
+
+    return apply
 
 
 def places(*names: str) -> dict[str, Place]:

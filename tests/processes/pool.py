@@ -5,9 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from weft import symm
+from weft.errors import WeftError
+from weft.symm.communicator import Communicator
 
 
 def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
@@ -18,6 +25,40 @@ def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
     assert kinds <= {"DeadlineError", "PoisonedGroupError"}
     for _, said in errors:
         assert re.search(text, said), f"{text!r} is not in {said!r}"
+
+
+def assert_over(answers: Iterable[tuple[str, str]]) -> None:
+    """Check the errors of calls on a group that has failed."""
+    for kind, text in answers:
+        assert kind == "PoisonedGroupError"
+        assert "make a new process group" in text
+
+
+def wait_for_failure(comm: Communicator) -> None:
+    """Do nothing until this rank is notified that its group failed."""
+    until = time.monotonic() + 30
+    with contextlib.suppress(WeftError):
+        while time.monotonic() < until:
+            comm.check()
+            time.sleep(0.01)
+        raise AssertionError("the group did not fail")
+
+
+class CallingRecorder:
+    """A stand-in for CUDA graphs: a replay makes the same call again, into the same memory."""
+
+    def __init__(self, ranks: Any) -> None: ...
+
+    def capture(self, call: Any, which: int) -> Any:
+        output = call(which)
+
+        class Graph:
+            def replay(self) -> None:
+                found = call(which)
+                if isinstance(output, torch.Tensor):
+                    output.copy_(found)
+
+        return Graph(), output
 
 
 def traces() -> dict[str, list[str]]:

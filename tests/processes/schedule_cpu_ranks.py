@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from weft import symm
 from weft.builders import AllGatherMatmul, AllToAllMatmul, Candidate, NotApplicableError, candidates
-from weft.errors import WeftError
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import RANK, Copy, Draft, Schedule, Step
@@ -116,16 +115,6 @@ def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
         done.wait(comm.world_size - 1)
     else:
         done.add(1, peer=last)
-
-
-def wait_for_failure(comm: Communicator) -> None:
-    """Do nothing until this rank is notified that its group failed."""
-    until = time.monotonic() + 30
-    with contextlib.suppress(WeftError):
-        while time.monotonic() < until:
-            comm.check()
-            time.sleep(0.01)
-        raise AssertionError("the group did not fail")
 
 
 def intercept(executor: CpuSchedule, name: str, before: Any = None, after: Any = None) -> None:

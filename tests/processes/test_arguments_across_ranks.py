@@ -10,31 +10,16 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from operators_called import OPERATORS, TABLES, Arguments, leaves
+from operators_called import OPERATORS, TABLES, Arguments, Change, leaves, mapped, set_to
 from support import across_ranks
 from support.on_ranks import error_of
 
 import weft
 from weft.launch import Pool
-
-Change = Callable[[Arguments], None]
-
-
-def set_to(**options: Any) -> Change:
-    return lambda arguments: arguments.update(options)
-
-
-def mapped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    def apply(arguments: Arguments) -> None:
-        given = arguments[name]
-        arguments[name] = [change(x) for x in given] if isinstance(given, list) else change(given)
-
-    return apply
 
 
 def several(*changes: Change) -> Change:

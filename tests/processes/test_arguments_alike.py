@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from operators_called import OPERATORS, Arguments, leaves
+from operators_called import OPERATORS, Arguments, leaves, mapped, set_to
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.launch import Pool
@@ -28,111 +27,99 @@ def scattered(w: torch.Tensor) -> torch.Tensor:
     return wide[..., ::2, ::2]
 
 
-def of_each(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Arguments], None]:
-    def apply(arguments: Arguments) -> None:
-        given = arguments[name]
-        arguments[name] = [change(x) for x in given] if isinstance(given, list) else change(given)
-
-    return apply
-
-
-def option(**options: Any) -> Callable[[Arguments], None]:
-    return lambda arguments: arguments.update(options)
-
-
 OF_GATHERS: dict[str, Callable[[Arguments], None]] = {
-    "gather_dim from the end": option(gather_dim=-2),
-    "gather_dim of numpy": option(gather_dim=np.int64(0)),
-    "rows, all alike": option(rows=[4, 4]),
-    "rows in a tensor": option(rows=torch.tensor([4, 4])),
+    "gather_dim from the end": set_to(gather_dim=-2),
+    "gather_dim of numpy": set_to(gather_dim=np.int64(0)),
+    "rows, all alike": set_to(rows=[4, 4]),
+    "rows in a tensor": set_to(rows=torch.tensor([4, 4])),
     "a tuple of weights": lambda a: a.update(Bs=tuple(a["Bs"])),
     "weights one by one": lambda a: a.update(Bs=iter(a["Bs"])),
-    "weights by rows": of_each("Bs", torch.Tensor.contiguous),
-    "weights by columns": of_each("Bs", lambda w: w.t().contiguous().t()),
-    "scattered weights": of_each("Bs", scattered),
-    "a wide weight's columns": of_each("Bs", lambda w: torch.cat((w.t(), w.t())).contiguous().t()[:, : w.shape[1]]),
-    "a scattered shard": of_each("A_shard", scattered),
-    "another type": of_each("A_shard", lambda x: x.as_subclass(Named)),
-    "a deadline": option(deadline_s=30),
+    "weights by rows": mapped("Bs", torch.Tensor.contiguous),
+    "weights by columns": mapped("Bs", lambda w: w.t().contiguous().t()),
+    "scattered weights": mapped("Bs", scattered),
+    "a wide weight's columns": mapped("Bs", lambda w: torch.cat((w.t(), w.t())).contiguous().t()[:, : w.shape[1]]),
+    "a scattered shard": mapped("A_shard", scattered),
+    "another type": mapped("A_shard", lambda x: x.as_subclass(Named)),
+    "a deadline": set_to(deadline_s=30),
 }
 OF_PRODUCTS: dict[str, Callable[[Arguments], None]] = {
     "a name": lambda a: a.update(group=a["group"].group_name),
-    "scattered rows": of_each("x", scattered),
-    "weights by columns": of_each("w", lambda w: w.t().contiguous().t()),
-    "scattered weights": of_each("w", scattered),
-    "another type": of_each("x", lambda x: x.as_subclass(Named)),
-    "a deadline": option(deadline_s=30),
+    "scattered rows": mapped("x", scattered),
+    "weights by columns": mapped("w", lambda w: w.t().contiguous().t()),
+    "scattered weights": mapped("w", scattered),
+    "another type": mapped("x", lambda x: x.as_subclass(Named)),
+    "a deadline": set_to(deadline_s=30),
 }
 SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
     "matmul_all_gather": {
         **OF_PRODUCTS,
-        "from behind": option(gather_dim=-2),
-        "of numpy": option(gather_dim=np.int64(0)),
+        "from behind": set_to(gather_dim=-2),
+        "of numpy": set_to(gather_dim=np.int64(0)),
     },
     "matmul_all_reduce": {
         **OF_PRODUCTS,
-        "a scattered residual": of_each("residual", scattered),
-        "a bias with gaps": of_each("bias", lambda bias: bias.repeat_interleave(2)[::2]),
-        "the usual eps": option(eps=np.float64(1e-6)),
+        "a scattered residual": mapped("residual", scattered),
+        "a bias with gaps": mapped("bias", lambda bias: bias.repeat_interleave(2)[::2]),
+        "the usual eps": set_to(eps=np.float64(1e-6)),
     },
     "all_gather_matmul": {
         **OF_GATHERS,
-        "parameters": of_each("Bs", lambda w: torch.nn.Parameter(w, requires_grad=False)),
+        "parameters": mapped("Bs", lambda w: torch.nn.Parameter(w, requires_grad=False)),
     },
     "all_gather_scaled_matmul": {
         **OF_GATHERS,
-        "scales of all rows": of_each("A_scale", lambda scale: torch.cat((scale, scale))),
-        "one scale for all columns": of_each("B_scales", lambda scale: scale[0, :1]),
-        "no dimensions": of_each("B_scales", lambda scale: scale[0, 0]),
-        "dtypes": option(out_dtypes=[torch.bfloat16]),
-        "slow": option(use_fast_accum=[False]),
-        "no result scales": option(result_scales=(None,)),
+        "scales of all rows": mapped("A_scale", lambda scale: torch.cat((scale, scale))),
+        "one scale for all columns": mapped("B_scales", lambda scale: scale[0, :1]),
+        "no dimensions": mapped("B_scales", lambda scale: scale[0, 0]),
+        "dtypes": set_to(out_dtypes=[torch.bfloat16]),
+        "slow": set_to(use_fast_accum=[False]),
+        "no result scales": set_to(result_scales=(None,)),
     },
     "matmul_reduce_scatter": {
         "a name": lambda a: a.update(group=a["group"].group_name),
-        "from behind": option(scatter_dim=-2),
-        "scattered rows": of_each("A", scattered),
-        "weights by columns": of_each("B", lambda w: w.t().contiguous().t()),
-        "scattered weights": of_each("B", scattered),
-        "another type": of_each("A", lambda x: x.as_subclass(Named)),
-        "a deadline": option(deadline_s=30),
+        "from behind": set_to(scatter_dim=-2),
+        "scattered rows": mapped("A", scattered),
+        "weights by columns": mapped("B", lambda w: w.t().contiguous().t()),
+        "scattered weights": mapped("B", scattered),
+        "another type": mapped("A", lambda x: x.as_subclass(Named)),
+        "a deadline": set_to(deadline_s=30),
     },
     "scaled_matmul_reduce_scatter": {
         "a name": lambda a: a.update(group=a["group"].group_name),
-        "from behind": option(orig_scatter_dim=-2, scatter_dim_after_maybe_reshape=-2),
-        "of numpy": option(orig_scatter_dim=np.int64(0), output_shape=np.array([4, 16])),
-        "weights by rows": of_each("B", lambda w: w.contiguous()),
-        "one scale for all columns": of_each("B_scale", lambda scale: scale[0, :1]),
-        "no dimensions": of_each("B_scale", lambda scale: scale[0, 0]),
-        "scattered scales": of_each("A_scale", scattered),
-        "slow": option(use_fast_accum=False),
-        "the usual dtype": option(out_dtype=torch.bfloat16),
-        "a deadline": option(deadline_s=30),
+        "from behind": set_to(orig_scatter_dim=-2, scatter_dim_after_maybe_reshape=-2),
+        "of numpy": set_to(orig_scatter_dim=np.int64(0), output_shape=np.array([4, 16])),
+        "weights by rows": mapped("B", lambda w: w.contiguous()),
+        "one scale for all columns": mapped("B_scale", lambda scale: scale[0, :1]),
+        "no dimensions": mapped("B_scale", lambda scale: scale[0, 0]),
+        "scattered scales": mapped("A_scale", scattered),
+        "slow": set_to(use_fast_accum=False),
+        "the usual dtype": set_to(out_dtype=torch.bfloat16),
+        "a deadline": set_to(deadline_s=30),
     },
     "all_to_all_matmul": {
-        "int32": of_each("splits", torch.Tensor.int),
-        "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
-        "scattered tokens": of_each("tokens", scattered),
-        "scattered weights": of_each("w_experts", scattered),
-        "transposed weights": of_each("w_experts", lambda w: w.mT.contiguous().mT),
-        "another type": of_each("w_experts", lambda w: w.as_subclass(Named)),
-        "a deadline": option(deadline_s=30),
+        "int32": mapped("splits", torch.Tensor.int),
+        "strided splits": mapped("splits", lambda splits: splits.repeat_interleave(2)[::2]),
+        "scattered tokens": mapped("tokens", scattered),
+        "scattered weights": mapped("w_experts", scattered),
+        "transposed weights": mapped("w_experts", lambda w: w.mT.contiguous().mT),
+        "another type": mapped("w_experts", lambda w: w.as_subclass(Named)),
+        "a deadline": set_to(deadline_s=30),
     },
     "matmul_all_to_all": {
-        "int32": of_each("received", torch.Tensor.int),
-        "int32 splits": of_each("splits", torch.Tensor.int),
-        "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
-        "scattered rows": of_each("h", scattered),
-        "transposed weights": of_each("w_experts", lambda w: w.mT.contiguous().mT),
-        "another type": of_each("w_experts", lambda w: w.as_subclass(Named)),
-        "a deadline": option(deadline_s=30),
+        "int32": mapped("received", torch.Tensor.int),
+        "int32 splits": mapped("splits", torch.Tensor.int),
+        "strided splits": mapped("splits", lambda splits: splits.repeat_interleave(2)[::2]),
+        "scattered rows": mapped("h", scattered),
+        "transposed weights": mapped("w_experts", lambda w: w.mT.contiguous().mT),
+        "another type": mapped("w_experts", lambda w: w.as_subclass(Named)),
+        "a deadline": set_to(deadline_s=30),
     },
     "embedding_all_to_all": {
-        "int32": of_each("offsets", torch.Tensor.int),
-        "batch sizes": option(batch_sizes=[1, 1]),
-        "batch sizes of numpy": option(batch_sizes=np.array([1, 1])),
-        "the usual transport": option(transport="direct"),
-        "a deadline": option(deadline_s=30),
+        "int32": mapped("offsets", torch.Tensor.int),
+        "batch sizes": set_to(batch_sizes=[1, 1]),
+        "batch sizes of numpy": set_to(batch_sizes=np.array([1, 1])),
+        "the usual transport": set_to(transport="direct"),
+        "a deadline": set_to(deadline_s=30),
     },
 }
 SCHEDULES: dict[str, list[str | None]] = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import CallingRecorder
 from support.all_to_all_matmul_reference import expected
 from support.slow import slow
 
@@ -206,28 +207,11 @@ def test_a_wrong_variant_is_not_timed(pool: Pool, tmp_path: Path) -> None:
     assert {(r["config"], r["gemm_ms"]) for r in rows} == {(ODD, None)}
 
 
-class _Recorder:
-    """A stand-in for a CUDA graph: it makes the same call again, into the same memory."""
-
-    def __init__(self, ranks: Ranks) -> None: ...
-
-    def capture(self, call, which: int):
-        output = call(which)
-
-        class Graph:
-            def replay(self) -> None:
-                found = call(which)
-                if isinstance(output, torch.Tensor):
-                    output.copy_(found)
-
-        return Graph(), output
-
-
 def _captured(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
     variants = {"serial": work.serial, "padded": work.padded, "weft-bounded": work.weft("weft-bounded", None)}
     work.waiting = ["serial"]
-    original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
+    original, measure.Recorder = measure.Recorder, CallingRecorder  # type: ignore[assignment,misc]
     try:
         results = measure_variants(
             work,

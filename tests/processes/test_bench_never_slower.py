@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import CallingRecorder
 
 from weft import symm
 from weft.bench.core import measure as core
@@ -116,27 +117,10 @@ def test_an_error_of_one_rank_or_a_dead_group_ends_the_run(tmp_path: Path) -> No
     assert second == "DeadlineError: waited"
 
 
-class _Recorder:
-    """Graphs without a GPU: the same call again, into the same memory."""
-
-    def __init__(self, ranks: Any) -> None: ...
-
-    def capture(self, call: Any, which: int) -> Any:
-        output = call(which)
-
-        class Graph:
-            def replay(self) -> None:
-                found = call(which)
-                if isinstance(output, torch.Tensor):
-                    output.copy_(found)
-
-        return Graph(), output
-
-
 def _captured(group: dist.ProcessGroup) -> dict[str, dict]:
     """Rows of mode graph, which nobody requests on CPU."""
     ranks, found = Ranks(group, group, torch.device("cpu")), {}
-    original, core.Recorder = core.Recorder, _Recorder  # type: ignore[misc, assignment]
+    original, core.Recorder = core.Recorder, CallingRecorder  # type: ignore[misc, assignment]
     try:
         for name in ("matmul_all_reduce", "all_to_all_matmul", "matmul_all_to_all"):
             op, shape = operator(name), "24x16x32-e4-top2" if "to_all" in name else "24x16x32"

@@ -7,7 +7,6 @@ error if it learns of a death only by waiting.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -20,27 +19,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_ranks import TRANSPORTS, assert_same_bits
+from pool import assert_deadline, wait_for_failure
 from support.on_ranks import error_of
 from support.reference import Problem, problem, tables_of
 
 from weft import _core, symm
-from weft.errors import WeftError
 from weft.launch import Pool, RankDiedError
 from weft.runtime.cpu import embedding as cpu
 
 # Every rank owns a table and has samples, so that each has something to wait for from each.
 PROBLEM = Problem(tables_of((8, 3, 16)), (0, 1, 2), (4, 5, 2))
 BAD_RANK = 1
-
-
-def wait_for_failure(group: dist.ProcessGroup) -> None:
-    """Do nothing until this rank is notified that its group failed."""
-    until = time.monotonic() + 30
-    with contextlib.suppress(WeftError):
-        while time.monotonic() < until:
-            symm.communicator(group, "cpu").check()
-            time.sleep(0.01)
-        raise AssertionError("the group did not fail")
 
 
 def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], torch.Tensor]:
@@ -55,7 +44,7 @@ def absent(group, p, options):
     own = dist.new_group(list(range(group.size())))
     ranks.call(own, p, **options)
     if group.rank() == BAD_RANK:
-        wait_for_failure(own)
+        wait_for_failure(symm.communicator(own, "cpu"))
         error = ("", "")
     else:
         error = error_of(lambda: ranks.call(own, p, deadline_s=0.5, **options))
@@ -75,16 +64,6 @@ def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
     assert_over(answers)
 
 
-def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
-    """Check that the first rank to miss the deadline reports it with `text`; others may be notified before their own
-    deadline."""
-    kinds = [kind for kind, _ in errors]
-    assert "DeadlineError" in kinds
-    assert set(kinds) <= {"DeadlineError", "PoisonedGroupError"}
-    for _, said in errors:
-        assert re.search(text, said), f"{text!r} is not in {said!r}"
-
-
 def assert_over(answers: list[tuple[Any, tuple[str, str], torch.Tensor]]) -> None:
     """The next call on the failed group raises on every rank, and a new group works."""
     for _, (kind, text), _ in answers:
@@ -102,7 +81,7 @@ def stuck(group, p, options, doing):
     def run_native(*args: Any, **kwargs: Any) -> Any:
         if doing == "raise":
             raise ArithmeticError("on purpose")
-        wait_for_failure(own)
+        wait_for_failure(symm.communicator(own, "cpu"))
         dist.barrier(group)  # a rank that has not given up yet would still use data that arrive now
         return native(*args, **kwargs)
 

@@ -84,7 +84,7 @@ def test_other_versions_on_a_host_are_refused_on_every_rank(pool: Pool) -> None:
     here = f"weft {weft.__version__}, torch {torch.__version__.partition('+')[0]}"
     assert set(found) == {
         f"RefusedError: ranks of this group have different versions: {here} on ranks [0, 1], host alpha; weft 9.9, torch 2.13.0 "
-        "on ranks [2], host beta. Install the same on every host"
+        "on ranks [2], host beta. Install the same versions on every host"
     }
 
 
@@ -242,7 +242,8 @@ def test_only_a_pinned_schedule_is_warned_of_once(pool: Pool) -> None:
         assert [said.pop(name) for name in ("None", "autotune", "heuristic")] == [[], [], []]
         (text,) = said.pop("scatter")
         assert text.startswith(
-            "schedule='scatter', matmul_reduce_scatter: serial is taken, because the ranks of the group are on several hosts: lane "
+            "schedule='scatter', matmul_reduce_scatter: serial runs instead, because the ranks of the group are on several "
+            "hosts: lane "
         )
         assert text.endswith("memory of rank 1, on host beta, is not mapped on rank 0")
 

@@ -18,10 +18,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import schedule_cpu_ranks as ranks
 import torch
 import torch.distributed as dist
-from pool import assert_deadline
+from pool import assert_deadline, assert_over, wait_for_failure
 from support.on_ranks import error_of, own_group
 
 import weft
@@ -65,12 +64,6 @@ def again(group: dist.ProcessGroup, operator: str) -> tuple[str, str]:
     error = error_of(lambda: call(group, operator))
     assert right(own_group(group), operator)
     return error
-
-
-def assert_over(answers: list[tuple[str, str]]) -> None:
-    for kind, text in answers:
-        assert kind == "PoisonedGroupError"
-        assert "make a new process group" in text
 
 
 # --- calls that differ ---
@@ -175,7 +168,7 @@ def other_schedule(group: dist.ProcessGroup, operator: str, schedule: str) -> tu
     name = schedule if group.rank() == BAD_RANK else "serial"
     error = error_of(lambda: call(own, operator, schedule=name, deadline_s=LONG_S))
     with contextlib.suppress(weft.errors.WeftError):
-        ranks.wait_for_failure(symm.communicator(own, "cpu"))
+        wait_for_failure(symm.communicator(own, "cpu"))
     return error, again(own, operator)
 
 
@@ -225,7 +218,7 @@ def absent(group: dist.ProcessGroup, operator: str) -> tuple[tuple[str, str], tu
     call(own, operator)
     error = "", ""
     if group.rank() == BAD_RANK:
-        ranks.wait_for_failure(symm.communicator(own, "cpu"))
+        wait_for_failure(symm.communicator(own, "cpu"))
     else:
         error = error_of(lambda: call(own, operator, deadline_s=0.5))
     return error, again(own, operator)
@@ -251,7 +244,7 @@ def no_backward(group: dist.ProcessGroup, operator: str, schedule: str | None) -
         splits = torch.tensor([4] + [0] * (group.size() - 1))
         y = weft.all_to_all_matmul(x, w, splits, group=own, schedule=schedule, deadline_s=0.5)
     if rank == BAD_RANK:
-        ranks.wait_for_failure(symm.communicator(own, "cpu"))
+        wait_for_failure(symm.communicator(own, "cpu"))
         return "", ""
     return error_of(lambda: y.sum().backward())
 
@@ -288,7 +281,7 @@ def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[st
     if rank != BAD_RANK:
         return error_of(lambda: y.sum().backward())
     if doing == "nothing":
-        ranks.wait_for_failure(symm.communicator(own, "cpu"))
+        wait_for_failure(symm.communicator(own, "cpu"))
         return "", ""
     return error_of(forward)
 
@@ -320,7 +313,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
             raise ArithmeticError("on purpose")
         if doing == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
-        ranks.wait_for_failure(symm.communicator(own, "cpu"))
+        wait_for_failure(symm.communicator(own, "cpu"))
 
     ignored = signal.getsignal(signal.SIGINT)
     if group.rank() == BAD_RANK:

@@ -12,12 +12,11 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import schedule_cpu_ranks as ranks
 import torch.distributed as dist
-from pool import assert_deadline
+from pool import assert_deadline, assert_over, wait_for_failure
 from schedule_cpu_ranks import assert_right, build, comm_of, tensors_of
 from support.on_ranks import error_of, own_group
 
@@ -45,12 +44,6 @@ def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensor
     return error
 
 
-def assert_over(answers: list[Any]) -> None:
-    for kind, text in answers:
-        assert kind == "PoisonedGroupError"
-        assert "make a new process group" in text
-
-
 def absent(group, builder):
     """Rank 1 does not call a second time."""
     comm, tensors = comm_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
@@ -58,7 +51,7 @@ def absent(group, builder):
     ranks.run_once(executor, tensors, BAD_RANK)
     started = time.monotonic()
     if group.rank() == BAD_RANK:
-        ranks.wait_for_failure(comm)
+        wait_for_failure(comm)
         error = "", ""
     else:
         error = error_of(lambda: executor.run(tensors, deadline_s=0.5))
@@ -89,7 +82,7 @@ def stuck(group, builder, step, doing):
         if doing == "leave":
             comm.close()
         else:
-            ranks.wait_for_failure(comm)
+            wait_for_failure(comm)
 
     if group.rank() == BAD_RANK:
         ranks.intercept(executor, step, before=fail)

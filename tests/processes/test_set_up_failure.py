@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from schedule_cpu_ranks import wait_for_failure
+from pool import wait_for_failure
 from support import made_up
 from support.on_ranks import error_of
 

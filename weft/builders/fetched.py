@@ -38,7 +38,7 @@ class Fetched:
         self.signals, self._credit = d.signals("ready", world_size * chunks), d.signals("credit", world_size - 1)
 
     def told(self, chunk: Index) -> list[Set]:
-        """Return the steps that signal all ranks that this rank's chunk is ready."""
+        """Return the steps that signal to all ranks that this rank's chunk is ready."""
         return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def wait_for(self, lane: LaneDraft, number: int) -> None:

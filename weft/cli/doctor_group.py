@@ -23,7 +23,7 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of a rank. gpu: its kind, "" without one. cores: that it may use."""
+    """The host, process and device of a rank. gpu: the model of its GPU, or "". cores: the number of cores that it may use."""
 
     host: str
     pid: int
@@ -31,7 +31,7 @@ class Seat:
     cores: int
     device: str
     peers: tuple[int, ...] = ()
-    """The indices of GPUs of its host that its own GPU reaches."""
+    """The indices of the GPUs on its host that its GPU can access."""
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ class KeyedTensor:
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return T + 1 columns: where each key begins, and the number of all columns."""
+        """Return the first column of each key, followed by the number of columns: T + 1 numbers."""
         return list(accumulate(self._length_per_key, initial=0))
 
     def key_dim(self) -> int:

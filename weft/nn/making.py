@@ -30,7 +30,7 @@ def rank_in(group: Any) -> int:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
-    """Return the device of a rank's tables. Raise `ValueError` for one that pools no tables."""
+    """Return the device of a rank's tables. Raise `ValueError` for a device that cannot pool tables."""
     if device is None:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     try:

@@ -10,7 +10,7 @@ for each part of a column-wise table: it is [parts x rows] there, as in TorchRec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,15 +18,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from weft.embedding.partition import DataParallel, Partition, TablePart
 from weft.nn.sharded_tensors import layout, sharded_tensor
-
-
-class OfTable(NamedTuple):
-    """A tensor of this rank for a part: the table's weight, or a state of it. name: the name of the parameter, without the
-    module's path."""
-
-    part: TablePart
-    name: str
-    tensor: torch.Tensor
 
 
 def partitioned(model: nn.Module) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class RowDist:
     def send(
         self, places: torch.Tensor, rows: torch.Tensor, bad: Sequence[torch.Tensor] = ()
     ) -> tuple[RowRoute, list[torch.Tensor], list[int]]:
-        """Send ids to their owners. Return the way, the rows that arrive for each part of this rank, and `bad` as numbers.
+        """Send ids to their owners. Return the route back, the rows that arrive for each part of this rank, and `bad` as numbers.
 
         places: the index of each id's part. rows: the row in the part; out of range rows travel as they are. bad: numbers that
         the host needs.

@@ -1,8 +1,8 @@
 """The choice of a schedule for a group on several hosts.
 
-Only schedules whose data travel by collectives between hosts can run: steps that load, store, copy or signal need memory that is
-mapped. On CPU the ones that a problem names (`Problem.between_hosts`) are timed at the first call of a family, and again for sizes
-more than a factor of two away. On GPUs, and where none is clearly faster, calls run unfused.
+Only schedules that send data between hosts by collectives can run: steps that load, store, copy or signal need mapped memory. On
+CPU the candidates in `Problem.between_hosts` are timed at the first call of a family, and again for sizes that differ by more
+than a factor of two. On GPUs, and if no candidate is clearly faster, calls run unfused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def choose_between_hosts(
             raise cannot_do(pinned, p, error) from error
         if fault and not env.quiet():
             caller.warn_once(
-                f"schedule={pinned!r}, {p.title}: serial is taken, because the ranks of the group are on several hosts: {fault}"
+                f"schedule={pinned!r}, {p.title}: serial runs instead, because the ranks of the group are on several hosts: {fault}"
             )
         return "" if fault else pinned
     if comm.device.type != "cpu" or not p.has_work:

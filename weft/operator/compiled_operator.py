@@ -23,13 +23,13 @@ from weft.operator.across import AcrossRanks, passing_fingerprint
 from weft.operator.agreement import agreement_on
 from weft.operator.spec import Operator
 from weft.runtime.capture import is_captured
-from weft.runtime.device import synchronize
 from weft.runtime.executor import Executor
 from weft.runtime.meeting import refuse
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused.serial import Unfused
 from weft.runtime.unfused.turn import STRAIGHT, Marks, Turn, Turns
 from weft.symm import Communicator
+from weft.symm.device import synchronize
 from weft.timeline import Timeline
 
 

@@ -59,8 +59,8 @@ class GemmTimer:
 
     @torch.no_grad()
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
-        """Return the microseconds per GEMM of `calls` GEMMs, after at least one, or `warm`, warm-up GEMMs. The host is ahead of
-        the device."""
+        """Return the microseconds per GEMM, averaged over `calls` GEMMs that follow `warm` (at least one) warm-up GEMMs. The host
+        is ahead of the device."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         gemm = self.gemm(shape)
         gemm()  # selects and loads a kernel

@@ -14,12 +14,12 @@ from weft.builders import Candidate, Problem, named
 from weft.operator import this_machine
 from weft.plan import gemms
 from weft.plan.predict import library_gemms
-from weft.runtime.device import synchronize
 from weft.runtime.executors import Tensors, executor
 from weft.schedule import Schedule
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 from weft.symm import Communicator
+from weft.symm.device import synchronize
 
 _REPETITIONS = 5
 _IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least

@@ -365,8 +365,8 @@ def _known(
 class _Given:
     """All tensors of a call with their places, as native recipes write them: ("given", 0), ("given", 1, 0) or ("named", "x").
 
-    strided: True if views may have any strides, which would make autograd slow. None if there may be no views, except of tensors
-    without a dimension of `rows`.
+    strided: True allows views with any strides (slow in autograd), False only reshaped views. None allows views only of
+    tensors without a dimension of size `rows`.
     """
 
     def __init__(self, arguments: Arguments, strided: bool | None, rows: int = 0) -> None:

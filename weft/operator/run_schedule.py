@@ -23,13 +23,13 @@ from weft.operator.schedule_tensors import checked_tensors
 from weft.operator.select import verify_once
 from weft.operator.together import agree, together
 from weft.runtime.capture import is_captured
-from weft.runtime.device import synchronize
 from weft.runtime.executor import Executor
 from weft.runtime.executors import executor as executor_of
 from weft.runtime.opaque import opaque
 from weft.schedule import Schedule
 from weft.schedule.text import fingerprint
 from weft.symm import Communicator
+from weft.symm.device import synchronize
 from weft.symm.groups import backend_device, group_of
 from weft.timeline import Timeline
 from weft.words import counted, kind

@@ -21,7 +21,7 @@ AGAIN = "all_gather x_shard again"
 
 
 class _Call(NamedTuple):
-    """x: this rank's shard. grads: the gradients of the products, [m, n_i]. wts: the transposed weights, [n_i, k]."""
+    """The call. x: this rank's shard. grads: the gradients of the products, [m, n_i]. wts: the transposed weights, [n_i, k]."""
 
     x: torch.Tensor
     grads: list[torch.Tensor]

@@ -110,8 +110,8 @@ def embedding_all_to_all(
     update: an optimizer and its states for `weights`. Backward reduces the gradient of each row that the batch has read, updates
         the row in place, and leaves no gradient. A second backward of the call is a `WeftError`. Not in a compiled program.
     sparse: without `update`, gradients of tables are sparse COO tensors, each row once, ascending. Not in a compiled program.
-    requires_grad: without `update`, True if other ranks' tables require gradients. Only a rank without tables needs it: the others
-        see it by their weights.
+    requires_grad: without `update`, True if other ranks' tables require gradients. Only a rank without tables needs it: other
+        ranks read it from their weights.
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). Backward has it too.
     timeline: receives the times of all steps (profiling: on GPUs it synchronises).
 

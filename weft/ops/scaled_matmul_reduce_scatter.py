@@ -163,10 +163,10 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
 
 
 class _Call(NamedTuple):
-    """The call as matrices.
+    """The operands of a call as matrices.
 
-    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: name of a dtype. average: the caller divides the sum. outer: A's
-        dimensions as the product has them (`outer_of`).
+    scale: the scale of x, [1, 1], or [rows, 1] if `by_row`. out: the name of the result's dtype. average: the caller divides
+    the sum. outer: A's dimensions, in the order of the product's (`outer_of`).
     """
 
     x: torch.Tensor

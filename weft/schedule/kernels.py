@@ -40,7 +40,7 @@ class TileKernel:
         return self.kind
 
     def continues(self, before: TileKernel | None) -> bool:
-        """True if its tiles need no launch of their own after those of `before`, with nothing but signals between."""
+        """True if the launch of `before` may also run these tiles, if only signals are between the two steps."""
         return type(before) is type(self)
 
 
@@ -49,9 +49,9 @@ class GroupedMatmul(TileKernel):
     """GEMMs of (source, expert) segments in the places where an exchange stored them (`weft.kernels.grouped_matmul`).
 
     counts, tokens, inbox, weights, y: buffers. experts: number on each rank. slot_rows: rows of the inbox for each other rank.
-    Sources are `n_sources` ranks from the `first_source`-th after this one on, 0 being this rank. The kernel takes `n_experts` of
-    their experts here from `first_expert` on, and of k, the columns of tokens and rows of weights, `n_k` from `first_k` on. adds:
-    accumulate into y.
+    Sources are `n_sources` ranks, starting `first_source` ranks after this rank (0: this rank). The kernel multiplies the rows for
+    `n_experts` local experts from `first_expert` on. k indexes the columns of tokens and the rows of weights; the kernel uses `n_k`
+    of them from `first_k` on. adds: accumulate into y.
     """
 
     kind: ClassVar[str] = "grouped_matmul"
@@ -110,9 +110,9 @@ class TrackedMatmul(TileKernel):
     kind: ClassVar[str] = "tracked_matmul"
     least_part: ClassVar[int] = 512
     least_k: ClassVar[int] = 1024
-    """The K from which a call may take it unpinned: with a shorter one, storing tiles at peers takes longer than
-    multiplying them. (2 x H100, K 512: all-gather after the GEMM 0.79, reduce-scatter 0.84 of the speed of NCCL and
-    cuBLAS.)"""
+    """The smallest K for which the planner may select this kernel. For a smaller K, storing tiles at peers takes longer than
+    multiplying them. (2 x H100, K 512: GEMM + all-gather runs at 0.79 and GEMM + reduce-scatter at 0.84 of the speed of
+    NCCL and cuBLAS.)"""
     rows: int = 128
     cols: int = 256
 
@@ -129,7 +129,7 @@ class LibraryGroupedMatmul(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Permute(TileKernel):
-    """A kernel that sorts rows by expert that came sorted by rank."""
+    """A kernel that reorders rows from the order of source ranks to the order of experts."""
 
     kind: ClassVar[str] = "permute"
 
@@ -138,7 +138,7 @@ class Permute(TileKernel):
 class PooledSlices(TileKernel):
     """A kernel that pools embeddings and sends them to all ranks in `order`, a slice at a time.
 
-    transport "direct": stored where they belong. "put": staged, and copied there."""
+    transport: "direct" stores slices at their destination; "put" stages slices and copies them."""
 
     kind: ClassVar[str] = "embedding_all_to_all"
     transport: SliceTransport
@@ -159,6 +159,6 @@ class PooledBags(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Unpack(TileKernel):
-    """A kernel that puts columns that came by rank in their order, or stacks ordered columns by rank."""
+    """A kernel that reorders columns from the order of ranks to the order of the result, or back."""
 
     kind: ClassVar[str] = "unpack"

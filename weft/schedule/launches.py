@@ -1,6 +1,7 @@
-"""Launches: the steps of a lane that GPUs run as one operation. This is the only place that has the rule.
+"""Launches: the steps of a lane that GPUs run as one operation. Only this file defines which steps these are.
 
-The GPU compiler issues launches, `verify` asks which of them poll on compute units, and the simulator which steps cost no launch.
+The GPU compiler issues launches. `verify` needs to know which launches poll on compute units, and the simulator which steps
+cost no launch.
 
 A copy by kernel polls and sets flags itself, so it is one launch with the signals between ranks around it:
 
@@ -73,13 +74,13 @@ class Launch(NamedTuple):
 
     @property
     def anchor(self) -> int:
-        """The place at which it is issued: its last step but sets, because then all that it waits for has been issued."""
+        """The place at which the launch is issued: its last step that is not a set. All steps that it waits for are issued then."""
         return max(
             (self.first + i for i, step in enumerate(self.steps) if not isinstance(step, Set)), default=self.first
         )
 
     def carried(self) -> Iterator[bool]:
-        """Yield for each step True if a kernel that already runs does it."""
+        """Yield for each step True if a kernel that already runs performs it."""
         for place in range(self.first, self.last + 1):
             yield (
                 self.continues

@@ -15,7 +15,7 @@ _TOGETHER = "\N{NO-BREAK SPACE}"  # marks where a line must not be broken; repla
 
 
 def describe(item: Step | Region, rank: int | None = None) -> str:
-    """Return a step or region on one line. For a step of `rank` in numbers, regions of the rank itself go without its number."""
+    """Return a step or region as one line of text. rank: omit this rank's number from the regions of a step in numbers."""
     return " ".join(str(_shown(item, rank, {})).split())
 
 
@@ -73,7 +73,7 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
 
 
 def _region(region: Region, at: Index, buffer: Buffer | None) -> str:
-    """Return the text of a region. A whole extent of its buffer is ":", and a whole buffer goes without brackets."""
+    """Return the text of a region. A whole extent of its buffer is ":", and a whole buffer has no brackets."""
     whole = (0, buffer.rows, 0, buffer.cols) if buffer else (None,) * 4
     rows = ":" if (region.row, region.rows) == whole[:2] else f"{region.row}:+{region.rows}"
     cols = ":" if (region.col, region.cols) == whole[2:] else f"{region.col}:+{region.cols}"

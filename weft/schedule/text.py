@@ -45,7 +45,7 @@ def fingerprint(schedule: Schedule) -> str:
 
 
 def _values(item: Any) -> Any:
-    """Return a value that json does not know as its fields by position."""
+    """Return the fields, by position, of a value that json does not know."""
     if isinstance(item, Expr):
         return {"": item.text}
     return {getattr(item, "kind", type(item).__name__): values_of(item)}
@@ -68,7 +68,7 @@ def from_json(text: str) -> Schedule:
 
 
 def _plain(item: Any) -> Any:
-    """Return a value as json can write it."""
+    """Return a value in a form that json can write."""
     if type(item) in (int, str):  # most are
         return item
     if isinstance(item, Expr):

@@ -60,8 +60,10 @@ _MOST_UNKNOWN = 64  # connections that have sent nothing yet: beyond this the ol
 
 @dataclass(frozen=True)
 class Peer:
-    """A connected rank. pid: as this process sees it, 0 if it is in a process namespace that this one cannot see; of a rank on
-    another host, as that host sees it. host: "" if the whole group is on one."""
+    """A connected rank.
+
+    pid: the id in this process's namespace, 0 if the peer is in a namespace that is not visible here; for a rank on another
+    host, the id on that host. host: "" if the whole group is on one host."""
 
     rank: int
     pid: int
@@ -138,8 +140,8 @@ def _connect(setup: _Setup) -> Mesh:
 
 
 def _say_at_any_price(setup: _Setup, words: str) -> None:
-    """Publish why this rank gives up, even if it has run out of file descriptors. Use a descriptor that closed sockets
-    have freed, or else the spare descriptor."""
+    """Publish why this rank gives up, even if the process is out of file descriptors. Use a descriptor that a closed socket
+    has freed, or else the spare descriptor."""
     if not setup.say(words) and _spare:
         os.close(_spare.pop())
         setup.say(words)

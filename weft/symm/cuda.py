@@ -20,6 +20,7 @@ import torch
 
 from weft.errors import DisagreementError, OutOfSharedMemoryError
 from weft.symm.cuda_driver import DriverError, Mapping, fill, make, rounded, take
+from weft.symm.device import synchronize
 from weft.symm.lasting import lasting
 from weft.symm.memory import SharingRanks, lent
 
@@ -83,7 +84,7 @@ class _Slab:
         else:
             self.buffers = _shared(comm, nbytes)
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
-        _synchronize(comm.device)
+        synchronize(comm.device)
 
 
 def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
@@ -94,7 +95,7 @@ def _shared(comm: SharingRanks, nbytes: int) -> list[torch.Tensor]:
     try:
         memory, descriptor = _made(nbytes, device)
         fill(memory.address, nbytes, 0, torch.cuda.current_stream(device))
-        _synchronize(device)
+        synchronize(device)
     except (DriverError, RuntimeError) as trouble:
         free, total = torch.cuda.mem_get_info(device)
         error = f"{trouble}; {free} of {total} bytes free on {device}"
@@ -169,10 +170,10 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
     slab.free = without(slab.free, (offset, offset + wanted))
     if offset < slab.zero_from:
         # The memory may have been used before. Wait for the work enqueued on all ranks, then clear it, and wait for that too.
-        _synchronize(comm.device)
+        synchronize(comm.device)
         comm.all_gather(None, what=f"{what}, again")
         slab.buffers[comm.rank][offset : offset + wanted].zero_()
-        _synchronize(comm.device)
+        synchronize(comm.device)
         comm.all_gather(None, what=f"{what}, cleared")
     slab.zero_from = max(slab.zero_from, offset + wanted)
     return CudaRegion(slab, offset, nbytes)
@@ -180,11 +181,6 @@ def allocate(comm: SharingRanks, nbytes: int, what: str) -> CudaRegion:
 
 def _rounded(nbytes: int) -> int:
     return -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 Interval: TypeAlias = tuple[int, int]

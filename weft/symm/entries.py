@@ -60,7 +60,9 @@ def require_one_version(entries: Sequence[Entry]) -> None:
         ranks_of.setdefault((entry.versions, entry.host), []).append(entry.rank)
     if len({versions for versions, _ in ranks_of}) > 1:
         who = "; ".join(f"{versions} on ranks {ranks}, host {host}" for (versions, host), ranks in ranks_of.items())
-        raise RefusedError(f"ranks of this group have different versions: {who}. Install the same on every host")
+        raise RefusedError(
+            f"ranks of this group have different versions: {who}. Install the same versions on every host"
+        )
 
 
 def hosts_of(entries: Sequence[Entry]) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ class Dialing:
 
     def go_on(self, patience_s: float) -> TcpConnection | None:
         """Return the connection to the first address whose process has proved that it belongs to the group. Return None
-        if no address has within `patience_s`."""
+        if no process proves this within `patience_s`."""
         for descriptor, _ in self._poll.poll(1000 * patience_s):
             dial = self._dials[descriptor]
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim import fused
@@ -33,10 +32,7 @@ class FusedOptimizer(fused.FusedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Do nothing, because backward has already updated the tables. Call `closure` if it is given, and return its
         value."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+        return self._by_weft.step(closure)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Do nothing: the tables have no gradients."""

@@ -55,7 +55,7 @@ class EmbeddingBagCollectionSharder(embeddingbag.EmbeddingBagCollectionSharder):
         )  # fmt: skip
 
     def reshard(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: save a checkpoint and load it with another plan."""
+        """Raise `NotImplementedError`: to reshard, save a checkpoint and load it with another plan."""
         raise NotImplementedError(
             "resharding in place is not supported: save a checkpoint, and load it into a model with another plan"
         )

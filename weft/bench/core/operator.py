@@ -198,7 +198,7 @@ class OperatorBenchmark(ABC, Generic[P]):
         return [record["config"]]
 
     def derived_cells(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Return the cells of `tail`."""
+        """Return the cells of the columns `tail`."""
         return []
 
     def twin(self, record: Record) -> str | None:

@@ -1,5 +1,5 @@
-"""The verdict on rows. A row is a record of one shape in one mode: in each repetition, the slowest rank's milliseconds of weft
-and of serial by hand, which alternate. A row of `changing` has statistics over all sizes.
+"""The verdict on rows. A row is a record of one shape in one mode. It has the slowest rank's milliseconds of weft and of the
+baseline in each repetition, in which the two alternate. A row of `changing` has statistics over all sizes.
 
 A shape is *below* in a mode if weft ran at less than `NEVER_BELOW` of serial's speed in four of five repetitions, and again in a
 second run. Single calls are judged by the microseconds that weft adds, `changing` by mean and 99th percentile.

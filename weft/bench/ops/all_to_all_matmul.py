@@ -109,7 +109,7 @@ class MoeShape(GemmShape):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """The load that the router's choice makes for a configuration: of the worst input set, or for skews the mean.
+    """The load of ranks and experts after routing. Skews are means over the input sets, the other fields the largest values.
 
     capacity: rows that `padded` has for each expert on each rank. max_rows: the argument of bounded variants. rank_skew and
     expert_skew: the largest over the mean number of rows of a rank, and of an expert. busiest_bytes: out of or into the busiest

@@ -444,7 +444,7 @@ class AnyOperator(GemmOperator[GemmShape]):
         return [". ".join([*parts, *self.summary_of_best(mine, rows), *_summary_of_predictions(mine)]) + "."]
 
     def summary_of_peers(self, mine: Sequence[Record]) -> list[str]:
-        """Compare the operator's own choice with baselines beside the first."""
+        """Return sentences that compare the selected schedule with the baselines after the first."""
         return []
 
 

@@ -168,7 +168,7 @@ class Routes:
         return (0, self._seen(rank, place)) if self.alike else (rank, place)
 
     def _seen(self, rank: int, place: int) -> int:
-        """Return the place of the chunk as rank 0 sees it, if `rank` became rank 0."""
+        """Return the place of the chunk after ranks are renumbered so that `rank` is rank 0."""
         return (place - rank * self.per_rank) % self.chunks
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
@@ -212,7 +212,7 @@ class Routes:
         return [self._seen(-rank, place) for place in self.order[0]]
 
     def _turns(self, order: ChunkOrder, entries: tuple[Entry, ...]) -> bool:
-        """True if a map that all ranks share makes ranks differ only by their place in the ring, with legal ranks and places."""
+        """True if all ranks share one map, differ only by their place in the ring, and use legal ranks and places."""
         distances = [_distance(e.to, self.world, self.world) for e in entries]
         distances += [_distance(place, self.chunks, self.world) for place in order or ()]
         return None not in distances
@@ -383,7 +383,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _times(before: dict[Node, list[Node]], least: dict[Node, int]) -> dict[Node, int]:
-    """Return the time of each node that waits for no circle: at least `least`, and later than the nodes that it waits for."""
+    """Return the time of each node outside of wait cycles: at least `least`, and later than the nodes that it waits for."""
     after: dict[Node, list[Node]] = defaultdict(list)
     for node, earlier in before.items():
         for one in earlier:

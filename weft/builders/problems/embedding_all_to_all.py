@@ -16,16 +16,20 @@ _MOST_SAMPLES = 1024  # the largest number of a rank's samples for which schedul
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAllToAll(Problem):
-    """out = for each sample of a rank the sums of its bags of all tables, side by side. Each table is on one rank.
+    """Pooled embeddings of all tables, sent to the ranks of their samples. Each table is on one rank.
 
-    slots: for each rank, (first column of out, columns) of the block of each of its tables, by rising column. rows_read: the
-    average number of rows that a bag of each slot sums, in the same order; empty: one row each.
+    slots: for each rank, (first column of out, columns) of each of its tables, in ascending order of columns. rows_read: the
+    average number of rows per bag of each slot, in the same order; empty: one row each.
 
-    Buffers: bags [sum(batch_sizes), slots] in, an element for each bag. The element stands for the bag's ids, which a rank has
-    for its own slots only. tables [most rows read, columns] in, the tables of all slots side by side, of which a rank has its
-    own. A region of tables has as many rows as a bag reads on average, whichever rows these are. out [max(batch_sizes), columns]
-    is symmetric, and its first batch_sizes[rank] rows are the result. Source: "Accelerating Multi-GPU Embedding Retrieval with
-    PGAS-Style Communication for Deep Learning Recommendation Systems", III.
+    Buffers:
+
+        bags     in, [sum(batch_sizes), slots]: an element stands for the ids of a bag; a rank has the ids of its own slots
+        tables   in, [most rows read, columns]: the tables of all slots side by side; a rank has its own tables. A region has as
+                 many rows as a bag reads on average, whichever rows the bag reads
+        out      symmetric, [max(batch_sizes), columns]: the first batch_sizes[rank] rows are the result
+
+    Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
+    Systems", III.
 
     Builders: `weft.builders.embedding_all_to_all`.
     """

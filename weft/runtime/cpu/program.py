@@ -236,4 +236,4 @@ class _CallerTensor:
 
 
 def _not_bound() -> None:
-    raise AssertionError("bind comes first")
+    raise AssertionError("call bind before you run a step")

@@ -137,7 +137,7 @@ class Step:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """The fields that are not places: steps with equal settings, on operands of equal sizes, cost the same."""
+        """The fields that are not places. Steps with equal settings and operands of equal sizes cost the same."""
         return tuple(one for one in self.values() if isinstance(one, str | bool | float | None))
 
     def values(self) -> tuple[Any, ...]:

@@ -176,7 +176,7 @@ def map_steps(steps: Iterable[Step], change: Callable[[Step], Step | None]) -> t
 def flattened(
     steps: Iterable[Step], state: State, turns: Callable[[For, State], Iterable[State]]
 ) -> Iterator[tuple[Step, State]]:
-    """Yield each execution of each step with its state: `state` outside of loops, and else one of `turns(loop, state around)`.
+    """Yield each execution of each step with its state: `state` outside of loops, and in a loop one of `turns(loop, outer state)`.
 
     Tiles are one step."""
     for step in steps:

@@ -49,8 +49,8 @@ class Set(Step):
 class Wait(Step):
     """Wait until this rank's counter has been set `count` times in this run, with acquire semantics.
 
-    With `previous`: `count` times in the run before; the first run waits for nothing. That is how a producer learns that the
-    reader is done with a buffer which it wants to fill again.
+    With `previous`: `count` times in the run before; the first run waits for nothing. This tells a producer that the
+    reader has finished with a buffer, which may then be filled again.
     """
 
     kind: ClassVar[str] = "wait"

@@ -1,7 +1,8 @@
-"""Tiles of persistent kernels as lanes whose order signals keep.
+"""Rewrites the tiles of persistent kernels as lanes, ordered by signals.
 
-A kernel of n tiles, many at a time, orders its steps like n lanes that all start at a signal and each end with one. `forked`
-writes it so. Then all code for lanes and signals (`order`, `happens`, `verify`) handles tiles too:
+A kernel runs many of its n tiles at a time. Its steps have the same order as those of n lanes that wait for one signal at the
+start, and each set a signal at the end. `forked` adds these lanes. Then all code for lanes and signals (`issue_order`,
+`happens_before`, `verify`) handles tiles too:
 
     lane                             set begin, wait until end[0], ..., end[n - 1] are set
     n more lanes of one tile each    wait for begin, the tile's body, set its end
