@@ -27,13 +27,13 @@ class Study:
 
 
 STUDIES = (
-    Study("t3", t3_hardware, 0.8, lambda step: t3_hardware.simulated(progress=step), t3_hardware.claims),
-    Study("ficco", ficco, 0.14, lambda step: ficco.simulated("mi300x", 8, progress=step), ficco_claims.claims),
+    Study("t3", t3_hardware, 0.3, lambda step: t3_hardware.simulated(progress=step), t3_hardware.claims),
+    Study("ficco", ficco, 0.64, lambda step: ficco.simulated("mi300x", 8, progress=step), ficco_claims.claims),
     Study(
-        "fused-embedding", fused_embedding, 0.02, lambda step: fused_embedding.simulated(progress=step),
+        "fused-embedding", fused_embedding, 0.01, lambda step: fused_embedding.simulated(progress=step),
         fused_embedding.claims,
     ),
-    Study("pgas", pgas, 0.04, lambda step: pgas.simulated(progress=step), pgas.claims),
+    Study("pgas", pgas, 0.05, lambda step: pgas.simulated(progress=step), pgas.claims),
 )  # fmt: skip
 
 
