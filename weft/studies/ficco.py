@@ -41,9 +41,9 @@ TABLES = {"table-1": "g", "synthetic": "s"}
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
-    "The paper's numbers are from its text: the ideal from sections I and II-B, shard overlap from I and VI-B, the best schedules "
-    "from VI-C (where 2D copies are emulated), and the heuristic from VI-D. The text does not contain the numbers of figures 12 to "
-    "14."
+    "The paper's numbers are from its text: the ideal from sections I and II-B, and shard overlap from I and VI-B. The best "
+    "schedules are from VI-C (where 2D copies are emulated), and the heuristic is from VI-D. The text does not contain the "
+    "numbers of figures 12 to 14."
 )
 
 
