@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from weft.plan.predict import predict
 from weft.sim import model_of
 from weft.studies import ficco_choosers as choosers
 from weft.studies import ficco_claims
+from weft.studies import ficco_sensitivity as sensitivity
 from weft.studies.ficco import rows_of
 from weft.studies.ficco_rows import EIGHT, STUDIED, GemmRow
 
@@ -79,6 +81,23 @@ def test_the_sweep_reaches_what_a_dense_grid_of_thresholds_reaches() -> None:
     assert found["one", "all eight"] == 1
     assert found["the", "all eight"] == 2  # 2 MNK of g3 is less than five times that of g2
     assert found["any", "all eight"] == 3
+
+
+def test_an_assumed_number_moves_what_depends_on_it_and_others_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, machine = ("copy_engine.bandwidth", "host.read"), load_machine("mi300x")
+    numbers = {
+        key: replace(machine[key], source="assumed" if key in kept else "derived") for key in machine
+    }  # fmt: skip
+    monkeypatch.setattr(sensitivity, "TABLE_1", find_gemms(["g14"]))
+    told: list[float] = []
+    record = sensitivity.simulate(replace(machine, quantities=numbers), 8, None, lambda what, share: told.append(share))
+    assert record["without"] == ["host.read"]
+    as_it_is, slower = (
+        line[2] for line in record["lines"] if line[:2] in (["as it is", None], ["copy_engine.bandwidth", 0.8])
+    )
+    assert slower["shard"] < 0.9 * as_it_is["shard"]
+    assert sum(told) == pytest.approx(1)
+    assert sensitivity.sensitivity_table(record).cells[1][0] == "copy_engine.bandwidth x 0.8"
 
 
 def test_the_recorded_picks_meet_the_bar_and_the_heuristics_form_does_not() -> None:

@@ -12,6 +12,7 @@ from weft.bench.report import rewrite
 from weft.cli.app import app
 from weft.hw import load_machine
 from weft.studies import pgas as study
+from weft.studies.pages import scaled
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "results" / "sim-pgas.jsonl"
@@ -53,7 +54,7 @@ def test_the_records_are_the_models(found: study.PgasRows, scaling: study.Scalin
 
 
 def test_a_number_changes_what_depends_on_it(found: study.PgasRows) -> None:
-    faster = study.scaled(load_machine("v100"), "link.pair_usable", 2.0)
+    faster = scaled(load_machine("v100"), "link.pair_usable", 2.0)
     assert faster["link.pair_usable"].si == 2 * load_machine("v100")["link.pair_usable"].si
     (line,) = (line for line in found.sensitivity if line[:2] == ["link.pair_usable", 2.0])
     assert line[2][0] < found.rows["weak", 2].speedup  # less communication to hide

@@ -83,11 +83,34 @@ def test_the_timings_of_the_dram_bear_out_the_rate_and_bank_groups_the_updates()
 def test_iterations_are_their_parts(rows: t3_hardware.Rows) -> None:
     (first, *_) = t3_iteration.iterations(rows.small["75"], "prompt")
     assert first.total(0.5) == pytest.approx(2 * (first.gemms + first.collectives))
+    assert first.total() == pytest.approx(first.gemms + first.collectives + sum(first.rest.values()))
+    assert first.total(times=0) == pytest.approx(first.gemms + first.collectives)
     assert 1 < first.speedup("t3") < first.speedup("ideal")
     assert first.speedup("t3-mca", 0.3) > first.speedup("t3-mca", 0.45)
     (trained, *_) = t3_iteration.iterations(rows.small["75"], "training")
     assert trained.gemms == pytest.approx(3 * first.gemms)
     assert trained.collectives == pytest.approx(2 * first.collectives)
+    assert trained.rest["attention"] == pytest.approx(3 * first.rest["attention"])
+    assert first.rest["update"] == 0 < trained.rest["update"]
+
+
+def test_the_roofline_of_a_layer_by_hand() -> None:
+    """Mega-GPT-2 on 8 ranks: 24 heads of 128, 16 sequences of 1024 tokens; 1 TB/s."""
+    gpu = t3_gpu()
+    us = t3_iteration.roofline_us(3072, 16384, 8, "prompt", gpu)
+    scores, flop = 16 * 3 * 1024 * 1024, 2 * 2 * 16 * 3 * 1024 * 1024 * 128
+    assert us["attention"] == pytest.approx(2 * 10 * scores / 1e6 + flop / (gpu.peak * gpu["gpu.efficiency"]) * 1e6)
+    assert us["element-wise"] == pytest.approx(2 * 16384 * 3072 * (14 + 4 * 4 / 8) / 1e6)
+    trained = t3_iteration.roofline_us(3072, 16384, 8, "training", gpu)
+    assert trained["update"] == pytest.approx(28 * 12 * 3072 * 3072 / 8 / 1e6)
+
+
+def test_iterations_are_within_three_points_of_the_paper(rows: t3_hardware.Rows) -> None:
+    both = {False: rows.small["75"], True: rows.large["75"]}
+    found = t3_iteration.deviations(both)
+    assert len(found) == 10
+    assert max(map(abs, found.values())) <= 3
+    assert max(map(abs, t3_iteration.deviations(both, 0.425).values())) > 3
 
 
 def test_conclusions_name_the_assumptions_that_reverse_t3_and_mca_and_what_more_units_do(

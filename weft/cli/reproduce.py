@@ -160,6 +160,41 @@ def pgas(
     _reproduce(study, lambda step: study.simulated(progress=step), records, json, pictures)
 
 
+@reproduce.command("all")
+def all_studies(
+    json: _Json = None,
+    pictures: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Draw all pictures here, in a folder for each study.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Simulate all four papers and say which of their claims are reproduced. It takes some minutes and shows its progress."""
+    from weft.bench.core import records as files
+    from weft.bench.core.console import print_table, progress
+    from weft.studies import everything
+
+    if json is not None:
+        check_file("--json", json)
+    if pictures is not None:
+        check_pictures(pictures)
+    with progress(1.0, True, "weft reproduce: ", every_s=SAYS_EVERY_S) as step:
+        found = everything.simulated(step)
+    for one in found:
+        print(
+            "\n".join(
+                ["", one.study.name, *one.study.module.conclusions(one.rows), *one.study.module.notes(one.records)]
+            )
+        )
+    for table in (everything.missed_table(found), everything.verdicts_table(found)):
+        print_table(table.title, table.columns, table.cells)
+    if json is not None:
+        records = [record for one in found for record in one.records]
+        files.append(json, records)
+        print(appended(json, len(records)))
+    if pictures is not None:
+        for path in (path for one in found for path in one.draw(pictures)):
+            print(f"drawn: {path}")
+
+
 def _is_of_hardware(records: Path) -> bool:
     from weft.bench.core import records as files
     from weft.studies import t3_hardware

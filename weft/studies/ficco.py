@@ -31,7 +31,8 @@ from weft.plan.closed_form import closed_form_pick
 from weft.plan.predict import least_us, predict
 from weft.sim.losses import communication_us, gemms_us
 from weft.studies import ficco_choosers as choosers
-from weft.studies.ficco_rows import ASYNCTP, EIGHT, KINDS, NAMED, NEAR, SERIAL, SHARD, STUDIED, WEFT, GemmRow
+from weft.studies import ficco_sensitivity as sensitivity
+from weft.studies.ficco_rows import ASYNCTP, EIGHT, KINDS, NAMED, NEAR, SERIAL, SHARD, STUDIED, WEFT, GemmRow, GemmRows
 from weft.studies.pages import bars, block, figure, head, model_for, where
 
 CLOSED = "closed form"
@@ -40,9 +41,9 @@ TABLES = {"table-1": "g", "synthetic": "s"}
 PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
 PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
-    "The paper's numbers are from its text: the ideal from sections I and II-B, shard overlap from I and VI-B, the best schedules "
-    "from VI-C (where 2D copies are emulated), and the heuristic from VI-D. The text does not contain the numbers of figures 12 to "
-    "14."
+    "The paper's numbers are from its text: the ideal from sections I and II-B, and shard overlap from I and VI-B. The best "
+    "schedules are from VI-C (where 2D copies are emulated), and the heuristic is from VI-D. The text does not contain the "
+    "numbers of figures 12 to 14."
 )
 
 
@@ -65,7 +66,8 @@ def simulated(
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
     common = head("all_gather_matmul", machine, ranks, topology)
     chosen = gemms or (*TABLE_1, *SYNTHETIC)
-    steps = len(chosen) + choosers.DRAWN * (gemms is None)
+    more = 4 * len(chosen)  # GEMMs that take as long as the sensitivity
+    steps = len(chosen) + (choosers.DRAWN + more) * (gemms is None)
     for gemm in chosen:
         progress(f"simulating {gemm.name}", bool(found) / steps)
         if gemm.m % (ranks * ranks):
@@ -87,10 +89,12 @@ def simulated(
     if gemms is None:
         judged = choosers.judge_drawn(machine, model, ranks, lambda what: progress(f"simulating {what}", 1 / steps))
         found.append({**common, **judged})
+        numbers = sensitivity.simulate(machine, ranks, topology, lambda what, part: progress(what, part * more / steps))
+        found.append({**common, **numbers})
     return found
 
 
-def rows_of(records: Sequence[Record]) -> list[GemmRow]:
+def rows_of(records: Sequence[Record]) -> GemmRows:
     """Return a row for each of FiCCO's GEMMs in all_gather_matmul, in the order of first appearance, from its last run.
 
     Raises `ValueError` if there are none, or if a GEMM lacks the times of serial, of the GEMM alone or of the communication
@@ -101,7 +105,8 @@ def rows_of(records: Sequence[Record]) -> list[GemmRow]:
         raise ValueError(
             "no records of FiCCO's GEMMs: run weft bench all_gather_matmul --preset table-1 --mode queued --json FILE"
         )
-    rows = []
+    rows = GemmRows()
+    rows.others = {r["variant"]: r for r in records if r["run"] == mine[-1]["run"] and not _gemm_of(r["config"])}
     for of_run in last_runs(mine, itemgetter("config")).values():
         first, config = of_run[0], of_run[0]["config"]
         paper = _gemm_of(config)
@@ -126,7 +131,10 @@ def tables(rows: Sequence[GemmRow]) -> list[ResultTable]:
     """Return figures 13, 12(b) and 14 and the heuristic's accuracy, without columns that were not recorded."""
     made = [_over_ratio(rows), _by_schedule(rows), _choices(rows), _by_kind(rows)]
     known = {what: begin for what, begin in TABLES.items() if _named(rows, begin)}
-    return [*made, choosers.sweep_table(rows, known)] if all(set(EIGHT) <= row.ms.keys() for row in rows) else made
+    if all(set(EIGHT) <= row.ms.keys() for row in rows):
+        made.append(choosers.sweep_table(rows, known))
+    others = rows.others if isinstance(rows, GemmRows) else {}
+    return [*made, *(sensitivity.sensitivity_table(one) for name, one in others.items() if name == "sensitivity")]
 
 
 def _over_ratio(rows: Sequence[GemmRow]) -> ResultTable:
@@ -264,7 +272,7 @@ def _smaller(records: Sequence[Record]) -> str:
 def markdown(records: Sequence[Record]) -> str:
     """Return the block of a page: the runs, and the tables."""
     rows = rows_of(records)
-    mine = [r for r in records if _gemm_of(r["config"]) or r["variant"] == "choosers"]
+    mine = [r for r in records if _gemm_of(r["config"]) or r["variant"] in ("choosers", "sensitivity")]
     return block(notes(mine), tables(rows), conclusions(rows))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.bench.core.tables import Record
 from weft.bench.table_1 import GatheredGemm
 from weft.plan import AUTOTUNE
 
@@ -50,6 +51,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "weft, autotuned": (AUTOTUNE,),
 }
 """Kinds of overlap and their variants. For each GEMM, the fastest variant of a kind counts (figure 14)."""
+
+
+class GemmRows(list["GemmRow"]):
+    """The rows of a run. others: its records that are of no GEMM, by variant."""
+
+    others: Mapping[str, Record]
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,15 @@ def head_of(op: str, machine: str, assumed: Sequence[int]) -> Record:
     }  # fmt: skip
 
 
+def scaled(machine: Machine, key: str, factor: float) -> Machine:
+    """Return the machine with one number times `factor`; counts of at least 4 are rounded."""
+    one = machine[key]
+    value = one.value * factor
+    whole = one.unit == "1" and one.value >= 4 and one.value == int(one.value)
+    changed = replace(one, value=float(round(value)) if whole else value)
+    return replace(machine, quantities={**machine.quantities, key: changed})
+
+
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
     """Return the model; raise `ValueError` for an unknown topology, an unsupported number of ranks, or a number that the file
     lacks."""

@@ -12,7 +12,7 @@ Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communicatio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ from weft.builders import EmbeddingAllToAll, named
 from weft.hw import Machine, load_machine
 from weft.sim.run_time import run_us
 from weft.studies.claims import Claim, claims_table
-from weft.studies.pages import block, figure, head, model_for
+from weft.studies.pages import block, figure, head, model_for, scaled
 
 STUDY = "pgas"
 BATCH, DIM, FLOAT = 16384, 64, 4
@@ -128,12 +128,6 @@ def simulated(*, progress: Callable[[str, float], None] = lambda what, share: No
             [key, factor, [row_of(scaling, ranks, changed).speedup for scaling in SCALINGS for ranks in RANKS[1:]]]
         )
     return [*found, {**common, "config": "sensitivity", "variant": "direct", "figure": "sensitivity", "lines": lines}]
-
-
-def scaled(machine: Machine, key: str, factor: float) -> Machine:
-    """Return the machine with one number times `factor`."""
-    one = machine[key]
-    return replace(machine, quantities={**machine.quantities, key: replace(one, value=one.value * factor)})
 
 
 # --- records to rows, claims, tables ---

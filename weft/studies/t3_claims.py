@@ -28,6 +28,7 @@ def claims(
     yield _ring(found["14"])
     yield _traffic(found["17"])
     yield from _iterations(small, large)
+    yield _attention(small)
     yield from _more_units(found["20"])
     yield _tracker(gpu, found["assumptions"])
     lines = found["7.1"]["lines"]
@@ -111,6 +112,15 @@ def _iterations(small: Sequence[HardwareRow], large: Sequence[HardwareRow]) -> I
                 if paper is not None:
                     name = f"{phase} of {whose}, {_LAYER_SPEEDUPS[variant]} faster, {what}"
                     yield Claim(name, where, paper, 100 * (ours - 1), "%", 3)
+
+
+def _attention(rows: Sequence[HardwareRow]) -> Claim:
+    shares = [
+        100 * one.rest["attention"] / one.total() for phase in iteration.PHASES for one in iteration.iterations(rows, phase)
+    ]  # fmt: skip
+    said = f"{min(shares):.0f} to {max(shares):.0f}% by the roofline"
+    held = min(shares) >= 40 and max(shares) <= 45
+    return Claim("the attention takes 40 to 45% of an iteration", "6.3", "40 to 45%", said, held=held)
 
 
 def _more_units(record: Record) -> Iterator[Claim]:

@@ -1,0 +1,47 @@
+"""`weft reproduce all`: it runs every study, its progress adds up, and it shows and writes what the studies give."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.bench.core import records as files
+from weft.cli.app import app
+from weft.studies import everything, pgas
+
+QUICK = everything.STUDIES[2:]
+
+
+def test_every_study_is_in_it_once_and_the_shares_are_of_all() -> None:
+    assert [study.name for study in everything.STUDIES] == ["t3", "ficco", "fused-embedding", "pgas"]
+    assert sum(study.share for study in everything.STUDIES) == pytest.approx(1)
+
+
+def test_the_command_says_what_is_reproduced_and_writes_all_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everything, "STUDIES", QUICK)
+    told: list[float] = []
+    simulated = everything.simulated
+
+    def counted(step: everything.Progress) -> list[everything.Done]:
+        return simulated(lambda what, share: (told.append(share), step(what, share))[1])
+
+    monkeypatch.setattr(everything, "simulated", counted)
+    json, pictures = tmp_path / "all.jsonl", tmp_path / "pictures"
+    shown = CliRunner().invoke(app, ["reproduce", "all", "--json", str(json), "--pictures", str(pictures)])
+    assert shown.exit_code == 0, shown.output
+    assert sum(told) == pytest.approx(sum(study.share for study in QUICK))
+    assert min(told) >= 0
+    found = files.read([json])
+    assert {record["study"] for record in found} == {"fused_embedding", "pgas"}
+    assert {path.parent.name for path in pictures.rglob("*.png")} == {"fused-embedding", "pgas"}
+    claims = pgas.claims(pgas.rows_of(found))
+    missed = [claim for claim in claims if not claim.reproduced]
+    counts = [str(len(claims)), str(len(claims) - len(missed)), str(len(missed))]
+    assert ["pgas", *counts] in [re.findall(r"[\w-]+", line) for line in shown.output.splitlines()]
+    for claim in missed:
+        assert claim.what in shown.output
